@@ -1,0 +1,147 @@
+"""Preallocated keys and values, and the plan of one forward over them.
+
+A cache row is written at `base + t` for row t of a step; what a sequence has *committed* is a number kept by its owner
+(`DecodeState.length`), so rolling back costs nothing: rows past the committed length are overwritten by the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MINUS_INF = float("-inf")
+
+
+@dataclass
+class Plan:
+    """Where the T rows of one forward stand and what they may attend; made once, shared by all layers.
+
+    Attributes:
+        base: cached rows of each sequence before this forward (length B).
+        positions: [B, T] absolute positions (RoPE, learned embeddings).
+        span: number of cache slots that attention reads.
+        mask: additive mask [1 or B, 1, T, span], or None when plain causal attention (`causal`) or no mask is needed.
+        causal: the T rows start at slot 0 and attend each other causally (prefill).
+        contiguous: the positions are base .. base+T−1 (no tree).
+    """
+
+    base: list[int]
+    positions: Tensor
+    span: int
+    mask: Tensor | None
+    causal: bool
+    contiguous: bool
+
+    def folded_mask(self, groups: int) -> Tensor | None:
+        """The mask for queries folded as [B, Hkv, groups·T, D] (grouped-query attention without copying keys)."""
+        if self.mask is None or groups == 1:
+            return self.mask
+        return self.mask.repeat(1, 1, groups, 1)
+
+
+def plan_rows(
+    base: list[int],
+    rows: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    visible: Tensor | None = None,
+    depth: Tensor | None = None,
+    span: int | None = None,
+) -> Plan:
+    """Plan a forward of `rows` rows after `base` cached ones.
+
+    Args:
+        visible: [B, T, T] bool, row t may attend row s of the same step (tree ancestors, itself included); None = causal.
+        depth: [B, T] distance from row 0 (tree); None = 0 .. T−1.
+        span: read this many slots whatever the lengths (`exact` mode keeps shapes fixed); None = as few as possible.
+    """
+    batch = len(base)
+    contiguous = depth is None
+    if batch == 1 and depth is None:
+        positions = torch.arange(base[0], base[0] + rows, device=device).unsqueeze(0)
+    else:
+        steps = torch.arange(rows, device=device).unsqueeze(0) if depth is None else depth
+        positions = torch.tensor(base, device=device).unsqueeze(1) + steps
+    ragged = batch > 1 and min(base) != max(base)
+    fixed = span is not None
+    width = span if span is not None else max(base) + rows
+    if not fixed and not ragged and visible is None:
+        if rows == 1:
+            return Plan(base, positions, width, None, False, contiguous)
+        if base[0] == 0:
+            return Plan(base, positions, width, None, True, contiguous)
+        return Plan(base, positions, width, _staircase(base[0], rows, device, dtype), False, contiguous)
+    if not fixed and batch == 1 and visible is not None:
+        mask = torch.zeros(1, 1, rows, width, dtype=dtype, device=device)
+        mask[0, 0, :, base[0] :].masked_fill_(~visible[0], MINUS_INF)
+        return Plan(base, positions, width, mask, False, contiguous)
+    # General case. Slot j is visible to row t when j < base, or j = base + s with row s visible to row t.
+    slots = torch.arange(width, device=device)
+    starts = torch.tensor(base, device=device).view(batch, 1, 1)
+    relative = (slots.view(1, 1, width) - starts).expand(batch, rows, width)
+    if visible is None:
+        allowed = relative <= torch.arange(rows, device=device).view(1, rows, 1)
+    else:
+        inside = (relative >= 0) & (relative < rows)
+        allowed = (relative < 0) | (inside & visible.gather(2, relative.clamp(0, rows - 1)))
+    mask = torch.zeros(batch, rows, width, dtype=dtype, device=device).masked_fill_(~allowed, MINUS_INF)
+    return Plan(base, positions, width, mask.unsqueeze(1), False, contiguous)
+
+
+def _staircase(base: int, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[1, 1, rows, base + rows]: row t attends everything up to itself (bottom-right aligned causal mask)."""
+    mask = torch.zeros(rows, base + rows, dtype=dtype, device=device)
+    mask[:, base:] = torch.full((rows, rows), MINUS_INF, dtype=dtype, device=device).triu_(1)
+    return mask.view(1, 1, rows, base + rows)
+
+
+class KVCache:
+    """Keys and values of every layer in one tensor [L, 2, B, Hkv, capacity, D]."""
+
+    def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
+        self.store = torch.zeros(layers, 2, batch, heads, capacity, head_dim, dtype=dtype, device=device)
+        self._views()
+
+    def _views(self) -> None:
+        self.keys = [layer[0] for layer in self.store]
+        self.values = [layer[1] for layer in self.store]
+        self.batch = self.store.shape[2]
+        self.capacity = self.store.shape[4]
+        self._rows = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
+        """Store keys and values [B, T, Hkv, D] at slots base .. base+T−1 of each sequence."""
+        rows = keys.shape[1]
+        if self.batch == 1:
+            start = plan.base[0]
+            self.keys[layer][0, :, start : start + rows] = keys[0].transpose(0, 1)
+            self.values[layer][0, :, start : start + rows] = values[0].transpose(0, 1)
+            return
+        slots = self._slots(plan, rows)
+        self.keys[layer][self._rows, :, slots] = keys
+        self.values[layer][self._rows, :, slots] = values
+
+    def _slots(self, plan: Plan, rows: int) -> Tensor:
+        if plan.contiguous:
+            return plan.positions
+        starts = torch.tensor(plan.base, device=self.store.device).unsqueeze(1)
+        return starts + torch.arange(rows, device=self.store.device)
+
+    def compact(self, sequence: int, start: int, path: list[int]) -> None:
+        """Move rows `start + 1 + path[i]` to `start + 1 + i`: keep the accepted path of a draft tree.
+
+        `path` holds draft node indices (row 0 of a step is the root, so node m sits in row m + 1).
+        """
+        if path == list(range(len(path))):
+            return
+        source = torch.tensor([start + 1 + node for node in path], device=self.store.device)
+        rows = self.store[:, :, sequence].index_select(3, source)
+        self.store[:, :, sequence, :, start + 1 : start + 1 + len(path)] = rows
+
+    def select(self, index: Tensor) -> None:
+        """Keep only the sequences in `index` (batch shrinking as sequences finish)."""
+        self.store = self.store.index_select(2, index)
+        self._views()

@@ -1,0 +1,127 @@
+"""What a drafter proposes, and the two protocols through which the loop knows drafters and controllers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specctl.kernels import Rows
+
+if TYPE_CHECKING:
+    from specctl.decoding.state import DecodeState
+    from specctl.decoding.verify import Verdict
+
+PADDING = -2  # parent of a slot that holds no node
+
+
+@dataclass
+class DraftTree:
+    """Draft tokens as trees, one per sequence; a chain is a tree with one branch, plain decoding an empty one.
+
+    Attributes:
+        tokens: [B, n] int64.
+        parents: [B, n] int64, index of the parent node, −1 = the last committed token; parents precede children;
+            −2 marks padding in a ragged batch.
+        rows: for *sampled* chains, the distributions the tokens were drawn from (B·n rows, verified by the ratio
+            rule); None for deterministic proposals (verified by the match rule).
+        chain: every node's parent is the node before it (padding aside).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    rows: Rows | None = None
+    chain: bool = True
+
+    @classmethod
+    def from_chains(cls, chains: list[list[int]], device: torch.device, rows: Rows | None = None) -> DraftTree:
+        """Chains of any length, one per sequence."""
+        width = max(map(len, chains))
+        tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.long, device=device)
+        parents = torch.tensor(
+            [list(range(-1, len(chain) - 1)) + [PADDING] * (width - len(chain)) for chain in chains],
+            dtype=torch.long,
+            device=device,
+        )
+        return cls(tokens.view(len(chains), width), parents.view(len(chains), width), rows)
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+def empty_draft(batch: int, device: torch.device) -> DraftTree:
+    return DraftTree.from_chains([[] for _ in range(batch)], device)
+
+
+def topology(parents: list[int]) -> tuple[list[int], list[int]]:
+    """Depth and ancestor bitmask of every node of a tree given by its parents (bit i = node i, itself included).
+
+    Padding nodes get depth 0 and see only themselves.
+    """
+    depth: list[int] = []
+    ancestors: list[int] = []
+    for node, parent in enumerate(parents):
+        depth.append(depth[parent] + 1 if parent >= 0 else int(parent == -1))
+        ancestors.append((ancestors[parent] if parent >= 0 else 0) | (1 << node))
+    return depth, ancestors
+
+
+class Drafter(Protocol):
+    """Anything that proposes tokens.
+
+    `taps` are the target's hidden states it reads (indices into `transformers`' hidden_states; empty for independent
+    drafters). State that belongs to a sequence being decoded lives in `state.memory[self]`, never in the drafter.
+    """
+
+    taps: tuple[int, ...]
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """At most `budget` nodes per sequence, from the last committed token."""
+        ...
+
+    def advance(self, state: DecodeState) -> None:
+        """Consume the committed positions it has not seen yet (lazy: an idle drafter catches up in one call)."""
+        ...
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget cached keys and values (after a weight update)."""
+        ...
+
+
+class Controller(Protocol):
+    """Chooses who drafts, and learns from what the target said."""
+
+    def choose(self, state: DecodeState) -> Drafter: ...
+
+    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> Any: ...
+
+
+class NoDraft:
+    """Plain decoding: the empty draft."""
+
+    taps: tuple[int, ...] = ()
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        return empty_draft(state.batch, state.device)
+
+    def advance(self, state: DecodeState) -> None:
+        """Nothing to consume."""
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Nothing is cached."""
+
+
+class Fixed:
+    """The controller that always plays one drafter."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+
+    def choose(self, state: DecodeState) -> Drafter:
+        return self.drafter
+
+    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+        """Nothing to learn."""

@@ -1,0 +1,111 @@
+"""Steps through `transformers`' own forward, for architectures that the lean step does not cover.
+
+The model writes into our preallocated cache through transformers' cache-layer interface and takes our 4-D mask, so
+rollback, trees and ragged batches work exactly as on the lean path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specctl.decoding.cache import KVCache, Plan
+
+
+class _Layer(CacheLayerMixin):
+    """Hands a layer's new keys and values to the KVCache and returns the slots that attention reads."""
+
+    is_sliding = False
+
+    def __init__(self, store: KVCache, index: int, plan: Plan):
+        super().__init__()
+        self.store, self.index, self.plan = store, index, plan
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store is preallocated."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        self.store.write(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.plan)
+        span = self.plan.span
+        return self.store.keys[self.index][:, :, :span], self.store.values[self.index][:, :, :span]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.plan.span, 0
+
+    def get_seq_length(self) -> int:
+        return max(self.plan.base)
+
+    def get_max_length(self) -> int:
+        return self.store.capacity
+
+
+class HFModel:
+    """The same interface as `LeanModel` over any decoder-only `transformers` model with a key/value cache."""
+
+    def __init__(self, model):
+        config = model.config.get_text_config()
+        self.model = model
+        self.dtype = model.dtype
+        self.device = model.get_input_embeddings().weight.device
+        self.hidden_size = config.hidden_size
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.num_layers = config.num_hidden_layers
+        self.window = getattr(config, "sliding_window", None)
+        layer_types = set(getattr(config, "layer_types", None) or [])
+        self.mixed = len(layer_types) > 1
+        self.sliding = self.window is not None and ("sliding_attention" in layer_types or not layer_types)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(
+            self.num_layers, batch, self.kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device
+        )
+
+    def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor]:
+        full = plan.mask
+        if full is None:
+            slots = torch.arange(plan.span, device=self.device)
+            start = torch.tensor(plan.base, device=self.device).view(-1, 1, 1)
+            allowed = slots.view(1, 1, -1) <= start + torch.arange(rows, device=self.device).view(1, -1, 1)
+            full = torch.zeros(batch, rows, plan.span, dtype=self.dtype, device=self.device)
+            full = full.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
+        full = full.expand(batch, 1, rows, plan.span)
+        if not self.sliding:
+            return {"full_attention": full} if self.mixed else full
+        narrow = full.masked_fill(self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window, float("-inf"))
+        narrow = narrow.view(batch, 1, rows, plan.span)
+        return {"full_attention": full, "sliding_attention": narrow} if self.mixed else narrow
+
+    def _slot_positions(self, plan: Plan, batch: int) -> Tensor:
+        """[B, 1, span] absolute position held by each cache slot (a draft node's slot is not its position)."""
+        slots = torch.arange(plan.span, device=self.device).expand(batch, -1).clone()
+        rows = plan.positions.shape[1]
+        where = torch.tensor(plan.base, device=self.device).unsqueeze(1) + torch.arange(rows, device=self.device)
+        slots.scatter_(1, where, plan.positions.expand(batch, -1))
+        return slots.unsqueeze(1)
+
+    def forward(self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """As `LeanModel.forward`."""
+        batch, rows = tokens.shape
+        layers: list[CacheLayerMixin] = [_Layer(cache, index, plan) for index in range(self.num_layers)]
+        output = self.model(
+            input_ids=tokens,
+            position_ids=plan.positions.expand(batch, -1),
+            attention_mask=self._masks(plan, batch, rows),
+            past_key_values=Cache(layers=layers),
+            use_cache=True,
+            output_hidden_states=True,
+            logits_to_keep=1,
+        )
+        states = output.hidden_states
+        tapped = torch.cat([states[tap].to(self.dtype) for tap in taps], -1) if taps else None
+        return states[-1], tapped
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `LeanModel.logits`, with a final soft-cap where the configuration has one (Gemma 2)."""
+        logits = self.model.get_output_embeddings()(hidden)
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,0 +1,62 @@
+"""How tokens are drawn: temperature, top-k, top-p and counter-based random streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specctl import kernels
+
+ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; sharing noise between them biases the law (kernels.md)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Filters in the order of `transformers`: temperature (0 = greedy), then top-k (0 = off), then top-p (1 = off)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+GREEDY = Sampling(0.0, 0, 1.0)
+
+
+class Draws:
+    """The sampling parameters and seeds of a batch, and the two ways the loop uses them."""
+
+    def __init__(self, samplings: list[Sampling], seeds: list[int], device: torch.device):
+        self.samplings, self.device = samplings, device
+        self.greedy = all(sampling.temperature == 0 for sampling in samplings)
+        self.seeds = torch.tensor(seeds, dtype=torch.int64)
+        self.temperature = torch.tensor([s.temperature for s in samplings], device=device)
+        self.top_k = torch.tensor([s.top_k for s in samplings], device=device)
+        self.top_p = torch.tensor([s.top_p for s in samplings], device=device)
+
+    def rows(self, logits: Tensor) -> kernels.Rows:
+        """The distributions behind logits [B, T, V], as B·T rows."""
+        batch, rows, vocab = logits.shape
+        return kernels.row_params(
+            logits.reshape(batch * rows, vocab),
+            self.temperature.repeat_interleave(rows),
+            self.top_k.repeat_interleave(rows),
+            self.top_p.repeat_interleave(rows),
+        )
+
+    def uniform(self, positions: Tensor, stream: int) -> Tensor:
+        """Uniforms [B, T] for the tokens that will stand at absolute `positions` [B, T]."""
+        return kernels.uniform(self.seeds, positions.cpu(), stream).to(self.device)
+
+    def draw(self, logits: Tensor, positions: Tensor, stream: int = TARGET) -> Tensor:
+        """One token per row of logits [B, T, V], for absolute `positions` [B, T] of the drawn tokens. Returns [B, T]."""
+        if self.greedy:
+            # fp32 first: a bf16 argmax on a CPU is several times slower. The first maximum is the lowest id.
+            return logits.float().argmax(-1)
+        rows = self.rows(logits)
+        drawn = kernels.sample_rows(rows, self.uniform(positions, stream).reshape(-1))
+        return drawn.view(logits.shape[:2])
+
+    def select(self, index: list[int]) -> Draws:
+        return Draws([self.samplings[i] for i in index], self.seeds[index].tolist(), self.device)

@@ -1,0 +1,175 @@
+"""The sequences being generated: committed ids, the target's cache, retained features, drafters' memory, counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.cache import KVCache
+from specctl.decoding.sampling import Draws, Sampling
+
+if TYPE_CHECKING:
+    from specctl.decoding.target import Target
+    from specctl.decoding.verify import Verdict
+
+
+@dataclass
+class Sequence:
+    """One sequence and its counts. `ids` are the committed tokens, prompt included; the last one is not yet cached.
+
+    `accepted`, `rejections` and the by-depth lists count draft tokens of rounds as committed (trimmed at the end of the
+    sequence); `offered[d]` counts the rounds in which a draft token at depth d+1 was verified.
+    """
+
+    index: int
+    ids: list[int]
+    prompt_length: int
+    limit: int  # longest total length
+    stop: str | None = None  # "eos" or "length" once finished
+    target_passes: int = 0
+    accepted: int = 0
+    rejections: int = 0
+    drafted: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)
+    offered_by_depth: list[int] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.ids[self.prompt_length :]
+
+    def count(self, accepted: int, offered: int, rejected: bool, drafted: int) -> None:
+        """Book one round: `accepted` of `offered` verified depths, in a draft `drafted` deep."""
+        self.target_passes += 1
+        self.accepted += accepted
+        self.rejections += rejected
+        self.drafted += drafted
+        missing = offered - len(self.offered_by_depth)
+        if missing > 0:
+            self.offered_by_depth += [0] * missing
+            self.accepted_by_depth += [0] * missing
+        for depth in range(offered):
+            self.offered_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < accepted
+
+
+class DecodeState:
+    """A batch of B live rows.
+
+    Attributes:
+        rows: the live sequences, in batch order. Finished ones may stay a while as idle rows.
+        cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
+        features: [B, capacity, F] tapped target states of the cached positions (None without taps).
+        memory: what each drafter keeps for these sequences (keys and values, `cached_len`).
+        draws: sampling parameters and seeds.
+        exact_rows: > 0 fixes the rows of every step (and the cache span), so that all kernels see one shape.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: list[list[int]],
+        *,
+        samplings: list[Sampling],
+        limits: list[int],
+        seeds: list[int],
+        taps: tuple[int, ...],
+        spare: int,
+        exact_rows: int,
+    ):
+        self.device, self.dtype = target.device, target.dtype
+        self.eos_ids = target.eos_ids
+        self.rows = [Sequence(i, list(p), len(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))]
+        self.done: list[Sequence] = []
+        self.draws = Draws(samplings, seeds, target.device)
+        self.taps = taps
+        self.exact_rows = exact_rows
+        self.capacity = max(max(limits), max(map(len, prompts))) + spare + 1
+        self.cache: KVCache = target.model.new_cache(len(prompts), self.capacity)
+        self.features: Tensor | None = None
+        self.memory: dict[Any, Any] = {}
+
+    @property
+    def batch(self) -> int:
+        return len(self.rows)
+
+    @property
+    def unfinished(self) -> bool:
+        return any(row.stop is None for row in self.rows)
+
+    @property
+    def cached(self) -> list[int]:
+        """Valid cache rows of each sequence: everything but the last committed token."""
+        return [len(row.ids) - 1 for row in self.rows]
+
+    def begin(self, first: list[int], tapped: Tensor | None) -> None:
+        """Commit the first token of each sequence, drawn from the prefill, and keep the prompts' features."""
+        if tapped is not None:
+            self.features = torch.empty(
+                self.batch, self.capacity, tapped.shape[-1], dtype=tapped.dtype, device=tapped.device
+            )
+            self.features[:, : tapped.shape[1]] = tapped
+        for row, token in zip(self.rows, first, strict=True):
+            self._extend(row, [token])
+
+    def commit(self, verdict: Verdict) -> None:
+        """Append what the target committed; keep cache rows and features of the accepted paths only."""
+        for b, row in enumerate(self.rows):
+            if row.stop is not None:
+                continue
+            path, start = verdict.paths[b], len(row.ids) - 1
+            if not verdict.chain:
+                self.cache.compact(b, start, path)
+            if self.features is not None and verdict.tapped is not None:
+                self._keep_features(b, start, path, verdict)
+            drafted_tokens = verdict.committed[b][:-1]
+            kept = self._extend(row, verdict.committed[b])
+            accepted = min(len(drafted_tokens), kept)
+            rejected = kept > accepted and verdict.depths[b] > accepted and verdict.stops[b] == "rejected"
+            row.count(accepted, accepted + rejected, rejected, verdict.depths[b])
+            if row.stop is not None:
+                verdict.stops[b] = row.stop
+
+    def _keep_features(self, b: int, start: int, path: list[int], verdict: Verdict) -> None:
+        assert self.features is not None and verdict.tapped is not None
+        tapped = verdict.tapped[b]
+        if verdict.chain:
+            self.features[b, start : start + len(path) + 1] = tapped[: len(path) + 1]
+        else:
+            kept = torch.tensor([0, *(node + 1 for node in path)], device=self.device)
+            self.features[b, start : start + len(path) + 1] = tapped[kept]
+
+    def _extend(self, row: Sequence, tokens: list[int]) -> int:
+        """Append tokens up to the end-of-sequence token or the limit; returns how many were kept."""
+        kept = 0
+        for token in tokens:
+            row.ids.append(token)
+            kept += 1
+            if token in self.eos_ids:
+                row.stop = "eos"
+                break
+            if len(row.ids) >= row.limit:
+                row.stop = "length"
+                break
+        return kept
+
+    def shrink(self) -> None:
+        """Drop finished rows once they are a quarter of the batch: dead rows cost as much as live ones."""
+        live = [b for b, row in enumerate(self.rows) if row.stop is None]
+        if self.exact_rows or len(live) > 0.75 * self.batch or not live:
+            return
+        self.done += [row for row in self.rows if row.stop is not None]
+        index = torch.tensor(live, device=self.device)
+        self.rows = [self.rows[b] for b in live]
+        self.cache.select(index)
+        self.draws = self.draws.select(live)
+        if self.features is not None:
+            self.features = self.features[index]
+        for memory in self.memory.values():
+            memory.select(index)
+
+    def sequences(self) -> list[Sequence]:
+        """All sequences, in the order of the prompts."""
+        return sorted(self.done + self.rows, key=lambda row: row.index)

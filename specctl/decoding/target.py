@@ -1,0 +1,237 @@
+"""The target: any decoder-only causal LM of `transformers`, by name, path or `builtin`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specctl.decoding import lean
+from specctl.decoding.cache import KVCache, Plan, plan_rows
+from specctl.errors import CheckpointError, DataError, UsageError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Model(Protocol):
+    """What a target needs of a model: `LeanModel` or `HFModel`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
+    embedding: Tensor
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache: ...
+    def forward(self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Target:
+    """A loaded target and its tokenizer.
+
+    Attributes:
+        model: runs the steps (`LeanModel` or `HFModel`).
+        identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash.
+        eos_ids: ids that end a response.
+        context_length: longest sequence the target was made for.
+    """
+
+    def __init__(self, name: str, model, tokenizer, *, revision: str | None = None, path: str = "auto"):
+        reason = lean.why_not(model.config)
+        if path == "lean" and reason:
+            raise UsageError(f"the lean step cannot run target {name}: {reason}", "use the path 'auto' or 'transformers'")
+        self.name = name
+        self.config = model.config.get_text_config()
+        self.tokenizer = tokenizer
+        self.path = "transformers" if reason or path == "transformers" else "lean"
+        if self.path == "lean":
+            self.model: Model = lean.LeanModel(model)
+        else:
+            from specctl.decoding.hf import HFModel
+
+            self.model = HFModel(model)
+        self.device, self.dtype = self.model.device, self.model.dtype
+        self.vocab_size = self.model.embedding.shape[0]
+        self.hidden_size = self.model.hidden_size
+        self.num_layers = self.config.num_hidden_layers
+        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or tokenizer.model_max_length)
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.generation_config = model.generation_config
+        self.head_weight: Tensor = model.get_output_embeddings().weight.detach()
+        self.norm_weight: Tensor | None = getattr(getattr(model.model, "norm", None), "weight", None) if hasattr(model, "model") else None
+        self.identity: dict[str, Any] = {
+            "name": name,
+            "revision": revision,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "vocab_size": self.vocab_size,
+            "vocab_hash": vocab_hash(tokenizer),
+        }
+
+    def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
+        """Prompt ids of a conversation, with the generation prompt appended. DataError without a chat template."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise DataError(
+                f"target {self.name} has no chat template",
+                "add chat_template.jinja to the model directory (a base model can use '{{ messages[0].content }}')",
+            )
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, **chat_template_kwargs
+        )
+        return list(encoded["input_ids"])
+
+    @torch.inference_mode()
+    def prefill(
+        self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Run the prompts (right-padded). Returns (logits of each last row [B, V], h [B, P, H], taps [B, P, F])."""
+        width = max(map(len, prompts))
+        tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        plan = plan_rows([0] * len(prompts), width, device=self.device, dtype=self.dtype)
+        hidden, tapped = self.model.forward(tokens.to(self.device), cache, plan, taps)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        rows = hidden[torch.arange(len(prompts), device=self.device), last]
+        return self.model.logits(rows), hidden, tapped
+
+    @torch.inference_mode()
+    def step(
+        self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One forward of T rows per sequence. Returns (logits [B, T, V], h [B, T, H], taps [B, T, F])."""
+        hidden, tapped = self.model.forward(tokens, cache, plan, taps)
+        return self.model.logits(hidden), hidden, tapped
+
+
+def builtin_path() -> Path:
+    """Directory of the built-in target."""
+    return Path(str(resources.files("specctl") / "assets" / "builtin"))
+
+
+def vocab_hash(tokenizer) -> str:
+    """16 hex digits over the sorted (token, id) pairs: equal iff two tokenizers share their vocabulary."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def _eos_ids(model, tokenizer) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+        if value is not None:
+            found.update(value if isinstance(value, list) else [value])
+    return frozenset(found)
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is CUDA when there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu")
+    return torch.device(device)
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, else fp32."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {dtype!r}", f"one of auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if cpu_has_bf16() else torch.float32
+
+
+def cpu_has_bf16() -> bool:
+    """Native bf16 dot products (without them bf16 is slower than fp32)."""
+    check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(check and check())
+
+
+def describe(name: str, **config_options: Any) -> dict[str, str]:
+    """Which path runs this target and why, from its configuration alone (no weights are read)."""
+    config = load_config(name, **config_options)
+    reason = lean.why_not(config)
+    return {
+        "target": name,
+        "architecture": (config.architectures or [config.model_type])[0],
+        "path": "transformers" if reason else "lean",
+        "why": reason or f"{config.model_type} is covered by the lean step",
+    }
+
+
+def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
+    """The configuration of a target, checked to be a decoder-only causal LM."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    where = _where(name)
+    try:
+        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read the configuration of target {name}: {str(error).splitlines()[0]}",
+            "give a Hugging Face id, a directory with config.json, or 'builtin'",
+        ) from error
+    names = config.architectures or []
+    if config.is_encoder_decoder or (names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)):
+        raise CheckpointError(
+            f"target {name} is not a decoder-only causal LM (architecture {', '.join(names)})",
+            "choose a causal LM such as Llama, Qwen or Mistral",
+        )
+    if config.get_text_config().model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
+    return config
+
+
+def _where(name: str) -> str:
+    if name == "builtin":
+        return str(builtin_path())
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise CheckpointError(f"target directory {name} does not exist", "give a directory with config.json, or 'builtin'")
+    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+
+
+def load_model(name: str, *, device: torch.device, dtype: torch.dtype, revision=None, trust_remote_code=False):
+    """The plain `transformers` model of a target, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
+    load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            _where(name), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"cannot load target {name}: {str(error).splitlines()[0]}") from error
+    return model.to(device).eval()
+
+
+def load_target(
+    name: str = "builtin",
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    path: str = "auto",
+) -> Target:
+    """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where."""
+    from transformers import AutoTokenizer
+
+    where = pick_device(device)
+    model = load_model(
+        name, device=where, dtype=pick_dtype(dtype, where), revision=revision, trust_remote_code=trust_remote_code
+    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load the tokenizer of target {name}: {str(error).splitlines()[0]}") from error
+    return Target(name, model, tokenizer, revision=revision, path=path)

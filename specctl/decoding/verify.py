@@ -1,0 +1,125 @@
+"""Verification: one target forward over the draft, then a lossless rule.
+
+Match rule (deterministic drafts, trees): every node draws its own next token y ~ p(·|node) from the stream of that
+absolute position; the walk from the root follows the child that equals y. Each committed token is therefore the very
+token that plain decoding would have drawn with the same seed. Ratio rule (sampled chains): Leviathan et al. 2023,
+Algorithm 1; Chen et al. 2023, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specctl import kernels
+from specctl.decoding.cache import Plan, plan_rows
+from specctl.decoding.draft import PADDING, DraftTree, topology
+from specctl.decoding.sampling import ACCEPT, TARGET
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+
+
+@dataclass
+class Verdict:
+    """What the target said about a draft.
+
+    Attributes:
+        paths: per sequence, the accepted nodes from the root.
+        committed: per sequence, the accepted tokens and the bonus token.
+        stops: per sequence: "rejected", "leaf" (nothing was rejected), or "eos" / "length" once committed.
+        depths: how deep each draft was.
+        logits, hidden, tapped: target rows [B, 1 + n, ·] of the root and all nodes, until the next step.
+        chain: the draft was a chain, so accepted cache rows are already in place.
+    """
+
+    paths: list[list[int]]
+    committed: list[list[int]]
+    stops: list[str]
+    depths: list[int]
+    logits: Tensor
+    hidden: Tensor
+    tapped: Tensor | None
+    chain: bool
+
+
+def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
+    """Run the target once over the last committed tokens and their drafts, and decide what is committed."""
+    plan, depth = _plan(state, draft)
+    roots = torch.tensor([[row.ids[-1]] for row in state.rows], device=state.device)
+    tokens = torch.cat((roots, draft.tokens), 1) if draft.size else roots
+    rows = tokens.shape[1]
+    if state.exact_rows:
+        tokens = torch.nn.functional.pad(tokens, (0, state.exact_rows - rows))
+    logits, hidden, tapped = target.step(tokens, state.cache, plan, state.taps)
+    if state.exact_rows:
+        logits, hidden = logits[:, :rows], hidden[:, :rows]
+    if draft.rows is not None:
+        paths, committed = _ratio_rule(state, draft, logits)
+    else:
+        paths, committed = _match_rule(state, draft, logits, plan.positions[:, :rows] + 1)
+    depths = [max(d, default=0) for d in depth]
+    stops = []
+    for path, parents in zip(paths, draft.parents.tolist(), strict=True):
+        last = path[-1] if path else -1
+        stops.append("rejected" if last in parents else "leaf")
+    return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain)
+
+
+def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
+    """Where root and nodes stand and what they may attend, and the depth of every node."""
+    rows = draft.size + 1
+    padded = max(rows, state.exact_rows)
+    if state.exact_rows and rows > state.exact_rows:
+        raise ValueError(f"exact mode has {state.exact_rows} rows a step, the draft needs {rows}")
+    span = state.capacity if state.exact_rows else None
+    options = dict(device=state.device, dtype=state.dtype, span=span)
+    if draft.chain:
+        depth = [[i + 1 for i, parent in enumerate(parents) if parent != PADDING] for parents in draft.parents.tolist()]
+        return plan_rows(state.cached, padded, **options), depth
+    trees = [topology(parents) for parents in draft.parents.tolist()]
+    depth = [tree[0] for tree in trees]
+    masks = torch.tensor([[1, *((bits << 1) | 1 for bits in tree[1])] for tree in trees])  # bit 0 = the root
+    visible = (masks.unsqueeze(-1) >> torch.arange(padded)) & 1 > 0
+    if padded > rows:
+        visible = torch.cat((visible, torch.eye(padded, dtype=torch.bool)[rows:].expand(len(trees), -1, -1)), 1)
+    steps = torch.tensor([[0, *d, *([0] * (padded - rows))] for d in depth], device=state.device)
+    return plan_rows(state.cached, padded, visible=visible.to(state.device), depth=steps, **options), depth
+
+
+def _match_rule(
+    state: DecodeState, draft: DraftTree, logits: Tensor, positions: Tensor
+) -> tuple[list[list[int]], list[list[int]]]:
+    drawn = state.draws.draw(logits, positions)
+    if not draft.size:
+        return [[] for _ in state.rows], drawn.tolist()
+    path, accepted, bonus = kernels.walk_tree(drawn, draft.tokens, draft.parents)
+    return _collect(draft, path, accepted, bonus)
+
+
+def _ratio_rule(state: DecodeState, draft: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    assert draft.rows is not None
+    batch, size = draft.tokens.shape
+    count = (draft.parents != PADDING).sum(1)
+    start = torch.tensor([len(row.ids) for row in state.rows], device=state.device).unsqueeze(1)
+    positions = start + torch.arange(size + 1, device=state.device)
+    accepted, bonus = kernels.accept_chain(
+        state.draws.rows(logits),
+        draft.rows,
+        draft.tokens,
+        count,
+        state.draws.uniform(positions[:, :size], ACCEPT),
+        state.draws.uniform(positions, TARGET),
+    )
+    path = torch.arange(size, device=state.device).expand(batch, -1)
+    return _collect(draft, path, accepted, bonus)
+
+
+def _collect(draft: DraftTree, path: Tensor, accepted: Tensor, bonus: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    paths, committed = [], []
+    rows = zip(path.tolist(), accepted.tolist(), bonus.tolist(), draft.tokens.tolist(), strict=True)
+    for nodes, count, token, tokens in rows:
+        paths.append(nodes[:count])
+        committed.append([tokens[node] for node in nodes[:count]] + [token])
+    return paths, committed

@@ -1,0 +1,47 @@
+"""Errors that reach the user: what was wrong, where, and what would be right.
+
+Each class carries the exit code of the command-line contract. Programming errors stay ordinary exceptions.
+"""
+
+from __future__ import annotations
+
+
+class SpecctlError(Exception):
+    """A failure with a message for people and, where there is one, the next thing to try (`hint`)."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(SpecctlError):
+    """The command line asks for something that does not exist or contradicts itself."""
+
+    exit_code = 2
+
+
+class RecipeError(SpecctlError):
+    """A recipe, override or environment value is invalid."""
+
+    exit_code = 2
+
+
+class DataError(SpecctlError):
+    """Prompts or distilled data cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(SpecctlError):
+    """A checkpoint is damaged, incomplete, or belongs to another target."""
+
+    exit_code = 4
+
+
+class Interrupted(SpecctlError):
+    """Stopped by SIGTERM or SIGUSR1 after saving; the same command with `--resume` continues."""
+
+    exit_code = 75
