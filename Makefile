@@ -1,0 +1,46 @@
+# Everything here needs Python >= 3.11 and nothing else; each target makes .venv when it is missing.
+#
+#   make demo       distil, train and measure on the built-in target
+#   make test       the test suite        make check   linter and type checker
+#   make install    specctl and the development tools into .venv
+#
+# On Linux the package index brings the CUDA build of torch, several GB. For a CPU build:
+#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: install demo test check
+.DELETE_ON_ERROR:
+
+install: $(VENV)/.dev
+
+# The stamps are newer than the files they come from, so that nothing is installed twice.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11 (hint: make $(MAKECMDGOALS) PYTHON=python3.11)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run
+	$(BIN)/specctl distill --recipe demo/distill --overwrite
+	$(BIN)/specctl train-drafter --recipe demo/train --overwrite
+	$(BIN)/specctl eval --recipe demo/eval --overwrite
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy

@@ -1,0 +1,30 @@
+"""The domains `specctl` knows.
+
+`get("sql").generate(1000, seed=0)` writes prompts offline; `load_public(get("sql"))` reads the public data set.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from . import biochem, chat, code, math, medical, sql, summarization
+from .domain import SPLITS, Domain, PromptsExhausted, PublicSet, UnknownDomain
+from .public import load_public
+
+DOMAINS: dict[str, Domain] = {
+    module.DOMAIN.name: module.DOMAIN for module in (sql, code, math, medical, biochem, summarization, chat)
+}
+
+
+def get(name: str) -> Domain:
+    """The domain of that name. Raises UnknownDomain (a ValueError) with the nearest names."""
+    if name in DOMAINS:
+        return DOMAINS[name]
+    near = get_close_matches(name.lower(), DOMAINS, n=2, cutoff=0.5)
+    raise UnknownDomain(
+        f"unknown domain {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""),
+        hint=f"known domains: {', '.join(DOMAINS)}",
+    )
+
+
+__all__ = ["DOMAINS", "SPLITS", "Domain", "PromptsExhausted", "PublicSet", "UnknownDomain", "get", "load_public"]

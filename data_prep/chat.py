@@ -1,0 +1,35 @@
+"""Chat: questions and requests of every day, some with a text to work on."""
+
+from __future__ import annotations
+
+from random import Random
+
+from .chat_topics import QUESTIONS, RULES, SHORT_TASKS, TASKS
+from .domain import Domain, PublicSet
+from .grammar import Grammar, articles, pick, tidy
+
+_GRAMMAR = Grammar(RULES)
+
+
+def _sample(random: Random) -> str:
+    kind = random.random()
+    templates = QUESTIONS if kind < 0.66 else TASKS if kind < 0.84 else SHORT_TASKS
+    text = articles(tidy(_GRAMMAR.expand(random, pick(random, templates)))).replace("//", "\n\n")
+    # People forget the question mark now and then.
+    return text[:-1] if text.endswith("?") and random.random() < 0.08 else text
+
+
+DOMAIN = Domain(
+    name="chat",
+    description="everyday questions and instructions",
+    public=PublicSet(
+        id="databricks/databricks-dolly-15k",
+        config=None,
+        split={"train": "train[:95%]", "test": "train[95%:]"},
+        columns={"instruction": "instruction", "context": "context"},
+        template="{instruction}\n\n{context}",
+        licence="CC-BY-SA-3.0",
+        citation="Conover et al., Free Dolly: Introducing the World's First Truly Open Instruction-Tuned LLM (2023)",
+    ),
+    sample=_sample,
+)

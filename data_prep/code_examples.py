@@ -1,0 +1,43 @@
+"""What a small Python task is, and the helpers that its solutions and examples share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+from .grammar import pick
+
+Arguments = tuple[Any, ...]
+
+
+class Task(NamedTuple):
+    """`text` completes "Write a function to …"; `parameters` and `returns` are annotations.
+
+    `run(*arguments(random))` is an example.
+    """
+
+    name: str
+    text: str
+    parameters: tuple[tuple[str, str], ...]
+    returns: str
+    arguments: Callable[[Random], Arguments]
+    run: Callable[..., Any]
+
+
+def is_prime(n: int) -> bool:
+    """Trial division; the numbers are small."""
+    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
+
+
+def digits(n: int) -> list[int]:
+    """The decimal digits of |n|."""
+    return [int(d) for d in str(abs(n))]
+
+
+def numbers(random: Random) -> list[int]:
+    """Three to eight integers of a random range."""
+    low, high = pick(random, ((0, 12), (1, 30), (-20, 20), (-9, 99), (1, 130)))
+    width = high - low + 1  # `randint` is several times slower
+    return [low + int(random.random() * width) for _ in range(3 + int(random.random() * 6))]

@@ -1,0 +1,205 @@
+"""Small Python tasks that can be run, so that every example a prompt shows is true.
+
+Most are compositions: a filter, a map and a fold over a list; a class of characters and what to do with it; a kind of
+word and what to do with it. Their product is what makes thousands of different tasks.
+"""
+# ruff: noqa: E501  (one operation a line)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+from .code_examples import Task, digits, is_prime, numbers
+from .code_formulas import FORMULAS, PAIRS
+from .grammar import listing, pick
+
+# name part, text, predicate
+_FILTERS: tuple[tuple[str, str, Callable[[int], bool]], ...] = (
+    ("", "numbers", lambda n: True),
+    ("even", "even numbers", lambda n: n % 2 == 0),
+    ("odd", "odd numbers", lambda n: n % 2 == 1),
+    ("positive", "positive numbers", lambda n: n > 0),
+    ("negative", "negative numbers", lambda n: n < 0),
+    ("prime", "prime numbers", is_prime),
+    ("square", "perfect squares", lambda n: n >= 0 and math.isqrt(n) ** 2 == n),
+    ("div_by_3", "numbers divisible by 3", lambda n: n % 3 == 0),
+    ("multiple_of_5", "multiples of 5", lambda n: n % 5 == 0),
+    ("two_digit", "two-digit numbers", lambda n: 10 <= abs(n) <= 99),
+    ("large", "numbers greater than 10", lambda n: n > 10),
+    ("small", "numbers less than 10", lambda n: n < 10),
+    ("nonzero", "non-zero elements", lambda n: n != 0),
+    ("palindrome", "palindromic numbers", lambda n: str(n) == str(n)[::-1]),
+    ("power_of_two", "powers of two", lambda n: n > 0 and n & (n - 1) == 0),
+)
+_MAPS: tuple[tuple[str, str, Callable[[int], int]], ...] = (
+    ("", "{}", lambda n: n),
+    ("squared", "squares of the {}", lambda n: n * n),
+    ("cubed", "cubes of the {}", lambda n: n**3),
+    ("doubled", "doubles of the {}", lambda n: 2 * n),
+    ("absolute", "absolute values of the {}", abs),
+    ("negated", "negations of the {}", lambda n: -n),
+    ("digit_sum", "digit sums of the {}", lambda n: sum(digits(n))),
+    ("halved", "halves (rounded down) of the {}", lambda n: n // 2),
+    ("last_digit", "last digits of the {}", lambda n: abs(n) % 10),
+    ("incremented", "successors of the {}", lambda n: n + 1),
+    ("bit_count", "numbers of set bits of the {}", lambda n: abs(n).bit_count()),
+)
+_FOLDS: tuple[tuple[str, str, str, Callable[[list[int]], Any]], ...] = (
+    ("sum", "find the sum of the {}", "int", sum),
+    ("product", "find the product of the {}", "int", math.prod),
+    ("largest", "find the largest of the {}", "int", lambda v: max(v, default=0)),
+    ("smallest", "find the smallest of the {}", "int", lambda v: min(v, default=0)),
+    ("count", "count the {}", "int", len),
+    ("count_distinct", "count the distinct {}", "int", lambda v: len(set(v))),
+    ("filter", "extract the {}", "list[int]", list),
+    ("sorted", "return the sorted {}", "list[int]", sorted),
+    ("reversed", "return in reverse order the {}", "list[int]", lambda v: v[::-1]),
+    ("unique", "find the unique {}, in order", "list[int]", lambda v: list(dict.fromkeys(v))),
+    ("average", "find the average of the {}", "float", lambda v: sum(v) / len(v) if v else 0.0),
+    (
+        "range",
+        "find the difference between the largest and smallest of the {}",
+        "int",
+        lambda v: max(v) - min(v) if v else 0,
+    ),
+    (
+        "running_total",
+        "compute the running totals of the {}",
+        "list[int]",
+        lambda v: [sum(v[: i + 1]) for i in range(len(v))],
+    ),
+    ("top_two", "return the two largest of the {}", "list[int]", lambda v: sorted(v)[::-1][:2]),
+)
+_WHERE = listing("in a list; of a given list; in a list of integers; in the given array; of the input list", ";")
+_LIST_NAMES = listing("nums, numbers, arr, lst, values, data, array, items")
+
+
+def _list_task(random: Random) -> Task:
+    kept, mapped, fold = pick(random, _FILTERS), pick(random, _MAPS), pick(random, _FOLDS)
+    text = f"{fold[1].format(mapped[1].format(kept[1]))} {pick(random, _WHERE)}"
+    parts = [part for part in (fold[0], mapped[0], kept[0]) if part]
+    name = "_".join(parts if len(parts) > 1 else (*parts, pick(random, ("list", "numbers", "elements", "nums"))))
+    run = lambda values: fold[3]([mapped[2](v) for v in values if kept[2](v)])  # noqa: E731
+    return Task(name, text, ((pick(random, _LIST_NAMES), "list[int]"),), fold[2], lambda r: (numbers(r),), run)
+
+
+_WORDS = listing("""
+    python, garden, level, Radar, window, Banana, sunshine, Quick, lazy, river, noon, Apple, tower, civic, Kite, pepper, moon, stats, Zebra,
+    hello, World, program, letter, kayak, Orange, silver, engine, Under, mountain, tiger, refer, island, coffee, Yellow, idea, rotor, book,
+    Energy, 2nd, year2020, room101, A1, open, sea, bee, committee, Mississippi, summer, address, eel, trees""")
+_CHARACTERS: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
+    ("vowels", "vowels", lambda c: c.lower() in "aeiou"),
+    ("consonants", "consonants", lambda c: c.isalpha() and c.lower() not in "aeiou"),
+    ("digits", "digits", str.isdigit),
+    ("uppercase", "uppercase letters", str.isupper),
+    ("lowercase", "lowercase letters", str.islower),
+    ("spaces", "spaces", str.isspace),
+    ("letters", "letters", str.isalpha),
+    ("alphanumeric", "alphanumeric characters", str.isalnum),
+    ("e", "occurrences of the letter 'e'", lambda c: c == "e"),
+    ("o", "occurrences of the letter 'o'", lambda c: c == "o"),
+)
+_ACTIONS: tuple[tuple[str, str, str, Callable[[str, Callable[[str], bool]], Any]], ...] = (
+    ("count", "count the {} in a string", "int", lambda s, is_: sum(map(is_, s))),
+    ("remove", "remove all {} from a string", "str", lambda s, is_: "".join(c for c in s if not is_(c))),
+    ("keep", "keep only the {} of a string", "str", lambda s, is_: "".join(c for c in s if is_(c))),
+    ("mask", "replace the {} of a string with '*'", "str", lambda s, is_: "".join("*" if is_(c) else c for c in s)),
+    ("replace", "replace the {} of a given string with underscores", "str", lambda s, is_: "".join("_" if is_(c) else c for c in s)),
+    ("positions", "find the positions of the {} in a string", "list[int]", lambda s, is_: [i for i, c in enumerate(s) if is_(c)]),
+    ("first", "find the index of the first of the {} in a string, or -1", "int", lambda s, is_: next((i for i, c in enumerate(s) if is_(c)), -1)),
+    ("has", "check whether a string contains any {}", "bool", lambda s, is_: any(map(is_, s))),
+    ("double", "double the {} of a string", "str", lambda s, is_: "".join(c * 2 if is_(c) else c for c in s)),
+    ("unique", "return the set of {} of a string as a sorted list", "list[str]", lambda s, is_: sorted({c for c in s if is_(c)})),
+    ("longest_run", "find the length of the longest run of {} in a string", "int", lambda s, is_: max(map(len, "".join(c if is_(c) else "\0" for c in s).split("\0")))),
+)  # fmt: skip
+
+
+def _phrase(random: Random) -> str:
+    return " ".join(pick(random, _WORDS) for _ in range(random.randint(1, 4)))
+
+
+def _string_task(random: Random) -> Task:
+    kind, action = pick(random, _CHARACTERS), pick(random, _ACTIONS)
+    parameter = pick(random, ("text", "s", "string", "str1", "sentence", "word"))
+    name = f"{action[0]}_{kind[0]}"
+    return Task(
+        name,
+        action[1].format(kind[1]),
+        ((parameter, "str"),),
+        action[2],
+        lambda r: (_phrase(r),),
+        lambda s: action[3](s, kind[2]),
+    )
+
+
+_KINDS: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
+    ("long_words", "words longer than 4 characters", lambda w: len(w) > 4),
+    ("short_words", "words with at most 4 characters", lambda w: len(w) <= 4),
+    ("palindromes", "palindromes", lambda w: w.lower() == w.lower()[::-1]),
+    ("capitalized", "capitalized words", lambda w: w[0].isupper()),
+    ("vowel_words", "words that start with a vowel", lambda w: w[0].lower() in "aeiou"),
+    ("even_words", "words of even length", lambda w: len(w) % 2 == 0),
+    ("odd_words", "words of odd length", lambda w: len(w) % 2 == 1),
+    ("double_words", "words with a doubled letter", lambda w: any(a == b for a, b in pairwise(w))),
+    ("numeric_words", "words that contain a digit", lambda w: any(map(str.isdigit, w))),
+    ("words", "words", lambda w: True),
+)
+_WORD_ACTIONS: tuple[tuple[str, str, str, Callable[[list[str]], Any]], ...] = (
+    ("count", "count the {}", "int", len),
+    ("filter", "filter the {}", "list[str]", list),
+    ("join", "join with a hyphen the {}", "str", "-".join),
+    ("longest", "find the longest of the {}", "str", lambda w: max(w, key=len, default="")),
+    ("shortest", "find the shortest of the {}", "str", lambda w: min(w, key=len, default="")),
+    ("sort", "sort by length the {}", "list[str]", lambda w: sorted(w, key=len)),
+    ("reverse", "reverse each of the {}", "list[str]", lambda w: [x[::-1] for x in w]),
+    ("upper", "convert to uppercase the {}", "list[str]", lambda w: [x.upper() for x in w]),
+    ("initials", "return the first letters of the {}", "str", lambda w: "".join(x[0] for x in w)),
+    ("lengths", "map to their lengths the {}", "dict[str, int]", lambda w: {x: len(x) for x in w}),
+    ("alphabetical", "order alphabetically the {}", "list[str]", lambda w: sorted(w, key=str.lower)),
+    ("total_length", "find the total length of the {}", "int", lambda w: sum(map(len, w))),
+)
+
+
+def _word_task(random: Random) -> Task:
+    kind, action = pick(random, _KINDS), pick(random, _WORD_ACTIONS)
+    sentence = random.random() < 0.5
+    text = action[1].format(kind[1]) + (" of a sentence" if sentence else " in a list of strings")
+    parameter = (
+        (pick(random, ("sentence", "text", "phrase")), "str")
+        if sentence
+        else (pick(random, ("words", "strings", "texts")), "list[str]")
+    )
+    if sentence:
+        return Task(
+            f"{action[0]}_{kind[0]}",
+            text,
+            (parameter,),
+            action[2],
+            lambda r: (_phrase(r),),
+            lambda s: action[3]([w for w in s.split() if kind[2](w)]),
+        )
+    sample = lambda r: ([pick(r, _WORDS) for _ in range(r.randint(2, 5))],)  # noqa: E731
+    return Task(
+        f"{action[0]}_{kind[0]}",
+        text,
+        (parameter,),
+        action[2],
+        sample,
+        lambda v: action[3]([w for w in v if kind[2](w)]),
+    )
+
+
+def draw(random: Random) -> Task:
+    """A task; compositions come up in proportion to how many there are."""
+    kind = random.random()
+    if kind < 0.4:
+        return _list_task(random)
+    if kind < 0.55:
+        return _string_task(random)
+    if kind < 0.7:
+        return _word_task(random)
+    return pick(random, FORMULAS) if kind < 0.88 else pick(random, PAIRS)

@@ -1,0 +1,77 @@
+"""The commands as functions: they take what the command line takes and return its result documents as dataclasses.
+
+    from specctl import api
+    api.distill(data__domain="sql", data__limit=500)
+    api.train_drafter(recipe="train-drafter/eagle3", max_minutes=5.0)
+
+A recipe is a model of `specctl.recipe`, a YAML file, or the name of a shipped recipe; keyword arguments override its
+keys, with `__` for the dot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.recipe import RECIPES, CommandRecipe, WriterRecipe
+from specctl.recipe_io import Setting, resolve
+from specctl.runs import Run
+
+if TYPE_CHECKING:
+    from specctl.distillation.generate import DistillResult
+    from specctl.evaluation.compare import GenerateResult
+    from specctl.evaluation.matrix import EvalResult
+    from specctl.training.loop import TrainResult
+
+FUNCTIONS = {
+    "distill": ("specctl.distillation.generate", "distill"),
+    "train-drafter": ("specctl.training.loop", "train_drafter"),
+    "eval": ("specctl.evaluation.matrix", "evaluate"),
+    "generate": ("specctl.evaluation.compare", "generate"),
+}
+
+
+def distill(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> DistillResult:
+    """Responses of the target to a domain's prompts, as data for a drafter."""
+    return execute("distill", _recipe("distill", recipe, overrides))[0]
+
+
+def train_drafter(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> TrainResult:
+    """Train a draft head on distilled data (which must be there: only the command line distils first)."""
+    return execute("train-drafter", _recipe("train-drafter", recipe, overrides))[0]
+
+
+def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> EvalResult:
+    """Measure drafters × domains against plain decoding, with the losslessness check."""
+    return execute("eval", _recipe("eval", recipe, overrides))[0]
+
+
+def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
+    """Answer one prompt with and without a drafter."""
+    return execute("generate", _recipe("generate", recipe, overrides))[0]
+
+
+def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
+    """Run a resolved recipe in a run directory of its own. Returns the result dataclass and the result document."""
+    if recipe.resources.threads:
+        import torch
+
+        torch.set_num_threads(recipe.resources.threads)
+    # A writer's output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
+    run = Run.create(command, recipe, None if isinstance(recipe, WriterRecipe) else recipe.output_dir)
+    module, name = FUNCTIONS[command]
+    result = getattr(importlib.import_module(module), name)(recipe, run)
+    return result, run.result(dataclasses.asdict(result))
+
+
+def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:
+    if isinstance(recipe, CommandRecipe):
+        if not isinstance(recipe, RECIPES[command]):
+            raise TypeError(f"{command} takes a {RECIPES[command].__name__}, not a {type(recipe).__name__}")
+        if overrides:
+            raise TypeError("overrides go with a recipe file or name; a recipe object is used as it is")
+        return recipe
+    settings = [Setting(tuple(name.split("__")), value, f"argument {name}") for name, value in overrides.items()]
+    return resolve(command, recipe, flags=settings)

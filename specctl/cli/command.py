@@ -1,0 +1,132 @@
+"""Two decorators: `command` adds the global options, `recipe_command` also --recipe, --dry-run, overrides and flags."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specctl import progress
+from specctl.cli import options
+from specctl.cli.output import output
+from specctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from specctl.recipe import CommandRecipe
+
+PANEL = "Output"
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=PANEL)]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="No progress; only the result's path or name.", rich_help_panel=PANEL)
+]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Library logs and tracebacks.", rich_help_panel=PANEL)]
+Recipe = Annotated[
+    str | None, typer.Option("--recipe", metavar="FILE", help="YAML file, or a name from `specctl recipes ls`.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, load no weights, print the plan.")]
+
+OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
+GLOBALS = {"json": Json, "quiet": Quiet, "verbose": Verbose}
+
+
+def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a subcommand that takes --json, -q and -v after its name, too."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def wrapper(json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+            output.configure(json, quiet, verbose)
+            function(**arguments)
+
+        _sign(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
+        app.command(name)(wrapper)
+        return function
+
+    return register
+
+
+def recipe_command(
+    app: typer.Typer, name: str, flags: tuple[str, ...], operand: str | None = None
+) -> Callable[[Callable[[Any, bool], None]], Callable[[Any, bool], None]]:
+    """Register `function(recipe, dry_run)` as the subcommand that runs a recipe.
+
+    flags: names in `options.FLAGS`. operand: recipe key that a plain argument sets (`generate "prompt"`).
+    """
+
+    def register(function: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
+        def run(operands: list[str] | None, recipe: str | None, dry_run: bool, **given: Any) -> None:
+            function(_resolve(name, recipe, operands or [], given, operand), dry_run)
+
+        run.__doc__ = function.__doc__
+        metavar = f"[{operand.upper()}] [KEY=VALUE]..." if operand else "[KEY=VALUE]..."
+        help = "Overrides of recipe keys, such as sampling.top_p=0.9."
+        operands = Annotated[list[str] | None, typer.Argument(metavar=metavar, help=help, show_default=False)]
+        _sign(
+            run,
+            [
+                _option("operands", operands, None),
+                *(_option(flag, options.FLAGS[flag].annotation(flag), None) for flag in flags),
+                _option("recipe", Recipe, None),
+                _option("dry_run", DryRun, False),
+            ],
+        )
+        command(app, name)(run)
+        return function
+
+    return register
+
+
+@contextmanager
+def library_output() -> Iterator[None]:
+    """What libraries print while they work goes to stderr, also from C and child processes: stdout is the result's."""
+    if not output.verbose:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if not sys.stderr.isatty() or output.quiet:
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _resolve(
+    name: str, recipe: str | None, operands: list[str], given: dict[str, Any], operand: str | None
+) -> CommandRecipe:
+    from specctl.recipe_io import Setting, resolve
+
+    overrides = [text for text in operands if OVERRIDE.fullmatch(text)]
+    plain = [text for text in operands if not OVERRIDE.fullmatch(text)]
+    if len(plain) > (operand is not None):
+        raise UsageError(f"unexpected argument {plain[-1]!r}", hint="overrides are written key.sub=value")
+    flags = [Setting((operand,), text, operand.upper()) for text in plain if operand]
+    resolved = resolve(name, recipe, overrides, flags + options.settings(given, name))
+    progress.interrupts.install()
+    return resolved
+
+
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _parameters(function: Callable[..., None]) -> list[inspect.Parameter]:
+    signature = getattr(function, "__signature__", None) or inspect.signature(function, eval_str=True)
+    return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in signature.parameters.values()]
+
+
+def _sign(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
+    """Typer reads the options from the signature and the annotations; these are put together here."""
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    function.__dict__.pop("__wrapped__", None)

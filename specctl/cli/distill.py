@@ -1,0 +1,62 @@
+"""`specctl distill`: the target writes data for its own drafter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.options import TARGET
+from specctl.cli.output import fields, output
+
+if TYPE_CHECKING:
+    from specctl.recipe import DistillRecipe
+
+FLAGS = (
+    *("domain", "prompts", "data_limit", *TARGET),
+    *("max_new_tokens", "temperatures", "top_p", "top_k", "exact", "seed"),
+    *("shard", "output_dir", "resume", "overwrite"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "distill", FLAGS)(distill)
+
+
+def distill(recipe: DistillRecipe, dry_run: bool) -> None:
+    """Generate self-distilled domain data from a target."""
+    from specctl import api
+    from specctl.cli import plan
+
+    plan.check_data(recipe.data)
+    check_store(recipe)
+    if dry_run:
+        return plan.show("distill", recipe, steps(recipe))
+    with library_output():
+        _, document = api.execute("distill", recipe)
+    output.result(document, fields, brief=document["output"])
+
+
+def check_store(recipe: DistillRecipe) -> None:
+    """The output can be written. The jobs of an array share one directory, where each minds its own shards."""
+    from specctl.cli import plan
+
+    shared = recipe.shard != "0/1"
+    plan.check_output(recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
+
+
+def steps(recipe: DistillRecipe) -> list[str]:
+    """What `distill` would do, in words."""
+    from specctl.cli import plan
+
+    data = recipe.data
+    origin = f"from {data.prompts}" if data.prompts else f"of the {data.source} source"
+    number = f"up to {data.limit}" if data.limit else "all"
+    return [
+        plan.check_target(recipe.target),
+        f"read {number} prompts {origin} for {', '.join(data.domain)}",
+        f"generate {recipe.samples_per_prompt} response(s) of up to {recipe.sampling.max_new_tokens} tokens to each, "
+        f"at temperatures {', '.join(map(str, recipe.temperatures))}",
+        f"write {recipe.format} shards to {recipe.output}",
+    ]

@@ -1,0 +1,156 @@
+"""`specctl doctor`: what this machine can do, what is missing, and the command that fixes it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from specctl.cli.command import command, library_output
+from specctl.cli.output import cell, output
+from specctl.errors import SpecctlError
+
+TargetName = Annotated[str, typer.Option("--target", help="Also say how this target would run.", show_default=False)]
+LOW_DISK_GB = 5
+LOW_MEMORY_GB = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `missing` is required, `note` costs speed or an option; `fix` is what to type or do."""
+
+    what: str
+    state: Literal["ok", "note", "missing"]
+    value: str
+    fix: str | None = None
+
+
+def register(app: typer.Typer) -> None:
+    command(app, "doctor")(doctor)
+
+
+def doctor(target: TargetName = "builtin") -> None:
+    """What this machine can do, what is missing, and the command that fixes it."""
+    with library_output():
+        findings = [*software(), *hardware(), *surroundings(), target_path(target)]
+    missing = sum(finding.state == "missing" for finding in findings)
+    document = {"healthy": missing == 0, "missing": missing, "findings": [asdict(finding) for finding in findings]}
+    output.result(document, _report, brief="ok" if not missing else f"{missing} missing")
+    if missing:
+        raise typer.Exit(1)
+
+
+def software() -> Iterator[Finding]:
+    """Python and every required package against its lower bound; the optional ones."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    from specctl import runs
+
+    yield package("python", metadata.metadata("specctl")["Requires-Python"], platform.python_version())
+    for line in metadata.requires("specctl") or []:
+        requirement = Requirement(line)
+        if requirement.marker is None:
+            yield package(requirement.name, str(requirement.specifier), runs.version(requirement.name))
+    triton = runs.version("triton")
+    if triton:
+        yield Finding("triton", "ok", triton)
+    else:
+        yield Finding("triton", "note", "not installed; only needed with a GPU", "pip install 'specctl[gpu]'")
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler:
+        yield Finding("C++ compiler", "ok", compiler)
+    else:
+        yield Finding("C++ compiler", "note", "none; DeepSpeed builds its own optimizers with one", "apt install g++")
+
+
+def package(name: str, bounds: str, installed: str | None) -> Finding:
+    """Python or a required package: present, and within its bounds."""
+    from packaging.specifiers import SpecifierSet
+
+    if installed is None:
+        return Finding(name, "missing", "not installed", f"pip install '{name}{bounds}'")
+    if not SpecifierSet(bounds).contains(installed, prereleases=True):
+        return Finding(name, "missing", f"{installed}, but {bounds} is needed", f"pip install '{name}{bounds}'")
+    return Finding(name, "ok", installed)
+
+
+def hardware() -> Iterator[Finding]:
+    """CPU and its bf16, cores, memory, CUDA devices."""
+    import psutil
+    import torch
+
+    from specctl import runs
+    from specctl.decoding.target import cpu_has_bf16
+
+    yield Finding("cpu", "ok", f"{runs.cpu_model()}, {runs.usable_cores()} cores")
+    bf16 = "yes, --dtype auto takes bf16" if cpu_has_bf16() else "no native instructions, --dtype auto takes fp32"
+    amx = ", AMX" if "amx_bf16" in _cpu_flags() else ""
+    yield Finding("bf16 on cpu", "ok", bf16 + amx)
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
+    if memory.available < LOW_MEMORY_GB * 2**30:
+        yield Finding("memory", "note", text, "smaller features.budget_gb and batch_tokens need less")
+    else:
+        yield Finding("memory", "ok", text)
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if devices:
+        yield Finding("cuda", "ok", ", ".join(devices))
+    else:
+        yield Finding("cuda", "note", f"no device, torch {torch.__version__}", "not needed: everything runs on the CPU")
+
+
+def surroundings() -> Iterator[Finding]:
+    """The working directory and the disk under it."""
+    here = Path.cwd()
+    if os.access(here, os.W_OK):
+        yield Finding("working directory", "ok", f"{here} is writable")
+    else:
+        yield Finding("working directory", "missing", f"{here} is read-only", "cd to a directory you can write to")
+    free = shutil.disk_usage(here).free / 2**30
+    if free < LOW_DISK_GB:
+        yield Finding("disk", "note", f"{free:.1f} GiB free", "set features.mode=online, or make room")
+    else:
+        yield Finding("disk", "ok", f"{free:.1f} GiB free")
+
+
+def target_path(name: str) -> Finding:
+    """Whether the target can be used, and whether by the lean step or by the forward of transformers."""
+    from specctl.decoding.target import describe
+
+    try:
+        about = describe(name)
+    except SpecctlError as error:
+        fix = "pip install --force-reinstall --no-deps specctl" if name == "builtin" else error.hint
+        return Finding(f"target {name}", "missing", error.message, fix)
+    path = "lean step" if about["path"] == "lean" else "forward of transformers"
+    return Finding(f"target {name}", "ok", f"{path}: {about['why']}")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+def _report(document: dict[str, Any]) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+
+    colours = {"ok": "green", "note": "yellow", "missing": "bold red"}
+    grid = Table.grid(padding=(0, 2))
+    for finding in document["findings"]:
+        state = f"[{colours[finding['state']]}]{finding['state']}[/]"
+        fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
+        grid.add_row(state, cell(finding["what"]), f"{cell(finding['value'])}  {fix}".rstrip())
+    missing = document["missing"]
+    return Group(grid, "", "everything that is required is there" if not missing else f"{missing} required, missing")

@@ -1,0 +1,60 @@
+"""`specctl domains`: the domains that prompts can be had for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from specctl.cli.command import command
+from specctl.cli.output import cell, output, table
+
+Name = Annotated[str, typer.Argument(help="A name from `specctl domains ls`.")]
+Samples = Annotated[int, typer.Option("--samples", min=0, help="Generated prompts to show.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the generator.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(name="domains", help="ls | show: what prompts can be had for.", no_args_is_help=True)
+    command(group, "ls")(ls)
+    command(group, "show")(show)
+    app.add_typer(group)
+
+
+def ls() -> None:
+    """List the domains."""
+    from specctl.data_prep import DOMAINS
+
+    rows = [
+        {"name": name, "prompts": domain.description, "public": domain.public.id, "licence": domain.public.licence}
+        for name, domain in DOMAINS.items()
+    ]
+    output.result({"domains": rows}, _listing, brief="\n".join(DOMAINS))
+
+
+def show(name: Name, samples: Samples = 3, seed: Seed = 0) -> None:
+    """Show a domain: its public data set, the layout of its prompts, its licence, and prompts of its generator."""
+    from dataclasses import asdict
+
+    from specctl import data_prep
+
+    domain = data_prep.get(name)
+    document = {
+        "name": domain.name,
+        "description": domain.description,
+        "public": asdict(domain.public),
+        "samples": list(domain.generate(samples, seed)),
+    }
+    output.result(document, _card, brief="\n\n".join(document["samples"]))
+
+
+def _listing(document: dict[str, Any]) -> Any:
+    rows = [list(row.values()) for row in document["domains"]]
+    return table("domain", "prompts", "public data set", "licence", rows=rows)
+
+
+def _card(document: dict[str, Any]) -> str:
+    public = "\n".join(f"  {key}: {cell(value)}" for key, value in document["public"].items() if value)
+    samples = "\n\n".join(cell(sample) for sample in document["samples"])
+    heading = f"{document['name']}: {cell(document['description'])}"
+    return f"{heading}\n\npublic data set\n{public}\n\nprompts of the generator\n\n{samples}".rstrip()

@@ -1,0 +1,85 @@
+"""`specctl eval`: the drafter × domain matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.options import SAMPLING, TARGET
+from specctl.cli.output import cell, output, table
+
+if TYPE_CHECKING:
+    from specctl.recipe import EvalRecipe
+
+FLAGS = (
+    *("drafters", "pool", "domain", "prompts", "limit", "seeds", *TARGET, *SAMPLING),
+    *("save_outputs", "output_dir", "overwrite"),
+)
+COLUMNS = {
+    "drafter": "drafter",
+    "domain": "domain",
+    "mat": "mat",
+    "accept_rate": "accepted",
+    "tokens_per_s": "tokens/s",
+    "speedup": "× plain",
+    "speedup_transformers": "× transformers",
+    "tokens": "tokens",
+}
+"""Fields of a row that people are shown, and their headings."""
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "eval", FLAGS)(evaluate)
+
+
+def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
+    """Measure drafter × domain: mat, acceptance, tokens/s, speed-up, and a losslessness check."""
+    from specctl import api
+    from specctl.cli import plan
+
+    plan.check_data(recipe.data)
+    plan.check_drafters(recipe.drafters)
+    members = plan.pool_members(recipe.pool) if recipe.pool else []
+    if recipe.output_dir:
+        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+    if dry_run:
+        return plan.show("eval", recipe, steps(recipe, [*recipe.drafters, *members]))
+    with library_output():
+        _, document = api.execute("eval", recipe)
+    output.result(document, show, brief=document["run_dir"])
+
+
+def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
+    """What `eval` would do, in words."""
+    from specctl.cli import plan
+
+    number = f"up to {recipe.limit}" if recipe.limit else "all"
+    sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
+    return [
+        plan.check_target(recipe.target),
+        f"decode {number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, {sampling}, "
+        f"up to {recipe.sampling.max_new_tokens} new tokens, {len(recipe.seeds)} time(s)",
+        f"with {', '.join(drafters) or 'no drafter'}; baselines {', '.join(recipe.baselines) or 'none'}",
+        "compare every text with plain decoding's",
+    ]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """One row per drafter and domain, then the verdict on losslessness."""
+    from rich.console import Group
+
+    rows = [[row[name] for name in COLUMNS] for row in document["rows"]]
+    return Group(
+        table(*COLUMNS.values(), rows=rows),
+        "with drafters against plain decoding: " + _verdict(document["lossless"]),
+        "plain decoding against transformers: " + _verdict(document["lossless_transformers"]),
+        f"run: {cell(document['run_dir'])}",
+    )
+
+
+def _verdict(lossless: dict[str, int]) -> str:
+    if not lossless["sequences"]:
+        return "not compared"
+    return "{mismatches} mismatches, {ties} ties in {sequences} sequences".format(**lossless)

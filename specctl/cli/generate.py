@@ -1,0 +1,75 @@
+"""`specctl generate`: the thirty-second first look."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.options import SAMPLING, TARGET
+from specctl.cli.output import fields, output
+from specctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from specctl.recipe import GenerateRecipe
+
+FLAGS = ("drafter", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite")
+NUMBERS = (
+    *("drafter", "tokens", "mat", "accept_rate", "tokens_per_s", "vanilla_tokens_per_s", "speedup", "identical"),
+    "run_dir",
+)
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "generate", FLAGS, operand="prompt")(generate)
+
+
+def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
+    """Decode a prompt (- reads it from stdin) with and without a drafter and show the difference."""
+    from specctl import api
+    from specctl.cli import plan
+
+    if recipe.drafter:
+        plan.check_drafters([recipe.drafter])
+    if recipe.output_dir:
+        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+    recipe = recipe.model_copy(update={"prompt": prompt_of(recipe)})
+    if dry_run:
+        return plan.show("generate", recipe, steps(recipe))
+    with library_output():
+        _, document = api.execute("generate", recipe)
+    output.result(document, show, brief=document["text"])
+
+
+def prompt_of(recipe: GenerateRecipe) -> str:
+    """The prompt to answer: as given, from stdin, or the first one that the SQL generator writes."""
+    if recipe.prompt is None:
+        from specctl import data_prep
+
+        return next(data_prep.get("sql").generate(1, recipe.sampling.seed, "test"))
+    text = sys.stdin.read() if recipe.prompt == "-" else recipe.prompt
+    if not text.strip():
+        raise UsageError("the prompt is empty", hint='specctl generate "your question"')
+    return text
+
+
+def steps(recipe: GenerateRecipe) -> list[str]:
+    """What `generate` would do, in words."""
+    from specctl.cli import plan
+
+    how = f"plainly and with {recipe.drafter}" if recipe.drafter else "plainly"
+    return [plan.check_target(recipe.target), f"decode up to {recipe.sampling.max_new_tokens} tokens, {how}"]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """The text, with accepted draft tokens in colour, then the numbers."""
+    from rich.console import Group
+    from rich.text import Text
+
+    text = Text()
+    for piece in document["pieces"]:
+        text.append(piece["text"], style="green" if piece["accepted"] else "")
+    numbers = {name: document[name] for name in NUMBERS if document[name] is not None}
+    return Group(text, "", fields(numbers))

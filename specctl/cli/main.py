@@ -1,0 +1,71 @@
+"""The `specctl` command: its subcommands, its global options, and the way every invocation ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from specctl import __version__
+from specctl.cli import distill, doctor, domains, eval, generate, recipes, train_drafter
+from specctl.cli.command import Json, Quiet, Verbose
+from specctl.cli.failures import explain
+from specctl.cli.output import output
+
+app = typer.Typer(
+    name="specctl",
+    help="Train, adapt, select and measure draft heads for speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (generate, distill, train_drafter, eval, recipes, domains, doctor):
+    module.register(app)
+
+
+@app.callback(invoke_without_command=True)
+def globals_(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    output.configure(json, quiet, verbose)
+    if version:
+        document = {"version": __version__}
+        output.result(document, lambda doc: f"specctl {doc['version']}", brief=__version__)
+        raise typer.Exit()
+
+
+def run(argv: list[str]) -> int:
+    """Run one command line; returns its exit code, and has told stderr why when that is not 0."""
+    output.reset(argv)
+    try:
+        code = app(argv, prog_name="specctl", standalone_mode=False)
+        if code == 130:  # Typer has caught Ctrl-C and said nothing
+            raise KeyboardInterrupt
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        return _reader_gone()
+    except SystemExit as stop:
+        return _reader_gone() if isinstance(stop.__context__, BrokenPipeError) else int(stop.code or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        failure = explain(error)
+        if output.verbose:
+            traceback.print_exception(error)
+        try:
+            output.failure(failure)
+        except BrokenPipeError:
+            _reader_gone()
+        return failure.code
+
+
+def _reader_gone() -> int:
+    """`specctl … | head` has all it wanted: a success. The null device spares the flush at exit a second error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

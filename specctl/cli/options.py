@@ -1,0 +1,117 @@
+"""Options of the commands that run a recipe: what each is called, and the recipe key it sets. Declared once, here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specctl.errors import UsageError
+
+
+def _comma_ints(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--seeds: {text!r} is not a list of whole numbers", hint="such as --seeds 0,1,2") from None
+
+
+def _comma_floats(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--temperature: {text!r} is not a number or a list of them", hint="such as 0,0.7") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--chat-template-kwargs: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError("--chat-template-kwargs: needs a JSON object", hint="""such as '{"enable_thinking": false}'""")
+    return value
+
+
+def _names(values: list[str]) -> list[str]:
+    return [name for value in values for name in value.split(",") if name]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option: the recipe keys it sets, its type on the command line, its help, and what turns it into the value."""
+
+    keys: tuple[str, ...]
+    type: Any
+    help: str
+    convert: Callable[[Any], Any] | None = None
+    metavar: str | None = None
+
+    def annotation(self, name: str) -> Any:
+        """The Typer declaration: `Annotated[type | None, Option("--name")]`."""
+        option = typer.Option(spelling(name), help=self.help, metavar=self.metavar, show_default=False)
+        return Annotated[self.type | None, option]
+
+
+FLAGS: dict[str, Flag] = {
+    "target": Flag(("target.name",), str, "Hugging Face id, directory, or builtin."),
+    "device": Flag(("target.device",), str, "auto, cpu, cuda or cuda:N."),
+    "dtype": Flag(("target.dtype",), str, "auto, bf16, fp16 or fp32."),
+    "chat_template_kwargs": Flag(
+        ("target.chat_template_kwargs",), str, "Arguments of the chat template.", _json_object, metavar="JSON"
+    ),
+    "domain": Flag(("data.domain",), str, "Domain, or several with commas; see `specctl domains ls`."),
+    "prompts": Flag(("data.prompts",), str, "JSONL with prompt or messages; - is stdin.", metavar="FILE"),
+    "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
+    "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Longest response."),
+    "temperature": Flag(("sampling.temperature",), float, "0 is greedy."),
+    "temperatures": Flag(("temperatures",), str, "Temperatures, mixed over the prompts: 0,0.7.", _comma_floats),
+    "top_p": Flag(("sampling.top_p",), float, "Nucleus; 1 is off."),
+    "top_k": Flag(("sampling.top_k",), int, "0 is off."),
+    "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
+    "arch": Flag(("arch",), str, "Drafter architecture: eagle3 or lm."),
+    "drafter": Flag(("drafter",), str, "Drafter directory, or lookup.", metavar="PATH"),
+    "drafters": Flag(("drafters",), list[str], "Drafter directory, or lookup; repeatable.", _names, metavar="PATH"),
+    "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
+    "limit": Flag(("limit",), int, "Prompts per domain."),
+    "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
+    "seeds": Flag(("seeds",), str, "Repeats, for intervals: 0,1,2.", _comma_ints),
+    "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
+    "log": Flag(("log",), list[str], "tensorboard, wandb or trackio; repeatable.", _names),
+    "save_outputs": Flag(("save_outputs",), bool, "Write outputs.jsonl into the run directory."),
+    "output_dir": Flag(("output_dir",), Path, "Where the result goes.", metavar="DIR"),
+    "resume": Flag(("resume",), bool, "Continue what an earlier run left unfinished."),
+    "overwrite": Flag(("overwrite",), bool, "Replace an existing result."),
+}
+
+TARGET = ("target", "device", "dtype", "chat_template_kwargs")
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "exact", "seed")
+DATA = ("domain", "prompts")
+SPELLING = {"temperatures": "temperature", "drafters": "drafter", "data_limit": "limit"}
+"""Flags of other keys that look the same on the command line: `--drafter` is repeatable where several are measured."""
+
+
+def settings(given: dict[str, Any], command: str) -> list[Any]:
+    """The flags that were given (by their name in `FLAGS`) as recipe settings of `command`."""
+    from specctl.recipe import RECIPES
+    from specctl.recipe_io import Setting
+
+    found = []
+    for name, value in given.items():
+        if value is None or value is False or value == []:
+            continue
+        flag, origin = FLAGS[name], spelling(name)
+        for key in flag.keys:
+            path = tuple(key.split("."))
+            if path[0] in RECIPES[command].model_fields:  # --seed sets what the recipe has of its two keys
+                found.append(Setting(path, flag.convert(value) if flag.convert else value, origin))
+    return found
+
+
+def spelling(name: str) -> str:
+    """`top_p` → `--top-p`."""
+    return "--" + SPELLING.get(name, name).replace("_", "-")

@@ -1,0 +1,127 @@
+"""The one way to stdout: a table for people, one JSON document with --json, the bare path or name with -q."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from specctl import progress
+from specctl.cli.failures import Failure
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PIPE_WIDTH = 10_000  # off a terminal nothing is wrapped or cut
+
+
+class Output:
+    """How results and errors are shown; configured once per invocation by the global options."""
+
+    def __init__(self) -> None:
+        self.json = self.quiet = self.verbose = False
+
+    def reset(self, argv: list[str]) -> None:
+        """Start of an invocation. `--json` is looked up in argv, so that a usage error is reported as JSON, too."""
+        self.json, self.quiet, self.verbose = "--json" in argv, False, False
+        progress.set_quiet(False)
+
+    def configure(self, json: bool, quiet: bool, verbose: bool) -> None:
+        """Apply the global options; given before or after the subcommand, they add up."""
+        self.json |= json
+        self.quiet |= quiet
+        self.verbose |= verbose
+        progress.set_quiet(self.quiet)
+
+    def result(
+        self, document: dict[str, Any], show: Callable[[dict[str, Any]], RenderableType], brief: str = ""
+    ) -> None:
+        """Print one result: the document (--json), `brief` (-q), or what `show` makes of the document."""
+        if not _speaks():
+            return
+        if self.json:
+            self._print_json(document)
+        elif self.quiet:
+            if brief:
+                self._print(brief)
+        else:
+            self._print_rich(show(document))
+
+    def failure(self, failure: Failure) -> None:
+        """One line to stderr; with --json also the error document to stdout."""
+        hint = f" (hint: {failure.hint})" if failure.hint else ""
+        print(f"error: {failure.message}{hint}", file=sys.stderr, flush=True)
+        if self.json and _speaks():
+            self._print_json({"error": {"type": failure.type, "message": failure.message, "hint": failure.hint}})
+
+    @staticmethod
+    def _print(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def _print_json(self, document: dict[str, Any]) -> None:
+        from specctl.runs import to_json
+
+        self._print(to_json(document, indent=2))
+
+    def _print_rich(self, shown: RenderableType) -> None:
+        """Colours and the terminal's width on a terminal; elsewhere plain lines, never wrapped, cut or padded."""
+        from rich.console import Console
+
+        if sys.stdout.isatty():
+            Console(highlight=False).print(shown)
+            return
+        console = Console(highlight=False, width=PIPE_WIDTH)
+        with console.capture() as captured:
+            console.print(shown, soft_wrap=isinstance(shown, str))
+        self._print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+output = Output()
+
+
+def _speaks() -> bool:
+    """Under torchrun the first process speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
+    """A plain table; columns after the first are right-aligned where every cell is a number."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        numeric = index > 0 and all(isinstance(row[index], int | float | None) for row in rows)
+        made.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(cell(value) for value in row))
+    return made
+
+
+def fields(document: dict[str, Any]) -> RenderableType:
+    """A document as two columns: name and value."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    for name, value in document.items():
+        made.add_row(name, cell(value))
+    return made
+
+
+def cell(value: Any) -> str:
+    """A value for a table, safe from being read as markup."""
+    from rich.markup import escape
+
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(cell(item) for item in value) or "–"
+    return escape(str(value))

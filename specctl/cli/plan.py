@@ -1,0 +1,89 @@
+"""What is checked before a command loads anything, and how `--dry-run` shows the plan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from specctl.cli.output import cell, output
+from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
+from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
+
+WITHOUT_WEIGHTS = ("lookup",)  # drafters that are named, not loaded
+
+
+def check_data(data: DataRecipe) -> None:
+    """The domains exist, and so does the prompts file. Raises UsageError, DataError."""
+    from specctl import data_prep
+
+    for name in data.domain:
+        data_prep.get(name)
+    if data.prompts not in (None, "-") and not Path(str(data.prompts)).is_file():
+        raise DataError(f"no prompts file {data.prompts}", hint="JSONL with `prompt` or `messages`, or - for stdin")
+
+
+def check_target(target: TargetRecipe) -> str:
+    """One line about how the target would run, from its configuration. CheckpointError where it cannot be used."""
+    name = target.name
+    if name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        return f"target {name} is read from the Hugging Face hub or its cache; not checked"
+    from specctl.decoding.target import describe
+
+    about = describe(name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    return f"target {name} runs by {_step(about['path'])}: {about['why']}"
+
+
+def _step(path: str) -> str:
+    return "the lean step" if path == "lean" else "the forward of transformers"
+
+
+def check_drafters(names: list[str]) -> None:
+    """Each is a drafter directory or a drafter that needs no weights. Raises UsageError, CheckpointError."""
+    for name in names:
+        if name in WITHOUT_WEIGHTS:
+            continue
+        if not Path(name).is_dir():
+            raise UsageError(f"no drafter {name}", hint=f"a drafter directory, or {', '.join(WITHOUT_WEIGHTS)}")
+        if not (Path(name) / "config.json").is_file():
+            raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
+
+
+def pool_members(pool: Path) -> list[str]:
+    """The drafter directories of a pool. Raises UsageError where there is none."""
+    if not pool.is_dir():
+        raise UsageError(f"no pool directory {pool}", hint="a directory of drafter directories, such as ./drafters")
+    members = sorted(str(path) for path in pool.iterdir() if (path / "config.json").is_file())
+    if not members:
+        raise UsageError(f"no drafters in {pool}", hint="specctl train-drafter makes one")
+    return members
+
+
+def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Nothing is in the way at `path`, and it can be written. Raises UsageError, SpecctlError.
+
+    Under torchrun the first process checks: the others may find what it has made a moment ago.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")
+    if path.is_dir() and any(path.iterdir()) and not (resume or overwrite):
+        raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it where the command can")
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise SpecctlError(f"cannot write to {parent}: permission denied", hint="choose another --output-dir")
+
+
+def show(command: str, recipe: CommandRecipe, steps: list[str]) -> None:
+    """The answer to --dry-run: what would be done, and the recipe with everything filled in."""
+    resolved = recipe.model_dump(mode="json")
+    output.result({"command": command, "dry_run": True, "steps": steps, "recipe": resolved}, _plan, brief=command)
+
+
+def _plan(document: dict[str, Any]) -> str:
+    import yaml
+
+    steps = "\n".join(f"{number}. {cell(step)}" for number, step in enumerate(document["steps"], 1))
+    recipe = yaml.safe_dump(document["recipe"], sort_keys=False, allow_unicode=True)
+    return f"{steps}\n\n{cell(recipe.rstrip())}"

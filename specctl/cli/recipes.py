@@ -1,0 +1,75 @@
+"""`specctl recipes`: look at the recipes in the package, copy one to edit it, check an edited one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specctl.cli.command import command
+from specctl.cli.output import cell, output, table
+from specctl.errors import UsageError
+
+Name = Annotated[str, typer.Argument(help="A name from `specctl recipes ls`, or a file.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(name="recipes", help="ls | show | cp | validate.", no_args_is_help=True)
+    command(group, "ls")(ls)
+    command(group, "show")(show)
+    command(group, "cp")(cp)
+    command(group, "validate")(validate)
+    app.add_typer(group)
+
+
+def ls() -> None:
+    """List the recipes in the package."""
+    from specctl.recipe_io import shipped
+
+    rows = [{"name": name, "about": _about(text)} for name, text in shipped().items()]
+    names = "\n".join(row["name"] for row in rows)
+    output.result({"recipes": rows}, _listing, brief=names)
+
+
+def show(name: Name) -> None:
+    """Print a recipe."""
+    from specctl.recipe_io import read
+
+    text, _ = read(name)
+    output.result({"name": name, "text": text}, lambda doc: cell(doc["text"].rstrip()), brief=text.rstrip())
+
+
+def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, or a directory.")]) -> None:
+    """Copy a recipe, to be edited and given to --recipe."""
+    from specctl.recipe_io import read
+    from specctl.runs import atomic_write
+
+    text, _ = read(name)
+    suffix = ".json" if text.lstrip().startswith("{") else ".yaml"
+    target = to / f"{name.rsplit('/', 1)[-1].removesuffix(suffix)}{suffix}" if to.is_dir() else to
+    if target.exists():
+        raise UsageError(f"{target} exists", hint="choose another name")
+    atomic_write(target, text)
+    document = {"name": name, "written": str(target)}
+    output.result(document, lambda doc: f"wrote {cell(doc['written'])}", brief=str(target))
+
+
+def validate(name: Name) -> None:
+    """Check a recipe; all that is wrong with it is reported at once, with file and line."""
+    from specctl.recipe_io import command_of, resolve
+
+    command_name = command_of(name)
+    resolve(command_name, name, environ={})
+    document = {"recipe": name, "command": command_name, "valid": True}
+    output.result(document, lambda doc: f"{cell(doc['recipe'])} is a valid recipe for {doc['command']}", brief=name)
+
+
+def _about(text: str) -> str:
+    """The first comment of a recipe says what it is for."""
+    first = text.lstrip().splitlines()[0]
+    return first.lstrip("# ") if first.startswith("#") else ""
+
+
+def _listing(document: dict[str, Any]) -> Any:
+    return table("recipe", "for", rows=[[row["name"], row["about"]] for row in document["recipes"]])

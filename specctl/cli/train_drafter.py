@@ -1,0 +1,88 @@
+"""`specctl train-drafter`: distil first when there is no data for the domain, then train."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import typer
+
+from specctl import progress
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.options import TARGET
+from specctl.cli.output import fields, output
+from specctl.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from specctl.recipe import DistillRecipe, TrainRecipe
+
+FLAGS = ("arch", "domain", "prompts", "data_limit", *TARGET, "seed", "log", "output_dir", "resume", "overwrite")
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "train-drafter", FLAGS)(train_drafter)
+
+
+def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
+    """Train or fine-tune a draft head with DeepSpeed; distils data first when there is none for the domain.
+
+    Several processes: torchrun --nproc-per-node 2 -m specctl train-drafter …
+    """
+    from specctl import api
+    from specctl.cli import plan
+
+    plan.check_data(recipe.data)
+    plan.check_output(recipe.output, resume=recipe.resume, overwrite=recipe.overwrite)
+    if recipe.init is not None and not (recipe.init / "config.json").is_file():
+        raise CheckpointError(f"init: {recipe.init} is not a drafter directory: it has no config.json")
+    first = distil_first(recipe)
+    if dry_run:
+        return plan.show("train-drafter", recipe, steps(recipe, first))
+    with library_output():
+        if first is not None:
+            progress.log(f"no finished data in {recipe.source}: distilling from {first.data.limit} prompts first")
+            api.execute("distill", first)
+        _, document = api.execute("train-drafter", recipe)
+    output.result(document, fields, brief=document["drafter"])
+
+
+def distil_first(recipe: TrainRecipe) -> DistillRecipe | None:
+    """The recipe that makes the missing data (or, with --resume, finishes it); None where there is some.
+
+    Raises UsageError where the data was named by the user, or where several processes would each write it.
+    """
+    from specctl.distillation import store
+    from specctl.recipe import DistillRecipe
+
+    if store.exists(recipe.source):
+        held = store.summary(recipe.source)
+        if held.complete or recipe.distilled is not None:
+            return None
+        if not recipe.resume:
+            progress.warn(f"{recipe.source} is unfinished: training on the {held.responses} responses that are there")
+            return None
+    elif recipe.distilled is not None:
+        raise UsageError(f"no distilled data in {recipe.source}", hint=f"specctl distill --output-dir {recipe.source}")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        domains = ",".join(recipe.data.domain)
+        raise UsageError(f"no distilled data in {recipe.source}", hint=f"run specctl distill --domain {domains} first")
+    data = recipe.data.model_copy(update={"limit": recipe.data.limit or recipe.distill.responses})
+    return DistillRecipe(
+        target=recipe.target, data=data, resources=recipe.resources, output_dir=recipe.source, resume=recipe.resume
+    )
+
+
+def steps(recipe: TrainRecipe, first: DistillRecipe | None) -> list[str]:
+    """What `train-drafter` would do, in words."""
+    from specctl.cli import distill, plan
+
+    lengths = {"epochs": recipe.epochs, "steps": recipe.max_steps, "minutes": recipe.max_minutes}
+    until = " or ".join(f"{length:g} {name}" for name, length in lengths.items() if length) or "the default length"
+    ready = [plan.check_target(recipe.target), f"read distilled data from {recipe.source}"]
+    return [
+        *(distill.steps(first) if first else ready),
+        f"train {recipe.arch} ({recipe.objective}, {recipe.ttt_steps} TTT steps) for {until} "
+        f"with ZeRO stage {recipe.zero_stage}, {recipe.batch_tokens} tokens a batch",
+        f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
+        f"write the drafter to {recipe.output}",
+    ]

@@ -1,0 +1,228 @@
+"""Prompts of a domain, and what happens to the lines that are none.
+
+Sources in order: the file (or stdin) of `--prompts`, the domain's public data set when asked for, its offline
+generator. Broken lines are collected as file:line:reason in `rejected.jsonl`; more than `data.max_rejected` of them
+stop the command with exit code 3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from specctl import progress
+from specctl.errors import DataError
+from specctl.recipe import DataRecipe
+
+MAX_LINE_BYTES = 1 << 20
+GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no number; it could go on for ever
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHOWN_REASONS = 5
+EXPECTED = 'one JSON object a line, {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation waiting for the target's answer."""
+
+    id: str  # stable hash of the messages: the same prompt has the same id in every file
+    messages: list[dict[str, str]]
+    domain: str
+    where: str  # "file:line" (or the generator), for messages about it
+    reference: str | None = None  # the source's own answer, where it has one
+
+
+class Rejections:
+    """Lines that are no prompts: counted, written to `path` as they appear, judged by `check`."""
+
+    def __init__(self, path: Path | None, allowed: float):
+        self.path, self.allowed = path, allowed
+        self.seen = 0  # lines looked at, good and bad
+        self.count = 0
+        self.reasons: list[str] = []
+        self._reported = 0
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def add(self, where: str, reason: str, text: str = "") -> None:
+        """Record one rejected line; `where` is file:line, `text` the beginning of what stood there."""
+        self.count += 1
+        if len(self.reasons) < SHOWN_REASONS:
+            self.reasons.append(f"{where}: {reason}")
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"where": where, "reason": reason, "text": text[:200]}) + "\n")
+
+    def check(self) -> None:
+        """DataError when more than the allowed share of the lines was rejected; fewer are reported in one line."""
+        kept = f"all of them are in {self.path}" if self.path else ""
+        if self.count > self.allowed * self.seen:
+            share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
+            hint = f"expected {EXPECTED}" + (f"; {kept}" if kept else "")
+            raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
+        if self.count > self._reported:
+            self._reported = self.count
+            progress.log(f"{self.count} of {self.seen} prompts rejected ({self.reasons[0]}){kept and '; ' + kept}")
+
+
+def read_prompts(
+    data: DataRecipe, domain: str, *, split: str = "train", rejected_to: Path | Rejections | None = None
+) -> list[Prompt]:
+    """The domain's prompts in source order, each once, at most `data.limit`.
+
+    `rejected_to` takes the rejected lines: a path for `rejected.jsonl`, or a collector the caller goes on using.
+    Raises DataError (unreadable file, too much rejected, nothing left) and UsageError (unknown domain).
+    """
+    rejections = rejected_to if isinstance(rejected_to, Rejections) else Rejections(rejected_to, data.max_rejected)
+    prompts: dict[str, Prompt] = {}
+    repeated = 0
+    for candidate in _candidates(data, domain, split, rejections):
+        rejections.seen += 1
+        if candidate is not None:
+            repeated += candidate.id in prompts
+            prompts.setdefault(candidate.id, candidate)
+        if len(prompts) == data.limit:
+            break
+    rejections.check()
+    if not prompts:
+        raise DataError(f"no prompts in {data.prompts or domain}", hint=f"expected {EXPECTED}")
+    if repeated:
+        progress.log(f"{repeated} repeated prompts of {domain} are kept once")
+    return list(prompts.values())
+
+
+def prompt_id(messages: list[dict[str, str]]) -> str:
+    """Stable id of a conversation: 32 hex digits of the SHA-256 of its canonical JSON."""
+    canonical = json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+def _candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections) -> Iterator[Prompt | None]:
+    """One item per line of the source; None where the line was rejected."""
+    if data.prompts is not None:
+        return _from_file(str(data.prompts), domain, rejections)
+    from specctl import data_prep
+
+    entry = data_prep.get(domain)
+    if data.source == "public":
+        texts = data_prep.load_public(entry, split)
+    else:
+        texts = entry.generate(data.limit or GENERATED_PROMPTS, data.seed, split)
+    return _from_texts(texts, domain, f"{domain}/{split}", rejections)
+
+
+def _from_file(name: str, domain: str, rejections: Rejections) -> Iterator[Prompt | None]:
+    label = "<stdin>" if name == "-" else name
+    with _open(name) as file:
+        for number, line in enumerate(_lines(file), 1):
+            where = f"{label}:{number}"
+            if number == 1 and line is not None:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line is not None and not line.strip():
+                continue
+            try:
+                yield parse_line(line, domain, where)
+            except ValueError as error:
+                rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
+                yield None
+
+
+def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Rejections) -> Iterator[Prompt | None]:
+    for number, text in enumerate(texts, 1):
+        where = f"{source}:{number}"
+        try:
+            messages = _conversation([{"role": "user", "content": text}])
+            yield Prompt(prompt_id(messages), messages, domain, where)
+        except ValueError as error:
+            rejections.add(where, str(error), str(text))
+            yield None
+
+
+def _open(name: str) -> IO[bytes]:
+    if name == "-":
+        return sys.stdin.buffer
+    try:
+        return open(name, "rb")
+    except OSError as error:
+        raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint=f"expected {EXPECTED}") from error
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Lines of at most MAX_LINE_BYTES; a longer one is skipped piece by piece, to bound memory, and given as None."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) <= MAX_LINE_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+        yield None
+
+
+def parse_line(line: bytes | None, domain: str, where: str = "") -> Prompt:
+    """A JSONL line as a prompt; None is a line that was too long to hold. ValueError says what is wrong with it."""
+    if line is None:
+        raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MiB")
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+    messages, reference = _row(row)
+    return Prompt(prompt_id(messages), messages, domain, where, reference)
+
+
+def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
+    """Messages and reference answer of a row; other keys are the user's own and ignored."""
+    if ("prompt" in row) == ("messages" in row):
+        raise ValueError("needs either `prompt` or `messages`" + (", has both" if "prompt" in row else ""))
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str):
+            raise ValueError(f"`prompt` must be a string, got {type(row['prompt']).__name__}")
+        reference = row.get("response")
+        messages = _conversation([{"role": "user", "content": row["prompt"]}])
+        return messages, reference if isinstance(reference, str) else None
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("`messages` must be a non-empty list")
+    messages = _conversation(messages)
+    # Chat data sets end with the assistant's turn: that is the reference, the target writes its own.
+    if messages[-1]["role"] == "assistant":
+        return _ends_with_question(messages[:-1]), messages[-1]["content"]
+    return _ends_with_question(messages), None
+
+
+def _ends_with_question(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError("`messages` has no user message to answer at its end")
+    return messages
+
+
+def _conversation(messages: list[Any]) -> list[dict[str, str]]:
+    """Messages reduced to role and content, each checked."""
+    checked = []
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError("each message must be an object with `role` and `content`")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise ValueError(f"unknown role {str(role)[:40]!r}, expected one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise ValueError(f"content must be a string, got {type(content).__name__}")
+        if not content.strip():
+            raise ValueError("empty prompt" if role == "user" else f"empty {role} message")
+        if "\0" in content:
+            raise ValueError("contains a NUL character")
+        if any("\ud800" <= char <= "\udfff" for char in content):
+            raise ValueError("contains half of a surrogate pair, which is no text")
+        checked.append({"role": role, "content": content})
+    return checked

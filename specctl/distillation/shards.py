@@ -1,0 +1,156 @@
+"""The files of a distilled directory: their names, one shard as records, and the manifests that vouch for them.
+
+    meta.json                      domain, target, sampling: what every response in here has in common
+    shard-<i>of<n>-<k>.jsonl       one response a line; the last one of a writer may still be growing
+    shard-<i>of<n>-<k>.parquet     a finished shard under `format=parquet`
+    manifest-<i>of<n>.json         the finished shards of writer i of n, with their SHA-256
+    writer-<i>of<n>.lock           there is a writer (see `lock.py`)
+
+Every writer has a manifest of its own, so the jobs of an array share a directory without sharing a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from specctl.errors import DataError
+
+Record = dict[str, Any]
+Writer = tuple[int, int]  # i of n
+
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "id": str,
+    "prompt_id": str,
+    "domain": str,
+    "messages": list,
+    "prompt_ids": list,
+    "response_ids": list,
+    "text": str,
+    "temperature": (int, float),
+    "seed": int,
+    "stop": str,
+    "target": str,
+}
+ROW_GROUP = 512
+REPAIR = "delete that file and run `specctl distill --resume`: only its responses are generated again"
+_NAME = re.compile(r"(?:shard|manifest|writer)-(\d+)of(\d+)(?:-\d+)?\.(?:jsonl|parquet|json|lock)")
+
+
+def writer_of(path: Path) -> Writer | None:
+    """The writer i of n that a file of the directory belongs to; None for any other file."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def files(directory: Path, kind: str) -> list[Path]:
+    """Files of one kind (shard, manifest, writer), in name order."""
+    return sorted(path for path in directory.glob(f"{kind}-*") if writer_of(path))
+
+
+def manifest_path(directory: Path, writer: Writer) -> Path:
+    return directory / f"manifest-{writer[0]}of{writer[1]}.json"
+
+
+def load_manifest(path: Path) -> dict[str, Any]:
+    """{"complete": bool, "shards": [{"file", "records", "tokens", "sha256"}]}; an empty one where there is no file."""
+    if not path.exists():
+        return {"version": 1, "complete": False, "shards": []}
+    manifest = load_json(path)
+    entries = manifest.get("shards")
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and {"file", "records", "tokens", "sha256"} <= entry.keys() for entry in entries
+    ):
+        raise DataError(f"{path} is damaged", hint="delete it and run `specctl distill --resume`: the shards are kept")
+    # A manifest names shards beside it and nothing else: no path leads out of the directory.
+    if not all(isinstance(entry["file"], str) and _NAME.fullmatch(entry["file"]) for entry in entries):
+        raise DataError(f"{path} names a file that is no shard of its directory")
+    return manifest
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}", hint="restore it or distil again with --overwrite"
+        ) from error
+    if not isinstance(document, dict):
+        raise DataError(f"{path} is damaged: not a JSON object", hint="restore it or distil again with --overwrite")
+    return document
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(directory: Path, entry: dict[str, Any]) -> Path:
+    """The finished shard of a manifest entry, after its checksum was found right."""
+    path = directory / entry["file"]
+    if not path.exists():
+        raise DataError(f"{path} is missing", hint="run `specctl distill --resume` to generate its responses again")
+    if sha256(path) != entry["sha256"]:
+        raise DataError(f"{path} is corrupted: its SHA-256 is not the one in the manifest", hint=REPAIR)
+    return path
+
+
+def records(path: Path) -> Iterator[Record]:
+    """Records of one shard; a torn last line (a writer died, or is writing now) is left out."""
+    return _from_parquet(path) if path.suffix == ".parquet" else _from_jsonl(path)
+
+
+def _from_jsonl(path: Path) -> Iterator[Record]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield _checked(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}:{number}: {error}", hint=REPAIR) from error
+
+
+def _checked(record: Any) -> Record:
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+    for name, kind in FIELDS.items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f"`{name}` is missing or of the wrong type")
+    return record
+
+
+def _from_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=ROW_GROUP):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is damaged: {error}", hint=REPAIR) from error
+
+
+def to_parquet(rows: Iterable[Record], path: Path) -> None:
+    """Write records as Parquet, a row group at a time."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text, ids = pyarrow.string(), pyarrow.list_(pyarrow.int32())
+    message = pyarrow.struct([("role", text), ("content", text)])
+    types = {"messages": pyarrow.list_(message), "prompt_ids": ids, "response_ids": ids}
+    types |= {"temperature": pyarrow.float64(), "seed": pyarrow.int64()}
+    schema = pyarrow.schema([(name, types.get(name, text)) for name in FIELDS])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        group: list[Record] = []
+        for row in rows:
+            group.append(row)
+            if len(group) == ROW_GROUP:
+                writer.write_table(pyarrow.Table.from_pylist(group, schema))
+                group = []
+        if group:
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))

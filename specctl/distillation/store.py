@@ -1,0 +1,326 @@
+"""Distilled responses on disk: appended line by line, sealed shard by shard, resumable after any kind of death.
+
+A response has a stable id, a batch of them is one write of whole lines, and a shard is sealed by its SHA-256 in the
+writer's manifest. So a killed run loses at most the batch it was decoding, and a resumed one repeats nothing.
+`shards.py` describes the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl import progress
+from specctl.distillation import shards
+from specctl.distillation.lock import WriterLock
+from specctl.distillation.shards import Record, Writer
+from specctl.errors import DataError, SpecctlError, UsageError
+from specctl.runs import atomic_write, make_dir
+
+META = "meta.json"
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """What a distilled directory holds. `complete`: every writer of some `--shard i/n` split got to its end."""
+
+    responses: int
+    response_tokens: int
+    shards: int
+    complete: bool
+    meta: dict[str, Any]
+
+
+def exists(directory: str | Path) -> bool:
+    """Whether there is at least one shard to read."""
+    return bool(shards.files(Path(directory), "shard"))
+
+
+def summary(directory: str | Path) -> StoreSummary:
+    """Counts from the manifests and the open shards. Raises DataError where there is no distilled data."""
+    directory = _readable(directory)
+    manifests = {path: shards.load_manifest(path) for path in shards.files(directory, "manifest")}
+    sealed = [entry for manifest in manifests.values() for entry in manifest["shards"]]
+    open_lengths = [len(record["response_ids"]) for path in _unsealed(directory) for record in shards.records(path)]
+    ended = {shards.writer_of(path) for path, manifest in manifests.items() if manifest["complete"]}
+    return StoreSummary(
+        responses=sum(entry["records"] for entry in sealed) + len(open_lengths),
+        response_tokens=sum(entry["tokens"] for entry in sealed) + sum(open_lengths),
+        shards=len(shards.files(directory, "shard")),
+        complete=any({(i, n) for i in range(n)} <= ended for _, n in filter(None, ended)),
+        meta=shards.load_json(directory / META),
+    )
+
+
+def read(directory: str | Path) -> Iterator[Record]:
+    """All records, sealed shards first, in file order. A sealed shard is checked before its first record is given.
+
+    Raises DataError naming the file (and line) that is missing or corrupted, and what to do about it.
+    """
+    directory = _readable(directory)
+    return (record for path in _verified(directory) for record in shards.records(path))
+
+
+def check_free(directory: str | Path, writer: Writer, *, resume: bool, overwrite: bool) -> list[Path]:
+    """Files that a writer would continue or replace; UsageError when it was told to do neither.
+
+    Cheap, so that callers can ask before they load a target. Shards of other writers of the same split are the other
+    jobs of an array: they are in nobody's way.
+    """
+    directory = Path(directory)
+    make_dir(directory)
+    present = [*shards.files(directory, "shard"), *shards.files(directory, "manifest")]
+    there = [path for path in present if shards.writer_of(path) == writer] + _of_other_splits(present, writer)
+    if there and not (resume or overwrite):
+        raise UsageError(
+            f"{directory} holds distilled data already", hint="--resume continues, --overwrite replaces it"
+        )
+    return there
+
+
+class ShardWriter:
+    """The one writer of shard i of n in a directory; a context manager that holds its lock.
+
+    `done` maps the ids that are on disk already (this writer's, and those of earlier runs split otherwise) to their
+    response tokens; the other writers of this split have other prompts.
+    `meta` is what all responses share (domain, target, sampling): continuing under another one is an error.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        meta: dict[str, Any],
+        *,
+        writer: Writer = (0, 1),
+        shard_size: int = 1000,
+        format: str = "jsonl",
+        resume: bool = False,
+        overwrite: bool = False,
+    ):
+        self.dir, self.writer, self.shard_size, self.format = Path(directory), writer, shard_size, format
+        make_dir(self.dir)
+        self._lock = WriterLock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock")
+        self._path: Path | None = None  # the open shard
+        self._rows: list[int] = []  # response tokens of each of its records
+        self._file: int | None = None
+        try:
+            self._clear_the_way(resume, overwrite)
+            self._agree({"version": 1, "format": format, **meta})
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, rows: list[Record]) -> None:
+        """Add responses: whole lines, on disk when this returns. SpecctlError when the disk refuses."""
+        if rows and self._manifest["complete"]:
+            self._manifest["complete"] = False
+            self._write_manifest()
+        while rows:
+            room = self.shard_size - len(self._rows)
+            part, rows = rows[:room], rows[room:]
+            self._write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part).encode())
+            self._rows += [len(row["response_ids"]) for row in part]
+            self.done |= {row["id"]: len(row["response_ids"]) for row in part}
+            if len(self._rows) >= self.shard_size:
+                self._seal()
+
+    def complete(self) -> None:
+        """All work is done: seal the open shard, whatever its size, and say so in the manifest."""
+        if self._rows:
+            self._seal()
+        if not self._manifest["complete"]:
+            self._manifest["complete"] = True
+            self._write_manifest()
+
+    @property
+    def shards(self) -> int:
+        """Shards of this writer, the open one included."""
+        return len(self._manifest["shards"]) + bool(self._rows)
+
+    def close(self) -> None:
+        """Release the directory; an open shard stays as it is, for `resume`."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._lock.release()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _clear_the_way(self, resume: bool, overwrite: bool) -> None:
+        """Make sure that what is there was meant to be continued, or remove it."""
+        there = check_free(self.dir, self.writer, resume=resume, overwrite=overwrite)
+        for lock in _of_other_splits(shards.files(self.dir, "writer"), self.writer):
+            WriterLock(lock).release()
+        if overwrite:
+            for path in there:
+                path.unlink()
+            if not shards.files(self.dir, "shard"):
+                (self.dir / META).unlink(missing_ok=True)
+
+    def _agree(self, meta: dict[str, Any]) -> None:
+        """Write meta.json, or find that the one which is there says the same."""
+        path = self.dir / META
+        wanted = json.dumps(meta, indent=2, ensure_ascii=False, sort_keys=True, default=str) + "\n"
+        if not path.exists():
+            aside = path.with_name(f".meta-{self.writer[0]}of{self.writer[1]}.json")
+            atomic_write(aside, wanted)
+            try:
+                os.link(aside, path)  # fails if another job of the array was first; rename would replace its file
+            except FileExistsError:
+                pass
+            finally:
+                aside.unlink()
+        if different := _differences(shards.load_json(path), json.loads(wanted)):
+            raise DataError(
+                f"{self.dir} was distilled with other settings: " + "; ".join(different),
+                hint="repeat those settings, choose another --output-dir, or --overwrite",
+            )
+
+    def _open(self) -> None:
+        """Find out what is done, repair what a death left behind, and go on with the shard that was growing."""
+        self._manifest = self._sound_manifest()
+        sealed = {entry["file"] for entry in self._manifest["shards"]}
+        stems = {Path(name).stem for name in sealed}
+        for path in self._own_shards():
+            if path.stem in stems and path.name not in sealed:
+                path.unlink()  # sealed as Parquet just before the death that kept this original
+        unsealed = sorted({path.stem for path in self._own_shards()} - stems)
+        for stem in unsealed:
+            self._adopt(self.dir / f"{stem}.jsonl", last=stem == unsealed[-1])
+        relevant = [*self._own_shards(), *_of_other_splits(shards.files(self.dir, "shard"), self.writer)]
+        self.done: dict[str, int] = {
+            record["id"]: len(record["response_ids"]) for path in relevant for record in shards.records(path)
+        }
+
+    def _own_shards(self) -> list[Path]:
+        return [path for path in shards.files(self.dir, "shard") if shards.writer_of(path) == self.writer]
+
+    def _sound_manifest(self) -> dict[str, Any]:
+        """This writer's manifest with every checksum checked, less the shards that somebody deleted."""
+        manifest = shards.load_manifest(shards.manifest_path(self.dir, self.writer))
+        kept = [entry for entry in manifest["shards"] if (self.dir / entry["file"]).exists()]
+        for entry in kept:
+            shards.verify(self.dir, entry)
+        for entry in manifest["shards"]:
+            if entry not in kept:
+                progress.log(f"{self.dir / entry['file']} is gone: its responses will be generated again")
+        return manifest | {"shards": kept, "complete": manifest["complete"] and kept == manifest["shards"]}
+
+    def _adopt(self, path: Path, last: bool) -> None:
+        """Continue or seal a shard that no manifest knows; its torn last line goes."""
+        sealed = path.with_suffix(".parquet")
+        if path.exists():
+            sealed.unlink(missing_ok=True)
+            _drop_torn_line(path)
+        else:
+            path = sealed
+        rows = [len(record["response_ids"]) for record in shards.records(path)]
+        if not rows:
+            path.unlink()
+            return
+        self._path, self._rows = path, rows
+        if path == sealed or not last or len(rows) >= self.shard_size:
+            self._seal()
+
+    def _write(self, data: bytes) -> None:
+        if self._path is None:
+            self._path = self._next_shard()
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._file, view) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise SpecctlError(
+                f"cannot write {self._path}: {error.strerror}", hint="what was finished is kept; make room and --resume"
+            ) from error
+
+    def _next_shard(self) -> Path:
+        last = max((int(path.stem.rsplit("-", 1)[1]) for path in self._own_shards()), default=-1)
+        return self.dir / f"shard-{self.writer[0]}of{self.writer[1]}-{last + 1:05d}.jsonl"
+
+    def _seal(self) -> None:
+        """Finish the open shard: Parquet if asked, checksum into the manifest, and only then the original goes."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        assert self._path is not None
+        original = sealed = self._path
+        if self.format == "parquet" and original.suffix == ".jsonl":
+            sealed = original.with_suffix(".parquet")
+            aside = original.with_name(f".{original.stem}.tmp")
+            shards.to_parquet(shards.records(original), aside)
+            os.replace(aside, sealed)
+        entry = {
+            "file": sealed.name,
+            "records": len(self._rows),
+            "tokens": sum(self._rows),
+            "sha256": shards.sha256(sealed),
+        }
+        self._manifest["shards"].append(entry)
+        self._write_manifest()
+        if sealed != original:
+            original.unlink()
+        self._path, self._rows = None, []
+
+    def _write_manifest(self) -> None:
+        atomic_write(shards.manifest_path(self.dir, self.writer), json.dumps(self._manifest, indent=2) + "\n")
+
+
+def _of_other_splits(paths: list[Path], writer: Writer) -> list[Path]:
+    """Files of writers i of m where this is writer i of n: an earlier run, divided otherwise."""
+    return [path for path in paths if (other := shards.writer_of(path)) is not None and other[1] != writer[1]]
+
+
+def _readable(directory: str | Path) -> Path:
+    directory = Path(directory)
+    if not exists(directory):
+        raise DataError(f"no distilled data in {directory}", hint=f"specctl distill --output-dir {directory}")
+    return directory
+
+
+def _verified(directory: Path) -> Iterator[Path]:
+    for path in shards.files(directory, "manifest"):
+        for entry in shards.load_manifest(path)["shards"]:
+            yield shards.verify(directory, entry)
+    yield from _unsealed(directory)
+
+
+def _unsealed(directory: Path) -> list[Path]:
+    """Shards that no manifest lists: those being written. Two forms of one shard (a death between them) count once."""
+    entries = [entry for path in shards.files(directory, "manifest") for entry in shards.load_manifest(path)["shards"]]
+    sealed = {Path(entry["file"]).stem for entry in entries}
+    return list(
+        {path.stem: path for path in reversed(shards.files(directory, "shard")) if path.stem not in sealed}.values()
+    )[::-1]
+
+
+def _drop_torn_line(path: Path) -> None:
+    with open(path, "rb+") as file:
+        whole = sum(len(line) for line in file if line.endswith(b"\n"))
+        if whole < os.fstat(file.fileno()).st_size:
+            progress.log(f"{path}: dropping the half-written last line")
+            file.truncate(whole)
+
+
+def _differences(there: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """`key: old there, new now` for every leaf that differs."""
+    found = []
+    for key in sorted(there.keys() | now.keys()):
+        old, new = there.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} is {json.dumps(old)} there and {json.dumps(new)} now")
+    return found

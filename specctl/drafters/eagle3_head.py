@@ -1,0 +1,229 @@
+"""The EAGLE-3 head as a trainable module, and its training-time test (Li et al. 2025, arXiv 2503.01840, §3).
+
+Slot i of a sequence holds the target's features g_i and the token x_{i+1}; at step 0 it predicts x_{i+2}. At step k the
+slot is fed the layer's own output of step k−1 and the token x_{i+1+k}, and predicts x_{i+2+k}: at inference the head has
+no target features beyond the last committed position and lives on its own outputs.
+
+Only response tokens are trained on, so only response slots are queries. The prompt enters as keys and values of step 0,
+which costs one projection a token; everything else (attention output, MLP, vocabulary head, loss, and all later steps)
+runs on response slots alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.objectives import soft_cross_entropy
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Shape of a head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's, `draft_vocab_size` ≤ it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"taps": list(self.taps)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Eagle3Config:
+        return cls(**{**values, "taps": tuple(values["taps"])})
+
+
+@dataclass
+class SlotBatch:
+    """Packed documents for the training-time test; N = response slots, M = all slots of all documents.
+
+    Attributes:
+        features: [M, taps·Ht] target features of every slot.
+        key_tokens: [M] token x_{i+1} of every slot.
+        key_positions: [M] position i of every slot.
+        query_rows: [N] the response slots among the M.
+        query_tokens: [N + T] x_{i+1} of the response slots, back to back; step k reads it shifted by k.
+        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, likewise shifted.
+        inside: [N + T] bool, the target's most probable token there is in the draft vocabulary.
+        left: [N] how many steps a slot is valid for (step k is used iff k < left).
+        document, query_document: [M], [N] document number; row, query_row: place inside the document.
+        documents, longest, longest_query: B, and the longest document in slots and in response slots.
+    """
+
+    features: Tensor
+    key_tokens: Tensor
+    key_positions: Tensor
+    query_rows: Tensor
+    query_tokens: Tensor
+    teacher: Tensor
+    inside: Tensor
+    left: Tensor
+    document: Tensor
+    row: Tensor
+    query_document: Tensor
+    query_row: Tensor
+    documents: int
+    longest: int
+    longest_query: int
+
+    def to(self, device: torch.device) -> SlotBatch:
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return SlotBatch(**moved)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        width, dim = 2 * config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=False)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = _Attention(config)
+        self.mlp = _MLP(config)
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+
+
+class Eagle3Head(nn.Module):
+    """Parameters carry the names of the published checkpoints (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`)."""
+
+    def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None, ttt_steps: int = 1, ttt_decay: float = 1.0):
+        """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None when they come with a state dict)."""
+        super().__init__()
+        self.config, self.ttt_steps, self.ttt_decay = config, ttt_steps, ttt_decay
+        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
+        member = torch.zeros(config.vocab_size, dtype=torch.bool)
+        member[ids] = True
+        # d2t holds offsets, as vLLM and SGLang read it: target id = i + d2t[i].
+        self.register_buffer("d2t", ids - torch.arange(config.draft_vocab_size))
+        self.register_buffer("t2d", member)
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[Vd] target id of every draft token."""
+        return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+
+    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [N, heads, D] rotated to `positions` [N]."""
+        angle = positions[:, None].float() * self.inv_freq
+        cos, sin = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angle.cos(), angle.sin()))
+        low, high = x.chunk(2, -1)
+        return x * cos + torch.cat((-high, low), -1) * sin
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Training-time test over a batch.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
+
+        Returns:
+            (Σ_k decay^k Σ loss, Σ_k decay^k · valid slots, [T, 2] sums of (loss, valid slots) per step): the mean loss
+            is the first divided by the second, over however many ranks and micro-batches.
+        """
+        config, layer = self.config, self.midlayer
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        teacher = self._teacher(batch.teacher, target_head)
+        hidden = self.fc(batch.features)
+        normed = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
+        inputs = torch.cat((normed, layer.hidden_norm(hidden.float())), -1)
+        attention = layer.self_attn
+        key = self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), batch.key_positions)
+        value = attention.v_proj(inputs).view(-1, kv_heads, dim)
+        keys = [self._pad(key, batch.document, batch.row, batch.documents, batch.longest)]
+        values = [self._pad(value, batch.document, batch.row, batch.documents, batch.longest)]
+        mask = self._mask(batch, key.dtype)
+        count = batch.query_rows.shape[0]
+        x = hidden[batch.query_rows].float()
+        inputs = inputs[batch.query_rows]
+        positions = batch.key_positions[batch.query_rows]
+        total = x.new_zeros(())
+        weight = x.new_zeros(())
+        sums = []
+        for k in range(self.ttt_steps):
+            if k:
+                tokens = batch.query_tokens[k : k + count]
+                normed = layer.input_layernorm(F.embedding(tokens, embedding).float())
+                inputs = torch.cat((normed, layer.hidden_norm(x)), -1)
+                key = self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), positions + k)
+                value = attention.v_proj(inputs).view(-1, kv_heads, dim)
+                shape = (batch.query_document, batch.query_row, batch.documents, batch.longest_query)
+                keys.append(self._pad(key, *shape))
+                values.append(self._pad(value, *shape))
+            query = self.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
+            query = self._pad(query, batch.query_document, batch.query_row, batch.documents, batch.longest_query)
+            key_all, value_all = torch.cat(keys, 2), torch.cat(values, 2)
+            out = F.scaled_dot_product_attention(
+                query, key_all, value_all, attn_mask=mask[..., : key_all.shape[2]], enable_gqa=heads != kv_heads
+            )
+            out = out.transpose(1, 2).reshape(-1, heads * dim)
+            out = out[batch.query_document * batch.longest_query + batch.query_row]
+            x = x + attention.o_proj(out)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            logits = self.lm_head(self.norm(x))
+            valid = (batch.left > k) & batch.inside[k : k + count]
+            loss = soft_cross_entropy(logits, teacher[k : k + count], valid)
+            total = total + self.ttt_decay**k * loss
+            weight = weight + self.ttt_decay**k * valid.sum()
+            sums.append(torch.stack((loss.detach(), valid.sum().to(loss.dtype))))
+        return total, weight, torch.stack(sums)
+
+    @torch.no_grad()
+    def _teacher(self, hidden: Tensor, target_head: Tensor) -> Tensor:
+        """Target probabilities [N + T, Vd], renormalised on the draft vocabulary (EAGLE-3 practice)."""
+        logits = F.linear(hidden.to(target_head.dtype), target_head)
+        return logits.float().softmax(-1).to(logits.dtype)
+
+    @staticmethod
+    def _pad(x: Tensor, document: Tensor, row: Tensor, documents: int, longest: int) -> Tensor:
+        """[N, heads, D] → [B, heads, longest, D]; rows beyond a document's end are zero."""
+        padded = x.new_zeros(documents * longest, *x.shape[1:]).index_copy(0, document * longest + row, x)
+        return padded.view(documents, longest, *x.shape[1:]).transpose(1, 2)
+
+    def _mask(self, batch: SlotBatch, dtype: torch.dtype) -> Tensor:
+        """[B, 1, Rmax, Smax + (T−1)·Rmax]: step-0 keys up to the query's own slot, then the diagonal of every later step."""
+        device = batch.features.device
+        rows, slots = batch.longest_query, batch.longest
+        own = torch.full((batch.documents, rows), slots, device=device)
+        own[batch.query_document, batch.query_row] = batch.row[batch.query_rows]
+        first = torch.arange(slots, device=device) <= own.unsqueeze(-1)
+        diagonal = torch.eye(rows, dtype=torch.bool, device=device).expand(batch.documents, -1, -1)
+        allowed = torch.cat((first, *([diagonal] * (self.ttt_steps - 1))), -1)
+        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf")).unsqueeze(1)

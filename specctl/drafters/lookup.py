@@ -1,0 +1,95 @@
+"""Family `lookup`: copy what followed the last occurrence of the current n-gram (prompt lookup decoding, Saxena 2023).
+
+No weights: the text itself is the model. Strong where the output repeats the input (schemas, code, summaries).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specctl.decoding.draft import DraftTree
+from specctl.decoding.state import DecodeState, Sequence
+
+DEPTH = {"cpu": 7, "cuda": 10}  # on a CPU 8 rows cost what 1 costs; more do not
+LONGEST, SHORTEST = 3, 1  # n-grams that are looked up, longest first
+
+
+class Lookup:
+    """Drafts a chain of up to `depth` tokens (None = the device's default), found by n-grams of LONGEST..SHORTEST tokens."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, depth: int | None = None, longest: int = LONGEST, shortest: int = SHORTEST):
+        self.depth, self.longest, self.shortest = depth, longest, shortest
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        self.advance(state)
+        depth = self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
+        indices = state.memory[self].rows
+        chains = [
+            index.continuation(row.ids, min(depth, budget, room(row)))
+            for index, row in zip(indices, state.rows, strict=True)
+        ]
+        return DraftTree.from_chains(chains, state.device)
+
+    def advance(self, state: DecodeState) -> None:
+        memory = state.memory.get(self)
+        if memory is None:
+            rows = [NGramIndex(self.longest, self.shortest) for _ in state.rows]
+            memory = state.memory[self] = LookupMemory(rows)
+        for index, row in zip(memory.rows, state.rows, strict=True):
+            if row.stop is None:
+                index.extend(row.ids)
+
+    def invalidate(self, state: DecodeState) -> None:
+        """There are no weights that could change."""
+
+
+class LookupMemory:
+    """The n-gram index of each live sequence."""
+
+    def __init__(self, rows: list[NGramIndex]):
+        self.rows = rows
+
+    def select(self, index: Tensor) -> None:
+        self.rows = [self.rows[i] for i in index.tolist()]
+
+
+class NGramIndex:
+    """Where each n-gram of a growing text last stood; every token is looked at once."""
+
+    def __init__(self, longest: int, shortest: int):
+        self.sizes = range(longest, shortest - 1, -1)
+        self.after: dict[tuple[int, ...], int] = {}  # n-gram → position behind its last occurrence
+        self.indexed = 0
+
+    def extend(self, ids: list[int]) -> None:
+        """Index the n-grams that have a token behind them: the one at the very end must not find itself."""
+        after = self.after
+        for end in range(self.indexed + 1, len(ids)):
+            for size in self.sizes:
+                if size <= end:
+                    after[tuple(ids[end - size : end])] = end
+        self.indexed = max(len(ids) - 1, 0)
+
+    def continuation(self, ids: list[int], count: int) -> list[int]:
+        """The `count` tokens behind the last occurrence of the longest known n-gram at the end of `ids`, or [].
+
+        A match close to the end runs into its own copy: the text is periodic there and the copy goes on.
+        """
+        if count <= 0:
+            return []
+        for size in self.sizes:
+            start = self.after.get(tuple(ids[-size:])) if size <= len(ids) else None
+            if start is not None:
+                found = ids[start : start + count]
+                period = len(found)
+                while len(found) < count:
+                    found += found[-period:][: count - len(found)]
+                return found
+        return []
+
+
+def room(row: Sequence) -> int:
+    """Draft tokens that can still matter: the target adds one more, and a finished sequence takes none."""
+    return 0 if row.stop is not None else max(0, row.limit - len(row.ids) - 1)

@@ -1,0 +1,1 @@
+"""Measuring: metrics of finished sequences, baselines, losslessness, the drafter × domain matrix."""

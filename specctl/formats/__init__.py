@@ -1,0 +1,1 @@
+"""Drafters on disk: specctl's own directory."""

@@ -1,0 +1,27 @@
+"""The model card written beside a drafter's weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def model_card(name: str, config: dict[str, Any], info: dict[str, Any]) -> str:
+    """README.md of a drafter: what it is, for which target, how well it drafts, how it is used."""
+    target = config.get("target", {})
+    head = {"license": info.get("licence"), "base_model": target.get("name"), "library_name": "specctl"}
+    # JSON scalars are YAML scalars, quoted where they have to be.
+    front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items() if value)
+    facts = "".join(f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key != "mat")
+    mat = info.get("mat") or {}
+    table = "".join(f"| {domain} | {value:.2f} |\n" for domain, value in mat.items())
+    return (
+        f"---\n{front}tags:\n- speculative-decoding\n---\n\n"
+        f"# {name}\n\n"
+        f"A {config.get('family')} draft head for `{target.get('name')}` "
+        f"(hidden size {target.get('hidden_size')}, {target.get('num_layers')} layers, "
+        f"vocabulary {target.get('vocab_hash')}). It changes how fast the target writes, not what it writes.\n\n"
+        f"{facts}\n"
+        + (f"Tokens per target pass (mat):\n\n| domain | mat |\n|---|---|\n{table}\n" if table else "")
+        + f'```\nspecctl generate "your prompt" --target {target.get("name")} --drafter PATH\n```\n'
+    )

@@ -1,0 +1,228 @@
+"""specctl's own drafter directory: written whole or not at all, and checked before anything in it is believed.
+
+    config.json         family, architecture, identity of the target
+    model.safetensors   weights (no other weight format is ever opened)
+    drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, licence
+    README.md           model card
+    manifest.json       size and sha256 of each of them, written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specctl.decoding.target import Target
+from specctl.errors import CheckpointError, SpecctlError, UsageError
+from specctl.formats.card import model_card
+from specctl.runs import atomic_write, make_dir, to_json
+
+CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
+REQUIRED = (CONFIG, WEIGHTS, INFO)
+FORMAT = 1
+AGAIN = "copy the drafter again or train it again with --overwrite"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter as read from disk; `path` is where it was found."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    info: dict[str, Any]
+    path: Path
+
+
+def save(
+    directory: str | Path,
+    *,
+    config: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    info: dict[str, Any],
+    card: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a drafter directory beside its final place, then move it there; a crash leaves the old one usable.
+
+    Args:
+        config: "family", "architecture" and "target" (`Target.identity`), and whatever the family needs.
+        card: text of README.md; None = one made from `config` and `info`.
+        overwrite: replace a drafter that is there. A directory that is something else is never replaced.
+
+    Raises:
+        UsageError: the place is taken.
+        SpecctlError: the file system refused (full disk, read-only); an old drafter is untouched.
+    """
+    place = Path(directory).absolute()
+    _check_free(place, overwrite)
+    make_dir(place.parent)
+    draft = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(2)}.tmp")
+    try:
+        draft.mkdir()
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, draft / WEIGHTS)
+        _sync(draft / WEIGHTS)
+        atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
+        atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
+        atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
+        atomic_write(draft / MANIFEST, to_json(_manifest(draft), indent=2) + "\n")
+        _sync(draft)
+        _move_into_place(draft, place)
+    except (OSError, SafetensorError) as error:
+        raise SpecctlError(f"cannot write drafter {place}: {error}", hint="free space, or choose another --output-dir") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return place
+
+
+def load(directory: str | Path) -> Checkpoint:
+    """Read a drafter directory after its manifest has been verified.
+
+    Raises:
+        CheckpointError: no such directory, a file missing, changed, truncated or outside of it, not our format; the
+            message names the file.
+    """
+    path = _present(Path(directory))
+    verify(path)
+    try:
+        tensors = load_file(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path / WEIGHTS} is not a safetensors file: {error}", hint=AGAIN) from error
+    config = _read_json(path / CONFIG)
+    if not isinstance(config.get("family"), str) or not isinstance(config.get("target"), dict):
+        raise CheckpointError(f'{path / CONFIG} lacks "family" or "target"', hint="it has to be written by specctl")
+    return Checkpoint(config, tensors, _read_json(path / INFO), path)
+
+
+def verify(directory: str | Path) -> None:
+    """Compare every file with the manifest. Raises CheckpointError naming the first one that differs."""
+    root = Path(directory)
+    if not os.path.lexists(root / MANIFEST):
+        raise CheckpointError(f"{root / MANIFEST} is missing: not a whole specctl drafter", hint=AGAIN)
+    manifest = _read_json(root / MANIFEST)
+    files = manifest.get("files")
+    if manifest.get("format") != FORMAT or not isinstance(files, dict):
+        raise CheckpointError(f"{root / MANIFEST} is not of format {FORMAT}", hint="use the specctl version that wrote it")
+    for name in REQUIRED:
+        if name not in files:
+            raise CheckpointError(f"{root / MANIFEST} does not list {name}", hint=AGAIN)
+    for name, expected in files.items():
+        path = _inside(root, name)
+        size = path.stat().st_size
+        if not isinstance(expected, dict) or size != expected.get("bytes"):
+            wanted = expected.get("bytes") if isinstance(expected, dict) else None
+            raise CheckpointError(f"{path} has {size} bytes, its manifest says {wanted}", hint=AGAIN)
+        if _sha256(path) != expected.get("sha256"):
+            raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=AGAIN)
+
+
+def check_target(config: dict[str, Any], target: Target, name: str = "") -> None:
+    """Raise CheckpointError when the drafter of this `config` was made for another target than `target`.
+
+    The name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
+    """
+    made_for, given = config["target"], target.identity
+    wrong = [key for key in ("vocab_hash", "hidden_size", "num_layers") if made_for.get(key) != given[key]]
+    if wrong:
+        differences = ", ".join(f"{key} {made_for.get(key)} ≠ {given[key]}" for key in wrong)
+        raise CheckpointError(
+            f"drafter {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is another "
+            f"model ({differences})",
+            hint=f"use --target {made_for.get('name')}, or train a drafter for {given['name']}",
+        )
+
+
+def is_drafter(path: Path) -> bool:
+    """Whether a directory claims to be a drafter; it may still be damaged."""
+    return any((path / name).is_file() for name in (MANIFEST, INFO))
+
+
+def _check_free(place: Path, overwrite: bool) -> None:
+    if not os.path.lexists(place):
+        return
+    if not place.is_dir() or place.is_symlink() or (any(place.iterdir()) and not is_drafter(place)):
+        raise UsageError(f"{place} exists and is not a drafter directory", hint="choose another --output-dir")
+    if any(place.iterdir()) and not overwrite:
+        raise UsageError(f"{place} holds a drafter already", hint="--overwrite replaces it")
+
+
+def _backup(place: Path) -> Path:
+    return place.with_name(f".{place.name}.old")
+
+
+def _move_into_place(draft: Path, place: Path) -> None:
+    """Two renames: no system call replaces a non-empty directory. `_present` bridges a crash between them."""
+    backup = _backup(place)
+    if place.exists():
+        shutil.rmtree(backup, ignore_errors=True)
+        place.rename(backup)
+    try:
+        draft.rename(place)
+    except OSError:
+        if backup.exists():
+            backup.rename(place)
+        raise
+    _sync(place.parent)
+    shutil.rmtree(backup, ignore_errors=True)
+
+
+def _present(directory: Path) -> Path:
+    """The directory, or the old one when a crash hit between the two renames of its replacement."""
+    place = directory.absolute()
+    if place.is_dir():
+        return directory
+    if not os.path.lexists(place) and _backup(place).is_dir():
+        return _backup(place)
+    raise CheckpointError(f"no drafter directory at {directory}", hint="give a directory written by specctl train-drafter")
+
+
+def _inside(root: Path, name: str) -> Path:
+    """The regular file `name` directly in `root`; the manifest is data and may ask for anything."""
+    path = root / name
+    if Path(name).name != name or not name.isprintable() or not path.resolve().is_relative_to(root.resolve()):
+        raise CheckpointError(f"{path} leads out of the drafter directory", hint="a drafter is made of plain files")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", hint=AGAIN)
+    return path
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(_inside(path.parent, path.name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}", hint=AGAIN) from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", hint=AGAIN)
+    return document
+
+
+def _manifest(root: Path) -> dict[str, Any]:
+    files = sorted(path for path in root.iterdir() if path.name != MANIFEST)
+    return {
+        "format": FORMAT,
+        "files": {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files},
+    }
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""Kernels of verification: random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
+
+`reference` is the specification and carries the documentation; every backend has its signatures. A tensor on a CPU
+goes to `cpu`, on any other device to `reference`; the environment variable SPECCTL_KERNELS=reference|cpu overrides.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from . import reference
+from .reference import Rows, nan_count, probabilities
+
+__all__ = [
+    "Rows",
+    "accept_chain",
+    "backend",
+    "expand_topk",
+    "nan_count",
+    "probabilities",
+    "row_params",
+    "sample_rows",
+    "uniform",
+    "walk_tree",
+]
+
+BACKENDS = {"reference": ".reference", "cpu": ".cpu"}  # name → module, imported when first used
+DEFAULTS = {"cpu": "cpu"}  # device type → name; other devices use the reference
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def backend(device_type: str) -> str:
+    """Name of the backend for tensors on `device_type` ("cpu", "cuda", …). ValueError if SPECCTL_KERNELS names none."""
+    name = os.environ.get("SPECCTL_KERNELS") or DEFAULTS.get(device_type, "reference")
+    if name not in BACKENDS:
+        raise ValueError(f"SPECCTL_KERNELS={name!r} is not a kernel backend; valid: {', '.join(BACKENDS)}")
+    return name
+
+
+def _dispatched(specification: F) -> F:
+    @functools.wraps(specification)
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        module = _module(backend(first.device.type))
+        return getattr(module, specification.__name__)(first, *args, **kwargs)
+
+    return cast(F, call)
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(BACKENDS[name], __name__)
+
+
+uniform = _dispatched(reference.uniform)
+row_params = _dispatched(reference.row_params)
+sample_rows = _dispatched(reference.sample_rows)
+walk_tree = _dispatched(reference.walk_tree)
+accept_chain = _dispatched(reference.accept_chain)
+expand_topk = _dispatched(reference.expand_topk)

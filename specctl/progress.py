@@ -1,0 +1,202 @@
+"""What a user sees and can stop while work goes on: bars, log lines, and the flag that SIGTERM sets.
+
+Everything here goes to stderr; stdout belongs to the result. On a terminal that is one rich display with a bar per open
+`Progress`; anywhere else (Slurm logs, pipes) one plain line at most every `LINE_EVERY_S` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from specctl.errors import Interrupted
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import Task
+
+LINE_EVERY_S = 30.0
+
+_quiet = False
+_last_line = time.monotonic()  # shared by all bars, so that many short stages do not flood a log
+
+
+def set_quiet(quiet: bool) -> None:
+    """Silence bars and `log`; warnings stay."""
+    global _quiet
+    _quiet = quiet
+
+
+def log(message: str) -> None:
+    """One line about what is happening, to stderr; silent with `-q` and off rank 0."""
+    if not _silent():
+        _line(message)
+
+
+def warn(message: str) -> None:
+    """One line the user should act on, to stderr, also with `-q`."""
+    if _rank() == 0:
+        _line(f"warning: {message}")
+
+
+def track(description: str, total: int | None = None, unit: str = "it", quiet: bool = False) -> Progress:
+    """A bar over `total` units (None = unknown), used as a context manager."""
+    return Progress(description, total, unit, quiet)
+
+
+class Progress:
+    """One bar (or one occasional line): rate, ETA and the fields given to `update`."""
+
+    def __init__(self, description: str, total: int | None, unit: str, quiet: bool):
+        self.description, self.total, self.unit = description, total, unit
+        self.done: float = 0
+        self.fields: dict[str, Any] = {}
+        self._quiet = quiet or _silent()
+        self._started = time.monotonic()
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        self._started = time.monotonic()
+        if not self._quiet and sys.stderr.isatty():
+            self._task = _display.open(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._task is not None:
+            _display.close(self._task)
+            self._task = None
+
+    def update(self, advance: float = 1, **fields: Any) -> None:
+        """Advance by `advance` units and show `fields` (e.g. loss=0.31, mat=4.1) until they change."""
+        global _last_line
+        self.done += advance
+        self.fields |= fields
+        if self._task is not None:
+            _display.update(self._task, advance, self._status())
+        elif not self._quiet and time.monotonic() - _last_line >= LINE_EVERY_S:
+            _last_line = time.monotonic()
+            _line(self.line())
+
+    def line(self) -> str:
+        """The plain form: `train 120/400 steps (30%), 2.4 steps/s, 1:56 left, loss=0.31`."""
+        of = f"/{self.total:g} {self.unit} ({self.done / self.total:.0%})" if self.total else f" {self.unit}"
+        parts = [f"{self.description} {self.done:g}{of}", *filter(None, [self._status(), self._eta()])]
+        return ", ".join(parts)
+
+    def _rate(self) -> float:
+        return self.done / max(time.monotonic() - self._started, 1e-9)
+
+    def _eta(self) -> str:
+        rate = self._rate()
+        if not self.total or not rate:
+            return ""
+        minutes, seconds = divmod(round(max(self.total - self.done, 0) / rate), 60)
+        return f"{minutes}:{seconds:02d} left"
+
+    def _status(self) -> str:
+        shown = [f"{self._rate():.3g} {self.unit}/s"]
+        return ", ".join(shown + [f"{name}={_short(value)}" for name, value in self.fields.items()])
+
+
+class _Display:
+    """The one rich display of the process: nested bars (training, and its evaluation) share it."""
+
+    def __init__(self) -> None:
+        self.rich: RichProgress | None = None
+        self._open = 0
+
+    def open(self, bar: Progress) -> Any:
+        if self.rich is None:
+            self.rich = self._make()
+            self.rich.start()
+        self._open += 1
+        return self.rich.add_task(bar.description, total=bar.total, status="")
+
+    def update(self, task: Any, advance: float, status: str) -> None:
+        assert self.rich is not None
+        self.rich.update(task, advance=advance, status=status)
+
+    def close(self, task: Any) -> None:
+        assert self.rich is not None
+        self._open -= 1
+        if self._open:
+            self.rich.remove_task(task)
+        else:
+            self.rich.stop()
+            self.rich = None
+
+    @staticmethod
+    def _make() -> RichProgress:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+        from rich.table import Column
+        from rich.text import Text
+
+        class Status(ProgressColumn):
+            def render(self, task: Task) -> Text:
+                return Text(task.fields["status"], style="cyan")
+
+        return RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            Status(table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=Console(stderr=True),
+        )
+
+
+class Interrupts:
+    """SIGTERM and SIGUSR1 (`sbatch --signal=TERM@120 --requeue`) set a flag; long loops poll it, save and leave."""
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+
+    def install(self) -> None:
+        """Handle the two signals from now on; call once, in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def requested(self) -> bool:
+        """True once a signal arrived: finish the step, save, then call `check`."""
+        return self._signal is not None
+
+    def check(self) -> None:
+        """Raise `Interrupted` (exit code 75) once a signal arrived."""
+        if self._signal is not None:
+            raise Interrupted(f"interrupted by {signal.Signals(self._signal).name}", hint="continue with --resume")
+
+    def reset(self) -> None:
+        """Forget the signal (for a process that goes on to other work)."""
+        self._signal = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+
+
+interrupts = Interrupts()
+_display = _Display()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _silent() -> bool:
+    return _quiet or _rank() != 0
+
+
+def _line(message: str) -> None:
+    if _display.rich is not None:
+        _display.rich.console.print(message, markup=False, highlight=False, soft_wrap=True)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

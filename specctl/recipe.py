@@ -1,0 +1,267 @@
+"""The typed recipe: everything a command can be told, each default declared once, here.
+
+A field that is None is decided by the library (a measured default of the drafter family and device, a path derived from
+the domain). Loading, overrides and error reports are in `specctl.recipe_io`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+LocalPath = Annotated[Path, Field(strict=False)]
+Arch = Literal["eagle3", "lm"]
+
+
+def _split(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], BeforeValidator(_split)]
+"""A list that may be written as one string with commas: `sql,math`."""
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and nothing is converted silently (YAML is typed)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True)
+
+
+class TargetRecipe(Section):
+    """The model that is accelerated: `builtin`, a Hugging Face id, or a local directory."""
+
+    name: str = "builtin"
+    revision: str | None = None
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class DataRecipe(Section):
+    """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
+
+    domain: Annotated[Names, Field(min_length=1)] = ["sql"]
+    prompts: str | None = None  # JSONL file, or "-" for stdin
+    source: Literal["auto", "generator", "public"] = "auto"
+    limit: PositiveInt | None = None  # prompts per domain
+    max_rejected: Fraction = 0.01
+    seed: NonNegativeInt = 0
+
+
+class SamplingRecipe(Section):
+    """How the target samples. `exact` runs every forward in one fixed shape, so that text equals plain decoding's."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: NonNegativeInt = 0  # 0 = off
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: PositiveInt = 128
+    seed: NonNegativeInt = 0
+    exact: bool = False
+
+
+class DraftingRecipe(Section):
+    """Shape of the draft tree; None = the measured default of the drafter's family on this device."""
+
+    depth: PositiveInt | None = None
+    width: PositiveInt | None = None
+    nodes: PositiveInt | None = None
+    children: PositiveInt | None = None
+    stop_below: Fraction | None = None  # stop drafting under this joint probability
+    proposal: Literal["deterministic", "sampled"] = "deterministic"
+
+
+class ResourceRecipe(Section):
+    """What the process may use."""
+
+    threads: PositiveInt | None = None
+
+
+class CommandRecipe(Section):
+    """What every command's recipe has."""
+
+    target: TargetRecipe = TargetRecipe()
+    resources: ResourceRecipe = ResourceRecipe()
+    output_dir: LocalPath | None = None
+
+
+class WriterRecipe(CommandRecipe):
+    """A command that fills a directory and can continue where it stopped."""
+
+    resume: bool = False
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_resume_and_overwrite(self) -> WriterRecipe:
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other")
+        return self
+
+
+def distilled_dir(domains: list[str]) -> Path:
+    """Where a domain's distilled data is kept by default: ./distilled/sql, ./distilled/sql+math."""
+    return Path("distilled") / "+".join(domains)
+
+
+class DistillRecipe(WriterRecipe):
+    """`specctl distill`: responses sampled from the target; output_dir None = ./distilled/<domain>."""
+
+    data: DataRecipe = DataRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 0.3, 0.7, 1.0]
+    samples_per_prompt: PositiveInt = 1
+    batch_size: PositiveInt = 32
+    shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"  # this process' part of the prompts: i/n
+    shard_size: PositiveInt = 1000  # responses per file
+    format: Literal["jsonl", "parquet"] = "jsonl"
+    max_response_tokens: PositiveInt | None = None  # stop after so many in all
+
+    @model_validator(mode="after")
+    def _shard_in_range(self) -> DistillRecipe:
+        index, count = map(int, self.shard.split("/"))
+        if index >= count:
+            raise ValueError(f"shard {self.shard}: the index runs from 0 to {count - 1}")
+        return self
+
+    @property
+    def output(self) -> Path:
+        """Where the responses go."""
+        return self.output_dir or distilled_dir(self.data.domain)
+
+
+class DrafterRecipe(Section):
+    """Size of a new draft head; None = what the architecture derives from the target."""
+
+    preset: str | None = None
+    hidden_size: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
+    num_heads: PositiveInt | None = None
+    num_kv_heads: PositiveInt | None = None
+    num_layers: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None
+    taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
+
+
+class OptimizerRecipe(Section):
+    """Optimizer and schedule; `warmup` is a fraction of the steps, `final_lr` a fraction of `lr`."""
+
+    type: Literal["adamw"] = "adamw"
+    lr: PositiveFloat | None = None
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: PositiveFloat = 0.5
+    warmup: Fraction = 0.015
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    final_lr: Fraction = 0.0
+
+
+class FeatureRecipe(Section):
+    """Target features: kept on disk when they fit into `budget_gb`, else recomputed in the loop."""
+
+    mode: Literal["auto", "cached", "online"] = "auto"
+    budget_gb: PositiveFloat = 2.0
+
+
+class HeldOutRecipe(Section):
+    """Acceptance measured by the decoding core during training, on `fraction` of the prompts kept aside."""
+
+    every: PositiveInt = 200  # steps
+    prompts: PositiveInt = 16
+    max_new_tokens: PositiveInt = 64
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
+
+
+class CheckpointRecipe(Section):
+    """Checkpoints for --resume."""
+
+    every: PositiveInt = 200  # steps
+    keep: PositiveInt = 2
+
+
+class FirstDataRecipe(Section):
+    """How much to distil when there is no data for the domain yet."""
+
+    responses: PositiveInt = 2000
+
+
+class TrainRecipe(WriterRecipe):
+    """`specctl train-drafter`; output_dir None = ./drafters/<domain>-<arch>."""
+
+    data: DataRecipe = DataRecipe()
+    arch: Arch = "eagle3"
+    drafter: DrafterRecipe = DrafterRecipe()
+    init: LocalPath | None = None  # drafter directory to start from
+    distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>
+    distill: FirstDataRecipe = FirstDataRecipe()
+    objective: Literal["soft_ce", "ce", "kl", "tv"] = "soft_ce"
+    ttt_steps: PositiveInt = 5
+    ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    optimizer: OptimizerRecipe = OptimizerRecipe()
+    epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+    max_minutes: PositiveFloat | None = None
+    batch_tokens: PositiveInt = 2048
+    max_length: PositiveInt = 2048
+    features: FeatureRecipe = FeatureRecipe()
+    eval: HeldOutRecipe = HeldOutRecipe()
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
+    log: list[Literal["tensorboard", "wandb", "trackio"]] = []
+
+    @property
+    def output(self) -> Path:
+        """Where the drafter goes."""
+        return self.output_dir or Path("drafters") / f"{'+'.join(self.data.domain)}-{self.arch}"
+
+    @property
+    def source(self) -> Path:
+        """Where the distilled data is."""
+        return self.distilled or distilled_dir(self.data.domain)
+
+
+class EvalRecipe(CommandRecipe):
+    """`specctl eval`: one row per drafter × domain; output_dir None = the run directory under ./runs."""
+
+    data: DataRecipe = DataRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    drafters: list[str] = []  # drafter directories, or the name of a family without weights: lookup
+    pool: LocalPath | None = None  # directory of drafter directories
+    baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
+    split: Literal["train", "test"] = "test"
+    limit: PositiveInt | None = 100  # prompts per domain
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
+    save_outputs: bool = False
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> EvalRecipe:
+        if self.data.limit is not None:
+            raise ValueError("use `limit`, not `data.limit`")
+        return self
+
+
+class GenerateRecipe(CommandRecipe):
+    """`specctl generate`: one prompt with and without a drafter."""
+
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    prompt: str | None = None
+    drafter: str | None = None
+    save_outputs: bool = False
+    overwrite: bool = False
+
+
+RECIPES: dict[str, type[CommandRecipe]] = {
+    "generate": GenerateRecipe,
+    "distill": DistillRecipe,
+    "train-drafter": TrainRecipe,
+    "eval": EvalRecipe,
+}
+"""The recipe model of each command."""

@@ -1,0 +1,264 @@
+"""From recipe file, overrides, environment and flags to one validated recipe, or to all that is wrong, at once.
+
+Precedence: flag > override (`optimizer.lr=1e-4`) > recipe file > environment > default. An environment variable is
+`SPECCTL_` plus the key in capitals with `__` for the dot: SPECCTL_TARGET__DTYPE=fp32. A section with a `name` may be
+given by the name alone: SPECCTL_TARGET=./model, `target=./model`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from pydantic import ValidationError
+
+from specctl import recipe_yaml
+from specctl.errors import RecipeError
+from specctl.recipe import RECIPES, CommandRecipe, Section
+from specctl.recipe_yaml import KeyPath
+
+ENVIRONMENT = "SPECCTL_"
+NOT_RECIPE_KEYS = {"SPECCTL_KERNELS"}  # read by the kernels' dispatch
+
+
+class Setting(NamedTuple):
+    """One value for one key, and where it was written (`file:line`, a flag, an environment variable)."""
+
+    path: KeyPath
+    value: Any
+    origin: str
+
+
+class _Text(str):
+    """A value from the command line or the environment: its type is read from the field it is meant for."""
+
+
+def resolve(
+    command: str,
+    recipe: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    flags: Iterable[Setting] = (),
+    environ: Mapping[str, str] | None = None,
+) -> CommandRecipe:
+    """The recipe of `command` with every layer applied. RecipeError lists every problem as `origin: key: problem`."""
+    model = RECIPES[command]
+    problems: list[str] = []
+    settings = list(_from_environment(model, os.environ if environ is None else environ))
+    if recipe is not None:
+        settings += _from_file(command, recipe, problems)
+    settings += _from_overrides(overrides, problems)
+    settings += flags
+
+    values: dict[KeyPath, Any] = {}
+    origins: dict[KeyPath, str] = {}
+    for setting in settings:
+        for path, value, origin in _leaves(model, setting, problems):
+            values[path] = _merged(values.get(path), value)
+            origins[path] = origin
+    fallback = str(recipe) if recipe else command
+    try:
+        resolved = model.model_validate(_tree(values))
+    except ValidationError as error:
+        problems += [_explain(item, origins, fallback) for item in error.errors()]
+    if problems:
+        raise RecipeError("\n".join(problems))
+    return resolved
+
+
+def shipped() -> dict[str, str]:
+    """Names of the recipes in the package (`eval`, `demo/train`, `deepspeed/zero2`) → their text."""
+    found: dict[str, str] = {}
+
+    def visit(folder: Any, prefix: str) -> None:
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+            if entry.is_dir():
+                visit(entry, f"{prefix}{entry.name}/")
+            elif entry.name.endswith((".yaml", ".json")):
+                found[prefix + entry.name.rsplit(".", 1)[0]] = entry.read_text(encoding="utf-8")
+
+    visit(resources.files("specctl.recipes"), "")
+    return found
+
+
+def read(name: str | Path) -> tuple[str, str]:
+    """(text, label for messages) of a recipe given by path or by the name of a shipped one."""
+    if Path(name).is_file():
+        try:
+            return Path(name).read_text(encoding="utf-8"), str(name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{name}: cannot be read as text: {error}") from error
+    known = shipped()
+    key = str(name).removesuffix(".yaml").removesuffix(".json")
+    if key not in known:
+        near = _nearest(key, known)
+        raise RecipeError(f"no recipe {str(name)!r}{near}", hint="a file, or a name from `specctl recipes ls`")
+    return known[key], str(name)
+
+
+def command_of(name: str | Path) -> str:
+    """The command a recipe is for, from its `command:` key. RecipeError where it names none."""
+    text, label = read(name)
+    command = recipe_yaml.load(text, label)[0].get("command")
+    if command not in RECIPES:
+        raise RecipeError(f"{label}: command: must be one of {', '.join(RECIPES)} (got {command!r})")
+    return command
+
+
+def dotted(path: KeyPath) -> str:
+    """`("target", "name")` → `target.name`."""
+    return ".".join(map(str, path))
+
+
+def _from_environment(model: type[Section], environ: Mapping[str, str]) -> Iterator[Setting]:
+    """A variable that fits another command only is none of this command's business; an unknown one is an error."""
+    others = {field for other in RECIPES.values() for field in other.model_fields} - set(model.model_fields)
+    for name, value in sorted(environ.items()):
+        path = tuple(name.removeprefix(ENVIRONMENT).lower().split("__"))
+        if name.startswith(ENVIRONMENT) and name not in NOT_RECIPE_KEYS and path[0] not in others:
+            yield Setting(path, _Text(value), name)
+
+
+def _from_file(command: str, recipe: str | Path, problems: list[str]) -> list[Setting]:
+    text, label = read(recipe)
+    data, lines = recipe_yaml.load(text, label)
+    meant_for = data.pop("command", command)
+    if meant_for != command:
+        problems.append(f"{label}:{lines[('command',)]}: command: this recipe is for {meant_for!r}, not {command!r}")
+    return list(_spread(data, (), label, lines))
+
+
+def _spread(data: dict[str, Any], path: KeyPath, label: str, lines: dict[KeyPath, int]) -> Iterator[Setting]:
+    """One setting per innermost key, so that each keeps its own line."""
+    for key, value in data.items():
+        here = (*path, key)
+        if isinstance(value, dict) and value:
+            yield from _spread(value, here, label, lines)
+        else:
+            yield Setting(here, value, f"{label}:{lines[here]}")
+
+
+def _from_overrides(overrides: Iterable[str], problems: list[str]) -> Iterator[Setting]:
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            problems.append(f"{override}: an override is written key.sub=value")
+        else:
+            yield Setting(tuple(key.split(".")), _Text(value), override)
+
+
+def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iterator[Setting]:
+    """The setting at the path of a field; nothing, and a problem, when there is no such field."""
+    section: Any = model
+    for depth, key in enumerate(setting.path):
+        field = section.model_fields.get(key)
+        if field is None:
+            near = _nearest(dotted(setting.path), _keys(model))
+            problems.append(f"{setting.origin}: {dotted(setting.path)}: unknown key{near}")
+            return
+        here, rest = setting.path[: depth + 1], setting.path[depth + 1 :]
+        if _is_section(field.annotation):
+            section = field.annotation
+            continue
+        if rest and not _admits(field.annotation, dict):
+            problems.append(f"{setting.origin}: {dotted(here)}: has no keys of its own (got {dotted(rest)!r})")
+            return
+        value = _typed(setting.value, dict[str, Any] if rest else field.annotation)
+        if not rest and isinstance(value, str) and _admits(field.annotation, dict):
+            value = _mapping(value, setting, problems)
+        for part in reversed(rest):
+            value = {part: value}
+        yield Setting(here, value, setting.origin)
+        return
+    if setting.value == {} or setting.value is None:  # `target:` with nothing under it
+        return
+    if isinstance(setting.value, str) and "name" in section.model_fields:
+        yield Setting((*setting.path, "name"), str(setting.value), setting.origin)
+        return
+    problems.append(f"{setting.origin}: {dotted(setting.path)}: needs one of {', '.join(section.model_fields)}")
+
+
+def _typed(value: Any, annotation: Any) -> Any:
+    """Read a command line's text as YAML, unless the field wants text (a revision 1234 stays a string)."""
+    if not isinstance(value, _Text):
+        return value
+    parsed = recipe_yaml.scalar(value)
+    wants_text = _admits(annotation, str, Path) and not _admits(annotation, list, dict, int, float)
+    return str(value) if wants_text and not isinstance(parsed, str | None) else parsed
+
+
+def _mapping(text: str, setting: Setting, problems: list[str]) -> Any:
+    """A mapping written as the path of a JSON file or the name of a shipped one (`deepspeed=deepspeed/zero2`)."""
+    try:
+        return json.loads(read(text)[0])
+    except (RecipeError, json.JSONDecodeError) as error:
+        problems.append(f"{setting.origin}: {dotted(setting.path)}: neither a mapping nor a JSON file: {error}")
+        return {}
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+
+
+def _tree(values: dict[KeyPath, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        node: dict[Any, Any] = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _admits(annotation: Any, *types: type) -> bool:
+    """Whether a value of one of `types` can stand there (looks into Optional, Annotated and containers' heads)."""
+    origin = getattr(annotation, "__origin__", None)
+    if annotation in types or origin in types:
+        return True
+    if origin in (list, dict):
+        return False
+    return any(_admits(arg, *types) for arg in get_args(annotation))
+
+
+def _keys(model: type[Section], prefix: str = "") -> list[str]:
+    """Every dotted key of a recipe."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if _is_section(field.annotation):
+            keys += _keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return keys
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`); may be empty."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if not near:
+        last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+        near = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
+    """One pydantic error as `origin: key: problem`."""
+    location: KeyPath = error["loc"]
+    origin = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), fallback)
+    problem = error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
+    given = error["input"]
+    got = "" if isinstance(given, dict | Section) else f" (got {given!r})"
+    near = ""
+    if error["type"] == "literal_error" and isinstance(given, str):
+        near = _nearest(given, [part for part in error["ctx"]["expected"].split("'") if part.isidentifier()])
+    key = f"{dotted(location)}: " if location else ""
+    return f"{origin}: {key}{problem}{got}{near}"

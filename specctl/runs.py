@@ -1,0 +1,201 @@
+"""Run directories: the record that every command leaves, and the only thing that reports are made from.
+
+recipe.resolved.yaml   the recipe with every default filled in
+run.json               argv, versions, git sha, hardware, seed, target identity
+metrics.jsonl          append-only, one JSON object per line
+result.json            the result document, written last
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specctl.errors import SpecctlError
+
+SCHEMA_VERSION = 1
+VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
+
+
+class Run:
+    """One run directory. Under `torchrun` only rank 0 writes; the other ranks hold the same object and stay silent."""
+
+    def __init__(self, dir: Path, command: str = "", target: str | None = None, seed: int | None = None):
+        self.dir = Path(dir)
+        self.command, self.target, self.seed = command, target, seed
+        self._started = time.monotonic()
+        self._writes = os.environ.get("RANK", "0") == "0"
+
+    @classmethod
+    def create(cls, command: str, recipe: Any, output_dir: str | Path | None = None) -> Run:
+        """Make the directory (default `./runs/<command>-<time>-<id>/`) and write the resolved recipe and run.json.
+
+        `recipe` is one of the models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written.
+        """
+        name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        directory = Path(output_dir) if output_dir else Path("runs") / name
+        run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
+        if run._writes:
+            make_dir(run.dir)
+            for stale in ("metrics.jsonl", "result.json"):
+                (run.dir / stale).unlink(missing_ok=True)
+            resolved = {"command": command, **recipe.model_dump(mode="json")}
+            text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+            atomic_write(run.dir / "recipe.resolved.yaml", text)
+            run._write_json("run.json", {"schema_version": SCHEMA_VERSION, "command": command, **environment(run.seed)})
+        return run
+
+    def annotate(self, **fields: Any) -> None:
+        """Add `fields` (e.g. the target's identity once it is loaded) to run.json."""
+        if self._writes:
+            path = self.dir / "run.json"
+            known = json.loads(path.read_text()) if path.exists() else {}
+            self._write_json("run.json", known | fields)
+
+    def metrics(self, **fields: Any) -> None:
+        """Append one line to metrics.jsonl; `elapsed_s` is added."""
+        if self._writes:
+            line = to_json({"elapsed_s": round(self.elapsed_s, 3), **fields})
+            with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def result(self, doc: dict[str, Any]) -> dict[str, Any]:
+        """Complete `doc` with the fields every result carries, write it to result.json, and return it."""
+        common = {
+            "schema_version": SCHEMA_VERSION,
+            "command": self.command,
+            "run_dir": str(self.dir),
+            "target": self.target,
+            "seed": self.seed,
+            "elapsed_s": round(self.elapsed_s, 3),
+        }
+        document = common | doc
+        if self._writes:
+            self._write_json("result.json", document)
+        return document
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def _write_json(self, name: str, document: dict[str, Any]) -> None:
+        atomic_write(self.dir / name, to_json(document, indent=2) + "\n")
+
+
+def recipe_seed(recipe: Any) -> int:
+    """The seed a result is reported under: that of sampling where the recipe samples, else that of the data."""
+    section = getattr(recipe, "sampling", None) or recipe.data
+    return section.seed
+
+
+def to_json(document: Any, indent: int | None = None) -> str:
+    """JSON that every reader accepts: NaN and infinity, which JSON has not, become null; paths become strings."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(document), indent=indent, ensure_ascii=False, default=str)
+
+
+def atomic_write(path: str | Path, content: bytes | str) -> None:
+    """Write a file whole or not at all: temporary file in the same directory, fsync, rename."""
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_dir(path: Path) -> None:
+    """Create a directory to write into; SpecctlError, not a traceback, when the file system refuses."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecctlError(f"cannot create {path}: {error.strerror}", hint="choose another --output-dir") from error
+    if not os.access(path, os.W_OK):
+        raise SpecctlError(f"cannot write to {path}: read-only", hint="choose another --output-dir")
+
+
+def environment(seed: int | None) -> dict[str, Any]:
+    """What a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
+    return {
+        "argv": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seed": seed,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONED}},
+        "git": git_sha(),
+        "hardware": hardware(),
+    }
+
+
+def version(distribution: str) -> str | None:
+    """Installed version, or None; reads metadata, so nothing heavy is imported."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_sha() -> str | None:
+    """Commit of the checkout this package is imported from, with `+dirty` for local changes; None outside of one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        sha = _git(root, "rev-parse", "HEAD")
+        return sha + ("+dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *args: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, usable cores, memory in GiB, CUDA devices."""
+    import psutil
+    import torch
+
+    return {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def cpu_model() -> str:
+    """Name of the processor, e.g. from /proc/cpuinfo."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may use (an affinity mask or cgroup can be narrower than the machine)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

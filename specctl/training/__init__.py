@@ -1,0 +1,1 @@
+"""Training drafters: data, target features, the loop on a DeepSpeed engine, checkpoints."""

@@ -1,0 +1,117 @@
+"""Distilled responses as training examples, and the order in which a run sees them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from specctl.decoding.target import Target
+from specctl.distillation import store
+from specctl.errors import CheckpointError, DataError
+
+WINDOW = 8  # batches whose documents are sorted by length together: little padding, still shuffled
+
+
+@dataclass(frozen=True)
+class Example:
+    """One distilled response with its prompt. Only tokens from `prompt_length` on are trained on."""
+
+    index: int
+    prompt_id: str
+    tokens: list[int]
+    prompt_length: int
+
+    @property
+    def response_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training examples, held-out prompts (whose responses are not trained on), and a fingerprint of the data."""
+
+    train: list[Example]
+    held_out: list[list[int]]
+    fingerprint: str
+    domains: list[str]
+
+
+def load_corpus(directory: Path, target: Target, *, max_length: int, held_out: float, prompts: int) -> Corpus:
+    """Read a distilled directory.
+
+    A prompt is held out when the hash of its id falls into the first `held_out` fraction, so the split never changes
+    when data is added; at most `prompts` of them are kept, the others are trained on.
+
+    Raises:
+        DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
+    """
+    examples: list[Example] = []
+    aside: dict[str, list[int]] = {}
+    digest = hashlib.sha256()
+    domains: dict[str, None] = {}
+    for record in store.read(directory):
+        if record["target"] != target.identity["vocab_hash"]:
+            raise CheckpointError(
+                f"{directory} was distilled by a target with another vocabulary than {target.name}",
+                "distil again with this --target",
+            )
+        digest.update(record["id"].encode())
+        domains[record["domain"]] = None
+        key = record["prompt_id"]
+        share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
+        if key in aside or (share < held_out and len(aside) < prompts):
+            aside[key] = record["prompt_ids"]
+            continue
+        tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
+        # A slot needs the token after it and the target's distribution after that: two response tokens at least.
+        if len(tokens) - len(record["prompt_ids"]) >= 2:
+            examples.append(Example(len(examples), key, tokens, len(record["prompt_ids"])))
+    if not examples:
+        raise DataError(f"{directory} holds no response of two tokens or more", "distil more prompts")
+    return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains))
+
+
+def frequent_tokens(examples: list[Example], size: int, always: frozenset[int]) -> list[int]:
+    """The draft vocabulary: `always` and the tokens most frequent in responses, `size` in all, ascending."""
+    counts: Counter[int] = Counter()
+    for example in examples:
+        counts.update(example.tokens[example.prompt_length :])
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    kept = sorted(always) + [token for token in ranked if token not in always]
+    filler = (token for token in range(2**31) if token not in counts and token not in always)
+    while len(kept) < size:
+        kept.append(next(filler))
+    return sorted(kept[:size])
+
+
+def batches(examples: list[Example], batch_tokens: int, *, seed: int, epoch: int) -> list[list[Example]]:
+    """One epoch as batches of about `batch_tokens` response tokens, a function of (examples, seed, epoch) alone."""
+    rng = random.Random(f"{seed}/{epoch}")
+    order = list(examples)
+    rng.shuffle(order)
+    mean = sum(example.response_length for example in order) / len(order)
+    window = max(1, round(WINDOW * batch_tokens / mean))
+    result: list[list[Example]] = []
+    for start in range(0, len(order), window):
+        part = sorted(order[start : start + window], key=lambda example: (len(example.tokens), example.index))
+        packed = list(_pack(part, batch_tokens))
+        rng.shuffle(packed)
+        result += packed
+    return result
+
+
+def _pack(examples: list[Example], batch_tokens: int) -> Iterator[list[Example]]:
+    batch: list[Example] = []
+    size = 0
+    for example in examples:
+        if batch and size + example.response_length > batch_tokens:
+            yield batch
+            batch, size = [], 0
+        batch.append(example)
+        size += example.response_length
+    if batch:
+        yield batch

@@ -1,0 +1,142 @@
+"""What the target says about training sequences: tapped hidden states, and the states its distributions come from.
+
+The target's pass over a sequence is paid once: features are kept when all fit the budget, and recomputed for every batch otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.target import Target
+from specctl.drafters.eagle3_head import SlotBatch
+from specctl.progress import interrupts, track
+from specctl.training.data import Example
+
+PASS_TOKENS = 4096  # padded tokens of one target forward
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of one sequence of S tokens with a prompt of P: S−2 slots (slot i also needs tokens i+1 and i+2).
+
+    Attributes:
+        taps: [S−2, F] tapped states of positions 0 .. S−3.
+        teacher: [S−P−1, Ht] final hidden states of positions P .. S−2: they predict tokens P+1 .. S−1.
+        best: [S−P−1] int32 the target's most probable token after each of them.
+    """
+
+    taps: Tensor
+    teacher: Tensor
+    best: Tensor
+
+
+class FeatureStore:
+    """Features by example: kept in memory once `prepare`d, else computed for every batch."""
+
+    def __init__(self, target: Target, taps: tuple[int, ...]):
+        self.target, self.taps = target, taps
+        self.kept: dict[int, Features] = {}
+        self.passes = 0  # target tokens run, padding excluded
+
+    def estimate(self, examples: list[Example]) -> int:
+        """Bytes that the features of `examples` take."""
+        width, size = self.target.hidden_size, self.target.dtype.itemsize
+        slots = sum(len(e.tokens) - 2 for e in examples)
+        asked = sum(e.response_length - 1 for e in examples)
+        return slots * len(self.taps) * width * size + asked * (width * size + 4)
+
+    def prepare(self, examples: list[Example]) -> None:
+        """Compute and keep the features of all `examples`.
+
+        Sequences are grouped by length over the whole set, so that a resumed run, whatever its place in an epoch, gets
+        bitwise the same features.
+        """
+        with track("target features", total=len(examples), unit="responses") as bar:
+            for group in _groups(examples):
+                interrupts.check()
+                for example, features in zip(group, self._compute(group), strict=True):
+                    self.kept[example.index] = features
+                bar.update(len(group), tokens=self.passes)
+
+    def get(self, examples: list[Example]) -> list[Features]:
+        """Features of `examples`, in order."""
+        if self.kept:
+            return [self.kept[e.index] for e in examples]
+        found = {e.index: f for group in _groups(examples) for e, f in zip(group, self._compute(group), strict=True)}
+        return [found[e.index] for e in examples]
+
+    @torch.inference_mode()
+    def _compute(self, examples: list[Example]) -> list[Features]:
+        target = self.target
+        width = max(len(e.tokens) for e in examples) - 1  # nothing needs the state of the last token
+        tokens = torch.tensor([e.tokens[:width] + [0] * (width - len(e.tokens)) for e in examples])
+        cache = target.model.new_cache(len(examples), width)
+        plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
+        hidden, tapped = target.model.forward(tokens.to(target.device), cache, plan, self.taps)
+        assert tapped is not None
+        self.passes += sum(len(e.tokens) - 1 for e in examples)
+        result = []
+        for row, example in enumerate(examples):
+            length = len(example.tokens)
+            teacher = hidden[row, example.prompt_length : length - 1].clone()
+            best = target.model.logits(teacher).float().argmax(-1).int()
+            result.append(Features(tapped[row, : length - 2].clone(), teacher, best))
+        return result
+
+
+def _groups(examples: list[Example]) -> Iterator[list[Example]]:
+    """Examples of similar length, each group at most `PASS_TOKENS` padded tokens (or one example)."""
+    group: list[Example] = []
+    for example in sorted(examples, key=lambda e: (len(e.tokens), e.index)):
+        if group and len(example.tokens) * (len(group) + 1) > PASS_TOKENS:
+            yield group
+            group = []
+        group.append(example)
+    if group:
+        yield group
+
+
+def slot_batch(examples: list[Example], features: list[Features], steps: int, inside: Tensor) -> SlotBatch:
+    """Pack examples for the training-time test of `steps` steps.
+
+    Args:
+        inside: [V] bool membership in the draft vocabulary; slots whose teacher prefers a token outside are not valid.
+    """
+    slots = [len(e.tokens) - 2 for e in examples]
+    queries = [e.response_length - 1 for e in examples]
+    token_rows, query_tokens, query_rows, left = [], [], [], []
+    offset = 0
+    for example, count, asked in zip(examples, slots, queries, strict=True):
+        token_rows += example.tokens[1 : count + 1]
+        query_rows += range(offset + count - asked, offset + count)
+        query_tokens += example.tokens[example.prompt_length : example.prompt_length + asked]
+        left += range(asked, 0, -1)
+        offset += count
+    device = features[0].taps.device
+    sizes, asked_sizes = torch.tensor(slots, device=device), torch.tensor(queries, device=device)
+    teacher = torch.cat([f.teacher for f in features])
+    best = torch.cat([f.best for f in features]).long()
+    numbers = torch.arange(len(examples), device=device)
+    tail = steps  # the last document's later steps read past the end; those slots are not valid
+    return SlotBatch(
+        features=torch.cat([f.taps for f in features]),
+        key_tokens=torch.tensor(token_rows, device=device),
+        key_positions=torch.cat([torch.arange(count, device=device) for count in slots]),
+        query_rows=torch.tensor(query_rows, device=device),
+        query_tokens=torch.tensor(query_tokens + [0] * tail, device=device),
+        teacher=torch.cat((teacher, teacher.new_zeros(tail, teacher.shape[1]))),
+        inside=torch.cat((inside[best], inside.new_zeros(tail))),
+        left=torch.tensor(left, device=device),
+        document=numbers.repeat_interleave(sizes),
+        row=torch.cat([torch.arange(count, device=device) for count in slots]),
+        query_document=numbers.repeat_interleave(asked_sizes),
+        query_row=torch.cat([torch.arange(count, device=device) for count in queries]),
+        documents=len(examples),
+        longest=max(slots),
+        longest_query=max(queries),
+    )

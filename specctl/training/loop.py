@@ -1,0 +1,293 @@
+"""`specctl train-drafter`: one loop for every family, on a DeepSpeed engine.
+
+The measure that counts is `mat`, taken by the decoding core on held-out prompts while training goes on: high training
+accuracy with low acceptance in service is the most frequent complaint in this field. The best drafter by mat is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import Target, load_target
+from specctl.errors import SpecctlError
+from specctl.formats import checkpoint as drafter_directory
+from specctl.progress import Progress, interrupts, log, track
+from specctl.recipe import TrainRecipe
+from specctl.runs import Run, to_json
+from specctl.training import checkpoint
+from specctl.training.data import Corpus, Example, batches, load_corpus
+from specctl.training.engine import compute_dtype, make_engine, set_learning_rate, start_processes, weights
+from specctl.training.logging import Trackers
+from specctl.training.schedule import Schedule
+from specctl.training.trainees import Trainee, make_trainee
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result document. `tokens_per_s` counts response tokens over the time spent in training steps; `mat` and
+    `acceptance_by_position` are those of the kept drafter on the held-out prompts."""
+
+    arch: str
+    domain: str
+    params: int
+    steps: int
+    train_tokens: int
+    tokens_per_s: float
+    final_loss: float
+    mat: float
+    acceptance_by_position: list[float]
+    drafter: str
+
+
+@dataclass
+class Progressed:
+    """Everything besides the engine that a resumed run needs."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # in training steps, over all sittings
+    loss: float = math.nan
+    best_mat: float = 0.0
+    best_acceptance: list[float] = field(default_factory=list)
+    recipe: str = ""
+
+
+def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
+    """Train the drafter that `recipe` describes and write it to `recipe.output`.
+
+    Raises:
+        DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
+        Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
+        SpecctlError: the loss or a gradient is not finite; weights are as before the bad step.
+    """
+    torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
+    target = load_target(
+        recipe.target.name,
+        device=recipe.target.device,
+        dtype=recipe.target.dtype,
+        revision=recipe.target.revision,
+        trust_remote_code=recipe.target.trust_remote_code,
+    )
+    run.annotate(target=target.identity)
+    corpus = load_corpus(
+        recipe.source,
+        target,
+        max_length=min(recipe.max_length, target.context_length),
+        held_out=recipe.eval.fraction,
+        prompts=recipe.eval.prompts,
+    )
+    rank, world = start_processes(target.device)
+    trainee = make_trainee(recipe, target, corpus)
+    trainer = Trainer(recipe, run, target, corpus, trainee, rank, world)
+    try:
+        trainer.start()
+        trainer.train()
+    finally:
+        trainer.trackers.close()
+    return trainer.result()
+
+
+class Trainer:
+    """The state of one run; `train` is the loop."""
+
+    def __init__(
+        self, recipe: TrainRecipe, run: Run, target: Target, corpus: Corpus, trainee: Trainee, rank: int, world: int
+    ):
+        self.recipe, self.run, self.target, self.corpus, self.trainee = recipe, run, target, corpus, trainee
+        self.rank, self.world = rank, world
+        per_epoch = len(batches(corpus.train, recipe.batch_tokens, seed=recipe.data.seed, epoch=0))
+        self.schedule = Schedule.of(recipe, target, per_epoch)
+        self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
+        self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
+        self.dtype = compute_dtype(recipe, target.device)
+        self.checkpoints = checkpoint.directory(recipe.output)
+        self.at = Progressed(recipe=recipe_hash(recipe))
+        self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
+
+    def start(self) -> None:
+        """Continue from the newest checkpoint where asked, and compute the features where they fit."""
+        found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
+        if found is not None:
+            path, state = found
+            if state["recipe"] != self.at.recipe:
+                raise SpecctlError(f"{path} was made by another recipe", "resume with the recipe it was started with")
+            checkpoint.load(self.engine, path)
+            self.at = Progressed(**state)
+            log(f"resumed from step {self.at.step}")
+        elif self.rank == 0:
+            checkpoint.discard(self.checkpoints)
+        dist.barrier()
+        store = self.trainee.store
+        if store is None or self.at.step >= self.schedule.steps:
+            return
+        mine = self._mine(self.corpus.train)
+        size = store.estimate(mine)
+        fits = size <= self.recipe.features.budget_gb * 2**30
+        if self.recipe.features.mode == "cached" and not fits:
+            raise SpecctlError(
+                f"features take {size / 2**30:.1f} GB, features.budget_gb is {self.recipe.features.budget_gb:g}",
+                "raise features.budget_gb, or set features.mode to online",
+            )
+        if fits and self.recipe.features.mode != "online":
+            store.prepare(mine)
+        else:
+            log(f"target features ({size / 2**30:.1f} GB) are recomputed for every batch")
+
+    def train(self) -> None:
+        """Steps until the schedule ends; evaluation, checkpoints and interrupts between them."""
+        recipe, at = self.recipe, self.at
+        with track("train", total=self.schedule.steps, unit="steps") as bar:
+            bar.update(at.step)
+            while not self.schedule.ended(at.step, at.seconds):
+                self._step(bar)
+                last = self.schedule.ended(at.step, at.seconds)
+                if at.step % recipe.eval.every == 0 or last:
+                    self._evaluate()
+                stopping = self._any_interrupt()
+                if at.step % recipe.checkpoint.every == 0 or last or stopping:
+                    self._save()
+                if stopping:
+                    interrupts.check()
+                    raise SystemExit(75)  # another rank was signalled
+
+    def _step(self, bar: Progress) -> None:
+        at, schedule = self.at, self.schedule
+        started = time.perf_counter()
+        epoch, place = divmod(at.step, schedule.steps_per_epoch)
+        if place == 0 or not hasattr(self, "_epoch"):
+            self._epoch = batches(self.corpus.train, self.recipe.batch_tokens, seed=self.recipe.data.seed, epoch=epoch)
+        chosen = self._epoch[place % len(self._epoch)]
+        rate = schedule.rate(at.step, at.seconds)
+        set_learning_rate(self.engine, rate)
+        total, weight, steps = self._forward(chosen)
+        sums = torch.stack([torch.stack([total.detach(), weight.float()]), *(torch.stack((a.float(), b.float())) for a, b in steps)])
+        dist.all_reduce(sums)
+        losses = (sums[:, 0] / sums[:, 1].clamp_min(1)).tolist()
+        if not math.isfinite(losses[0]):
+            raise SpecctlError(f"loss is {losses[0]} at step {at.step}", "lower optimizer.lr; the last checkpoint is intact")
+        # DeepSpeed averages gradients over ranks; the loss is a sum over all of them divided by the common weight.
+        self.engine.backward(total * (self.world / sums[0, 1].clamp_min(1)))
+        self._check_gradients()
+        self.engine.step()
+        at.step += 1
+        at.loss = losses[0]
+        at.tokens += sum(example.response_length for example in chosen)
+        at.seconds += time.perf_counter() - started
+        self.run.metrics(
+            step=at.step, epoch=epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
+            tokens_per_s=at.tokens / at.seconds,
+        )  # fmt: skip
+        self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
+        bar.update(1, loss=losses[0], mat=at.best_mat, tokens_per_s=round(at.tokens / at.seconds))
+
+    def _forward(self, chosen: list[Example]) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
+        mine = self._mine(chosen)
+        batch = self.trainee.batch(mine or chosen[:1])
+        with torch.autocast(self.target.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            total, weight, steps = self.trainee.loss(self.engine, batch)
+        if not mine:
+            total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
+        return total, weight, steps
+
+    def _mine(self, examples: list[Example]) -> list[Example]:
+        """This rank's examples; fixed per example, so that each rank keeps features of its own share only."""
+        return [example for example in examples if example.index % self.world == self.rank]
+
+    def _check_gradients(self) -> None:
+        if self.engine.zero_optimization_stage() > 0:
+            return  # partitioned: the loss check has to do
+        gradients = [p.grad for p in self.trainee.module.parameters() if p.grad is not None]
+        if not torch.nn.utils.get_total_norm(gradients).isfinite():
+            raise SpecctlError(
+                f"a gradient is not finite at step {self.at.step}", "lower optimizer.lr; the last checkpoint is intact"
+            )
+
+    def _any_interrupt(self) -> bool:
+        flag = torch.tensor(float(interrupts.requested()))
+        if self.world > 1:
+            flag = flag.to(self.target.device)
+            dist.all_reduce(flag)
+        return bool(flag.item())
+
+    def _evaluate(self) -> None:
+        """Decode the held-out prompts with the current weights; write the drafter when it is the best so far."""
+        tensors = weights(self.engine)
+        if self.rank == 0:
+            at = self.at
+            decoded = self._decode(tensors)
+            passes = sum(d.target_passes for d in decoded)
+            mat = sum(d.decoded_tokens for d in decoded) / passes if passes else 1.0
+            acceptance = acceptance_by_position(decoded)
+            self.run.metrics(step=at.step, mat=mat, acceptance_by_position=acceptance)
+            self.trackers.log(at.step, mat=mat)
+            if mat > at.best_mat:
+                at.best_mat, at.best_acceptance = mat, acceptance
+                self._write(tensors)
+        dist.barrier()
+
+    def _decode(self, tensors: dict[str, torch.Tensor]) -> list[Decoded]:
+        prompts = self.corpus.held_out
+        if not prompts:
+            return []
+        drafter = self.trainee.drafter(tensors)
+        options = dict(sampling=GREEDY, max_new_tokens=self.recipe.eval.max_new_tokens, seeds=[0] * len(prompts))
+        return decode(self.target, prompts, drafter=drafter, **options)
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        at, recipe = self.at, self.recipe
+        info = {
+            "domain": self.corpus.domains,
+            "data_fingerprint": self.corpus.fingerprint,
+            "recipe": at.recipe,
+            "steps": at.step,
+            "train_tokens": at.tokens,
+            "mat": {"held-out " + "+".join(self.corpus.domains): round(at.best_mat, 3)},
+            "licence": "that of the target",
+        }
+        kept = {name.removeprefix("model.") if recipe.arch == "lm" else name: t for name, t in tensors.items()}
+        drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
+
+    def _save(self) -> None:
+        checkpoint.save(self.checkpoints, self.engine, self.at.step, asdict(self.at), keep=self.recipe.checkpoint.keep)
+
+    def result(self) -> TrainResult:
+        at = self.at
+        return TrainResult(
+            arch=self.recipe.arch,
+            domain="+".join(self.corpus.domains),
+            params=self.params,
+            steps=at.step,
+            train_tokens=at.tokens,
+            tokens_per_s=at.tokens / at.seconds if at.seconds else 0.0,
+            final_loss=at.loss,
+            mat=at.best_mat,
+            acceptance_by_position=at.best_acceptance,
+            drafter=str(self.recipe.output),
+        )
+
+
+def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
+    """P(draft token at depth d is accepted | it was verified), d = 1 … ."""
+    depth = max((len(d.offered_by_depth) for d in decoded), default=0)
+    result = []
+    for k in range(depth):
+        offered = sum(d.offered_by_depth[k] for d in decoded if len(d.offered_by_depth) > k)
+        accepted = sum(d.accepted_by_depth[k] for d in decoded if len(d.accepted_by_depth) > k)
+        result.append(accepted / offered if offered else 0.0)
+    return result
+
+
+def recipe_hash(recipe: TrainRecipe) -> str:
+    """16 hex digits over what decides the weights: everything but where and how the run is recorded or continued."""
+    values: dict[str, Any] = recipe.model_dump(mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources"})
+    return hashlib.sha256(to_json(values).encode()).hexdigest()[:16]

@@ -1,0 +1,80 @@
+"""Run a command line inside this process, in an empty directory; a test may replace what the command calls."""
+
+import json
+import os
+import signal
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specctl import api, progress
+from specctl.distillation.store import ShardWriter
+
+
+@dataclass
+class Done:
+    """How a command line ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def specctl(monkeypatch, tmp_path, capfd):
+    """`specctl("eval", "--dry-run")` → Done; the working directory is tmp_path, signals are put back."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("SPECCTL_") or name in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    from specctl.cli.main import run
+
+    def call(*argv: str) -> Done:
+        capfd.readouterr()
+        code = run(list(argv))
+        return Done(code, *capfd.readouterr())
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield call
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    progress.interrupts.reset()
+    progress.set_quiet(False)
+
+
+@pytest.fixture
+def distilled():
+    """`distilled(folder)` puts one response there, as an ended or an unfinished distillation leaves it."""
+
+    def write(folder: Path, complete: bool = True) -> None:
+        row = {
+            **{"id": "0" * 32, "prompt_id": "1" * 16, "domain": "sql", "temperature": 0.0, "seed": 0, "stop": "eos"},
+            **{"messages": [{"role": "user", "content": "Q"}], "prompt_ids": [1], "response_ids": [2], "text": "A"},
+            "target": "2" * 16,
+        }
+        with ShardWriter(folder, {"domain": "sql"}) as store:
+            store.append([row])
+            if complete:
+                store.complete()
+
+    return write
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """`library("eval", function)` puts `function(recipe, run)` in the place of what the command calls."""
+
+    def replace(command: str, function) -> None:
+        module = types.ModuleType(f"replaced_{command}")
+        module.function = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(api.FUNCTIONS, command, (module.__name__, "function"))
+
+    return replace

@@ -1,0 +1,161 @@
+"""Streams, exit codes, error documents: what scripts around the command rely on."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from specctl import errors, progress
+
+
+@dataclass
+class Result:
+    domain: str = "sql"
+    output: str = "distilled/sql"
+    rate: float = float("nan")
+    rows: list = field(default_factory=list)
+
+
+def raiser(error):
+    def function(recipe, run):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.SpecctlError("disk went away", "plug it in"), 1),
+        (errors.UsageError("no such thing"), 2),
+        (errors.DataError("bad line"), 3),
+        (errors.CheckpointError("damaged"), 4),
+        (errors.Interrupted("stopped"), 75),
+        (KeyboardInterrupt(), 130),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 1),
+        (RuntimeError("boom"), 1),
+    ],
+)
+def test_each_error_has_its_exit_code_and_one_line(specctl, library, error, code):
+    library("distill", raiser(error))
+    done = specctl("distill", "--json")
+    assert done.code == code
+    assert set(done.json["error"]) == {"type", "message", "hint"}
+    assert [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.err
+
+
+def test_without_json_an_error_leaves_stdout_empty(specctl, library):
+    library("distill", raiser(errors.DataError("p.jsonl:3: not JSON", "fix it")))
+    done = specctl("distill")
+    assert (done.code, done.out) == (3, "")
+    assert done.err.strip() == "error: p.jsonl:3: not JSON (hint: fix it)"
+
+
+def test_traceback_only_when_asked(specctl, library):
+    library("distill", raiser(RuntimeError("boom")))
+    assert "Traceback" in specctl("distill", "-v").err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["genrate"],
+        ["eval", "--nope"],
+        ["eval", "--limit", "many"],
+        ["eval", "plain-argument"],
+        ["distill", "--domain", "sqk"],
+        ["distill", "--recipe", "nowhere"],
+        ["distill", "--recipe", "eval"],
+        ["distill", "shard=3/2"],
+        ["train-drafter", "--arch", "eagle9"],
+        ["eval", "--drafter", "nowhere"],
+        ["eval", "--pool", "nowhere"],
+        ["eval", "--seeds", "1,x"],
+        ["generate", "hello", "--chat-template-kwargs", "[1]"],
+        ["generate", "hello", "world"],
+        ["recipes", "show", "nowhere"],
+        ["domains", "show", "sqk"],
+        ["distill", "--resume", "--overwrite"],
+    ],
+)
+def test_wrong_command_lines_exit_2(specctl, argv):
+    done = specctl(*argv, "--json")
+    assert done.code == 2, done.err
+    assert done.json["error"]["message"]
+
+
+@pytest.mark.parametrize("argv", [["--json", "distill"], ["distill", "--json"]])
+def test_json_is_one_document_wherever_the_option_stands(specctl, library, argv):
+    def noisy(recipe, run):
+        print("a library prints to stdout")
+        os.write(1, b"and so does C code\n")
+        return Result()
+
+    library("distill", noisy)
+    done = specctl(*argv)
+    assert done.code == 0, done.err
+    assert done.json["output"] == "distilled/sql"
+    assert done.json["rate"] is None, "NaN is not JSON"
+    assert {"schema_version", "command", "run_dir", "target", "seed", "elapsed_s"} <= set(done.json)
+    assert "a library prints" in done.err
+    assert "so does C" in done.err
+
+
+def test_quiet_prints_the_path_alone(specctl, library):
+    library("distill", lambda recipe, run: (progress.log("working"), Result())[1])
+    done = specctl("distill", "-q")
+    assert (done.out, done.err) == ("distilled/sql\n", "")
+
+
+def test_the_run_directory_holds_recipe_environment_and_result(specctl, library, tmp_path):
+    library("distill", lambda recipe, run: Result())
+    run = tmp_path / specctl("distill", "--json", "--seed", "7").json["run_dir"]
+    assert {path.name for path in run.iterdir()} == {"recipe.resolved.yaml", "run.json", "result.json"}
+    again = specctl("recipes", "validate", str(run / "recipe.resolved.yaml"))
+    assert again.code == 0, again.err
+
+
+def test_only_the_first_process_speaks(specctl, library, monkeypatch, tmp_path):
+    library("distill", lambda recipe, run: Result())
+    monkeypatch.setenv("RANK", "1")
+    done = specctl("distill", "--json")
+    assert (done.code, done.out) == (0, "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_sigterm_ends_with_75(specctl, library):
+    def interrupted(recipe, run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert progress.interrupts.requested()
+        progress.interrupts.check()
+
+    library("distill", interrupted)
+    done = specctl("distill")
+    assert done.code == 75
+    assert "--resume" in done.err
+
+
+def test_colour_is_for_terminals_and_nothing_is_cut(specctl):
+    done = specctl("domains", "ls")
+    assert "\x1b" not in done.out
+    assert "…" not in done.out
+    assert all(line == line.rstrip() for line in done.out.splitlines())
+
+
+def test_a_closed_pipe_is_no_error():
+    """`specctl … | head -1`: no traceback, success."""
+    command = f"{sys.executable} -m specctl domains show sql --samples 3000 | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""
+
+
+def test_version(specctl):
+    from specctl import __version__
+
+    assert specctl("--version").out == f"specctl {__version__}\n"

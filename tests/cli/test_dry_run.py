@@ -1,0 +1,112 @@
+"""--dry-run and the shipped recipes: everything is resolved and checked, nothing is loaded or written."""
+
+import json
+
+import pytest
+
+from specctl.recipe import RECIPES
+from specctl.recipe_io import command_of, shipped
+
+YAML = [name for name, text in shipped().items() if not text.lstrip().startswith("{")]
+JSON = [name for name in shipped() if name not in YAML]
+
+
+@pytest.fixture
+def workplace(tmp_path, distilled):
+    """The directories that recipes read: drafters and distilled data."""
+    for path in ("drafters/sql-eagle3", "demo-out/drafters/sql-eagle3"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text("{}")
+    distilled(tmp_path / "demo-out/distilled/sql")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_every_recipe_is_dry_run(specctl, workplace, name):
+    before = sorted(workplace.rglob("*"))
+    output = workplace / "elsewhere"
+    done = specctl(command_of(name), "--recipe", name, "--dry-run", "--json", "--output-dir", str(output))
+    assert done.code == 0, done.err
+    assert done.json["dry_run"] is True
+    assert done.json["steps"]
+    assert sorted(workplace.rglob("*")) == before
+
+
+def test_every_command_has_a_recipe():
+    assert {command_of(name) for name in YAML} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_every_deepspeed_configuration_parses_and_merges(specctl, name):
+    done = specctl("train-drafter", "--dry-run", "--json", f"deepspeed={name}", "deepspeed.gradient_clipping=0.5")
+    assert done.code == 0, done.err
+    merged = done.json["recipe"]["deepspeed"]
+    assert merged == {**json.loads(shipped()[name]), "gradient_clipping": 0.5}
+    assert merged["zero_optimization"]["stage"] == int(name[-1])
+
+
+@pytest.mark.parametrize("command", sorted(RECIPES))
+def test_commands_need_no_argument(specctl, command):
+    """The lines of the contract work as they stand on a fresh install."""
+    done = specctl(command, "--dry-run")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["distill", "--prompts", "missing.jsonl"], 3, "missing.jsonl"),
+        (["distill", "--domain", "sqk"], 2, "sql"),
+        (["distill", "--target", "./nowhere"], 4, "./nowhere"),
+        (["train-drafter", "distilled=nowhere"], 2, "nowhere"),
+        (["train-drafter", "init=nowhere"], 4, "nowhere"),
+        (["eval", "--drafter", "full"], 4, "full"),
+        (["distill", "--output-dir", "file"], 2, "file"),
+        (["train-drafter", "--output-dir", "full"], 2, "--overwrite"),
+        (["eval", "--output-dir", "full"], 2, "--overwrite"),
+        (["train-drafter", "--output-dir", "full", "--overwrite"], 0, ""),
+        (["train-drafter", "--output-dir", "full", "--resume"], 0, ""),
+        (["distill", "--output-dir", "full", "--shard", "1/4"], 0, ""),
+    ],
+)
+def test_what_is_in_the_way_is_said_before_anything_is_loaded(specctl, tmp_path, argv, code, says):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/notes.txt").write_text("")
+    done = specctl(*argv, "--dry-run")
+    assert done.code == code, done.err
+    assert says in done.err
+
+
+def test_flags_overrides_and_prompt_find_their_keys(specctl):
+    done = specctl(
+        *(
+            "generate",
+            "Which = is it?",
+            "--drafter",
+            "lookup",
+            "--top-p",
+            "0.9",
+            "sampling.top_k=5",
+            "--dry-run",
+            "--json",
+        ),
+        *("--chat-template-kwargs", '{"enable_thinking": false}'),
+    )
+    recipe = done.json["recipe"]
+    assert (recipe["prompt"], recipe["drafter"]) == ("Which = is it?", "lookup")
+    assert (recipe["sampling"]["top_p"], recipe["sampling"]["top_k"]) == (0.9, 5)
+    assert recipe["target"]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_flag_beats_an_override_beats_the_recipe_beats_the_environment(specctl, monkeypatch, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("limit: 3\nsampling: {top_k: 3, top_p: 0.3}\n")
+    for key in ("LIMIT", "SAMPLING__TOP_K", "SAMPLING__MAX_NEW_TOKENS"):
+        monkeypatch.setenv(f"SPECCTL_{key}", "4")
+    monkeypatch.setenv("SPECCTL_ARCH", "lm")  # another command's key
+    argv = ("--recipe", str(recipe), "limit=2", "sampling.top_k=2", "--limit", "1", "--dry-run", "--json")
+    resolved = specctl("eval", *argv).json["recipe"]
+    sampling = resolved["sampling"]
+    assert resolved["limit"] == 1
+    assert (sampling["top_k"], sampling["top_p"], sampling["max_new_tokens"]) == (2, 0.3, 4)

@@ -1,0 +1,34 @@
+"""What people see of results. The dataclasses are the library's own, so that a renamed field fails here."""
+
+from dataclasses import fields as fields_of
+
+from specctl.evaluation.compare import GenerateResult, Piece
+from specctl.evaluation.lossless import Losslessness
+from specctl.evaluation.matrix import EvalResult, Row
+
+
+def filled(kind, **given):
+    """A dataclass with None wherever nothing is given."""
+    return kind(**{field.name: given.get(field.name) for field in fields_of(kind)})
+
+
+def test_eval_shows_a_row_and_both_verdicts(specctl, library):
+    row = filled(Row, drafter="lookup", domain="sql", mat=1.54, speedup=1.31, tokens=1234, target_passes=800)
+    compared, not_compared = Losslessness(sequences=9, mismatches=0, ties=1), Losslessness(0, 0, 0)
+    library("eval", lambda recipe, run: EvalResult([row], compared, not_compared, rejected=0))
+    done = specctl("eval", "--drafter", "lookup")
+    assert done.code == 0, done.err
+    shown = next(line for line in done.out.splitlines() if "lookup" in line).split()
+    assert shown == ["lookup", "sql", "1.54", "–", "–", "1.31", "–", "1,234"]
+    assert "0 mismatches, 1 ties in 9 sequences" in done.out
+    assert "transformers: not compared" in done.out
+
+
+def test_generate_shows_the_text_and_the_numbers(specctl, library):
+    pieces = [Piece("SELECT [a]", False), Piece(" FROM t", True)]
+    result = filled(GenerateResult, prompt="Q", text="SELECT [a] FROM t", tokens=5, mat=2.5, pieces=pieces)
+    library("generate", lambda recipe, run: result)
+    lines = specctl("generate", "Q").out.splitlines()
+    assert lines[0] == "SELECT [a] FROM t"
+    assert ["mat", "2.50"] in [line.split() for line in lines]
+    assert specctl("generate", "Q", "-q").out == "SELECT [a] FROM t\n"

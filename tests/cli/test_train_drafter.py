@@ -1,0 +1,62 @@
+"""`train-drafter` distils first when there is no data: the one place where commands are chained."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass
+class Result:
+    drafter: str = "drafters/sql-eagle3"
+
+
+@pytest.fixture
+def calls(library):
+    """The (command, recipe) pairs that reach the library."""
+    seen = []
+
+    def note(command):
+        def function(recipe, run):
+            seen.append((command, recipe))
+            return Result()
+
+        return function
+
+    for command in ("distill", "train-drafter"):
+        library(command, note(command))
+    return seen
+
+
+def test_it_distils_first_and_says_so(specctl, calls):
+    done = specctl("train-drafter", "--domain", "math", "--seed", "5", "distill.responses=7")
+    assert done.code == 0, done.err
+    assert [command for command, _ in calls] == ["distill", "train-drafter"]
+    first = calls[0][1]
+    assert (first.data.domain, first.data.limit, first.data.seed) == (["math"], 7, 5)
+    assert first.output == calls[1][1].source == Path("distilled/math")
+    assert "distilling" in done.err
+
+
+def test_data_that_is_there_is_used(specctl, calls, distilled, tmp_path):
+    distilled(tmp_path / "distilled/sql")
+    assert specctl("train-drafter").code == 0
+    assert [command for command, _ in calls] == ["train-drafter"]
+
+
+@pytest.mark.parametrize(("argv", "commands"), [([], ["train-drafter"]), (["--resume"], ["distill", "train-drafter"])])
+def test_unfinished_data_is_finished_on_resume(specctl, calls, distilled, tmp_path, argv, commands):
+    distilled(tmp_path / "distilled/sql", complete=False)
+    done = specctl("train-drafter", *argv)
+    assert done.code == 0, done.err
+    assert [command for command, _ in calls] == commands
+    assert calls[0][1].resume == bool(argv)
+    assert ("unfinished" in done.err) != bool(argv)
+
+
+def test_several_processes_do_not_all_distil(specctl, calls, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = specctl("train-drafter")
+    assert done.code == 2
+    assert "specctl distill --domain sql" in done.err
+    assert calls == []

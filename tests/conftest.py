@@ -1,0 +1,82 @@
+"""Targets shared by all tests: the built-in one, and tiny random ones of other architectures."""
+
+import pytest
+import torch
+
+from specctl.decoding.target import builtin_path, load_target
+
+PROMPTS = [
+    "List the names of all students.",
+    "Table: pets\nColumns: name, age, owner\n\nQuestion: how many pets are older than 3? Write one SQL query.",
+    "What is 12 + 30?",
+]
+
+# Small, and with everything that sets an architecture apart.
+SIZES = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+ARCHITECTURES = {
+    "llama": ("LlamaConfig", dict(SIZES)),
+    "llama-bias-tied": ("LlamaConfig", dict(SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "llama3-rope": (
+        "LlamaConfig",
+        dict(
+            SIZES,
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=500000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+    ),
+    "mistral": ("MistralConfig", dict(SIZES, sliding_window=None)),
+    "mistral-window": ("MistralConfig", dict(SIZES, sliding_window=16)),
+    "qwen2": ("Qwen2Config", dict(SIZES, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3Config", dict(SIZES, head_dim=16)),
+    "gemma2": ("Gemma2Config", dict(SIZES, head_dim=16, sliding_window=16, query_pre_attn_scalar=16)),
+    "gpt2": ("GPT2Config", dict(n_embd=48, n_layer=3, n_head=4, n_positions=256)),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_threads():
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def target():
+    """The built-in target in fp32, where one row and many agree to the last few bits."""
+    return load_target("builtin", device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def prompts(target):
+    """Three prompts of different lengths, as ids."""
+    return [target.render([{"role": "user", "content": text}]) for text in PROMPTS]
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory):
+    """`tiny_directory(name)`: directory of a random model of `ARCHITECTURES[name]` with the built-in tokenizer."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_path())
+    made = {}
+
+    def make(name):
+        if name not in made:
+            kind, sizes = ARCHITECTURES[name]
+            torch.manual_seed(0)
+            common = dict(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=3, pad_token_id=0)
+            config = getattr(transformers, kind)(**{**common, "bos_token_id": None, "initializer_range": 0.2, **sizes})
+            config._attn_implementation = "eager"  # Gemma 2 caps its attention scores, which SDPA cannot
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():  # biases and norms start at 0 and 1: an ignored one would not show
+                parameter.data += 0.1 * torch.randn_like(parameter)
+            made[name] = tmp_path_factory.mktemp(name)
+            model.save_pretrained(made[name])
+            tokenizer.save_pretrained(made[name])
+        return str(made[name])
+
+    return make

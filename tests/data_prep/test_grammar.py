@@ -1,0 +1,58 @@
+"""The template language of the generators."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from specctl.data_prep.grammar import Grammar, articles, listing, rules, tidy
+
+GRAMMAR = Grammar(rules("fruit: apple | pear\n  | fig\nbasket: {fruit} and {fruit}"), {"one": ("kiwi",)})
+
+
+def texts(template: str, n: int = 200) -> set[str]:
+    random = Random(0)
+    return {GRAMMAR.expand(random, template) for _ in range(n)}
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("plain", {"plain"}),
+        ("{fruit}", {"apple", "pear", "fig"}),
+        ("{One}!", {"Kiwi!"}),
+        ("<a|b|>c", {"ac", "bc", "c"}),
+        ("<x <1|2>|{one}>", {"x 1", "x 2", "kiwi"}),
+        ("{1-3}", {"1", "2", "3"}),
+        ("{10-20/5}", {"10", "15", "20"}),
+        ("{n=2-3} {n}", {"2 2", "3 3"}),
+        ("{!n=4-4}{=n*2+1}", {"9"}),
+        ("{!a=2-2}{!b=3-3}{=a+b*4}", {"20"}),
+        ("{x=fruit}, {X}", {"apple, Apple", "pear, Pear", "fig, Fig"}),
+        ("p < 0.05", {"p < 0.05"}),
+        ("a > b | c", {"a > b | c"}),
+    ],
+)
+def test_expansion(template, expected):
+    assert texts(template) == expected
+
+
+def test_rules_expand_recursively():
+    assert len(texts("{basket}")) == 9
+
+
+def test_a_slot_that_is_nothing_is_an_error():
+    with pytest.raises(KeyError, match="nothing"):
+        GRAMMAR.expand(Random(0), "{nothing}")
+
+
+def test_remembered_draws_are_shared_through_the_same_dict():
+    bound: dict[str, str] = {}
+    first = GRAMMAR.expand(Random(0), "{x=fruit}", bound)
+    assert GRAMMAR.expand(Random(1), "{x}", bound) == first
+
+
+def test_word_lists():
+    assert listing("red, light\n  blue,") == ("red", "light blue")
+    assert articles("a apple, a unicorn, A hour, a 8-pack, a one") == "an apple, a unicorn, An hour, an 8-pack, a one"
+    assert tidy("How much  is it ?") == "How much is it?"

@@ -1,0 +1,264 @@
+"""`distill` as a library call: what is written does not depend on batches, shards, signals or kills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from jinja2 import TemplateError
+
+from specctl.decoding.target import load_target
+from specctl.distillation import generate, shards, store
+from specctl.distillation.generate import distill
+from specctl.errors import DataError, Interrupted, UsageError
+from specctl.progress import interrupts
+from specctl.recipe import DistillRecipe
+from specctl.runs import Run
+
+IDENTITY = {"name": "fake", "hidden_size": 8, "num_layers": 1, "vocab_hash": "cafe"}
+
+
+class FakeTarget:
+    """Renders a prompt as its bytes; context of 64."""
+
+    context_length = 64
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+
+    def __init__(self, **identity):
+        self.identity = IDENTITY | identity
+
+    def render(self, messages, **options):
+        if "forbidden" in messages[0]["content"]:
+            raise TemplateError("no such role")
+        return list(messages[0]["content"].encode())
+
+
+def fake_decode(target, prompts, *, sampling, max_new_tokens, seeds, drafter=None, exact=False):
+    """Text that depends on prompt, temperature and seed, as the core promises, and on nothing else."""
+
+    def one(prompt, temperature, seed, room):
+        digest = hashlib.sha256(json.dumps([prompt, temperature, seed if temperature else 0]).encode()).digest()
+        return SimpleNamespace(output_ids=list(digest[: min(room, 1 + digest[0] % 20)]), stop="eos")
+
+    jobs = zip(prompts, sampling, seeds, max_new_tokens, strict=True)
+    return [one(prompt, params.temperature, seed, room) for prompt, params, seed, room in jobs]
+
+
+@pytest.fixture(autouse=True)
+def no_model(request, monkeypatch):
+    if "built_in" not in request.node.name:
+        monkeypatch.setattr(generate, "decode", fake_decode)
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path, lengths = tmp_path / "prompts.jsonl", random.Random(0)
+    texts = [f"{i:02d}" + "?" * lengths.randrange(40) for i in range(50)]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+def recipe(prompts, output, **fields) -> DistillRecipe:
+    data = {"prompts": str(prompts), **fields.pop("data", {})}
+    return DistillRecipe.model_validate(
+        {"batch_size": 4, "shard_size": 7, "data": data, "output_dir": output, **fields}
+    )
+
+
+def go(prompts, output, target=None, **fields):
+    (output.parent / "run").mkdir(exist_ok=True)
+    return distill(recipe(prompts, output, **fields), Run(output.parent / "run"), target=target or FakeTarget())
+
+
+def by_id(directory):
+    return sorted(store.read(directory), key=lambda record: record["id"])
+
+
+def test_result_and_records(questions, tmp_path):
+    result = go(questions, tmp_path / "out")
+    rows = list(store.read(tmp_path / "out"))
+    assert (result.domain, result.prompts, result.responses, result.rejected, result.shards) == ("sql", 50, 50, 0, 8)
+    assert result.response_tokens == sum(len(row["response_ids"]) for row in rows)
+    assert result.tokens_per_s > 0 and result.output == str(tmp_path / "out")
+    assert sorted(Counter(row["temperature"] for row in rows).values()) == [12, 12, 13, 13]
+    assert {row["target"] for row in rows} == {"cafe"}
+    assert store.summary(tmp_path / "out").complete
+
+
+def test_text_does_not_depend_on_batches_or_shards(questions, tmp_path):
+    go(questions, tmp_path / "a", batch_size=1, samples_per_prompt=3)
+    go(questions, tmp_path / "b", batch_size=17, samples_per_prompt=3, format="parquet")
+    parts = [go(questions, tmp_path / "c", shard=f"{i}/3", samples_per_prompt=3) for i in range(3)]
+    assert by_id(tmp_path / "a") == by_id(tmp_path / "b") == by_id(tmp_path / "c")
+    assert sum(part.responses for part in parts) == 150 and all(part.prompts for part in parts)
+
+
+def test_repeats_cycle_through_temperatures_and_skip_greedy_copies(questions, tmp_path):
+    go(questions, tmp_path / "out", samples_per_prompt=5, data={"limit": 4})
+    seen = Counter((row["prompt_id"], row["temperature"]) for row in store.read(tmp_path / "out"))
+    per_prompt = Counter(prompt for prompt, _ in seen.elements())
+    assert sorted(per_prompt.values()) == [4, 5, 5, 5]  # the prompt that starts greedy would end greedy
+    assert all(seen[prompt, 0.0] == 1 for prompt in per_prompt)
+    assert len({row["seed"] for row in store.read(tmp_path / "out")}) == 19
+
+
+def test_batches_are_dense(questions, tmp_path, monkeypatch):
+    widths = []
+
+    def spy(target, prompts, **options):
+        widths.append([len(prompt) for prompt in prompts])
+        return fake_decode(target, prompts, **options)
+
+    monkeypatch.setattr(generate, "decode", spy)
+    go(questions, tmp_path / "out")
+    padded = sum(max(row) * len(row) for row in widths)
+    assert padded < 1.15 * sum(map(sum, widths))
+    assert [len(row) for row in widths] == [4] * 12 + [2]
+    assert widths != sorted(widths, key=max)
+
+
+@pytest.fixture
+def signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    interrupts.install()
+    yield
+    interrupts.reset()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("budget", [None, 300])
+def test_signal_keeps_the_batch_and_resume_completes(questions, tmp_path, monkeypatch, signals, number, budget):
+    go(questions, tmp_path / "whole", max_response_tokens=budget)
+    calls = []
+
+    def signalled(*args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return fake_decode(*args, **options)
+
+    monkeypatch.setattr(generate, "decode", signalled)
+    with pytest.raises(Interrupted) as caught:
+        go(questions, tmp_path / "out", max_response_tokens=budget)
+    assert caught.value.exit_code == 75 and "--resume" in caught.value.hint
+    interrupts.reset()
+    stopped = store.summary(tmp_path / "out")
+    assert (stopped.responses, stopped.complete) == (12, False)
+    result = go(questions, tmp_path / "out", max_response_tokens=budget, resume=True)
+    assert list(store.read(tmp_path / "out")) == list(store.read(tmp_path / "whole"))
+    assert result.responses == store.summary(tmp_path / "whole").responses
+
+
+def test_budget_ends_at_the_same_response_after_any_torn_write(questions, tmp_path):
+    go(questions, tmp_path / "whole", max_response_tokens=200, shard_size=100)
+    rows = list(store.read(tmp_path / "whole"))
+    lengths = [len(row["response_ids"]) for row in rows]
+    assert sum(lengths) >= 200 > sum(lengths[:-1])
+    for kept in range(1, len(rows)):
+        path = shards.files(tmp_path / "whole", "shard")[0]
+        (tmp_path / "whole" / "manifest-0of1.json").unlink()
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
+        go(questions, tmp_path / "whole", max_response_tokens=200, shard_size=100, resume=True)
+        assert list(store.read(tmp_path / "whole")) == rows
+
+
+def test_kill_loop_ends_with_the_undisturbed_result(questions, tmp_path):
+    go(questions, tmp_path / "whole", format="parquet")
+    context, moments = multiprocessing.get_context("fork"), random.Random(1)
+
+    def doomed(calls):
+        def decode(*args, **options):
+            nonlocal calls
+            calls -= 1
+            if calls < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return fake_decode(*args, **options)
+
+        generate.decode = decode
+        go(questions, tmp_path / "out", format="parquet", resume=True)
+
+    deaths = 0
+    for _ in range(8):
+        process = context.Process(target=doomed, args=(moments.randrange(4),))
+        process.start()
+        process.join()
+        deaths += process.exitcode == -signal.SIGKILL
+    assert deaths >= 4
+    result = go(questions, tmp_path / "out", format="parquet", resume=True)
+    assert by_id(tmp_path / "out") == by_id(tmp_path / "whole")
+    assert result.responses == 50
+
+
+def test_resume_with_nothing_left_and_with_more_prompts(questions, tmp_path):
+    go(questions, tmp_path / "out", data={"limit": 20})
+    again = go(questions, tmp_path / "out", data={"limit": 20}, resume=True)
+    assert (again.responses, again.tokens_per_s) == (20, 0.0)
+    more = go(questions, tmp_path / "out", resume=True)
+    go(questions, tmp_path / "whole")
+    assert more.responses == 50 and by_id(tmp_path / "out") == by_id(tmp_path / "whole")
+
+
+def test_refusals(questions, tmp_path):
+    go(questions, tmp_path / "out")
+    with pytest.raises(UsageError, match="already"):
+        go(questions, tmp_path / "out")
+    with pytest.raises(DataError, match=r"target\.hidden_size is 8 there and 16 now"):
+        go(questions, tmp_path / "out", target=FakeTarget(hidden_size=16), resume=True)
+    with pytest.raises(DataError, match=r"sampling\.max_new_tokens"):
+        go(questions, tmp_path / "out", sampling={"max_new_tokens": 5}, resume=True)
+    with pytest.raises(UsageError, match="one domain"):
+        go(questions, tmp_path / "two", data={"domain": "sql,math"})
+    with pytest.raises(DataError, match="--shard 0/5000"):
+        try:
+            go(questions, tmp_path / "thin", shard="0/5000")
+        except DataError as error:
+            raise DataError(error.hint) from error
+
+
+def test_prompts_the_target_cannot_take_are_rejected(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    texts = ["a" * 63, "b" * 64, "forbidden", "d"]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    with pytest.raises(DataError, match="2 of 4") as caught:
+        go(path, tmp_path / "out")
+    assert f"{path}:2: 64 tokens do not fit the target's context of 64" in caught.value.message
+    assert not store.exists(tmp_path / "out")
+    result = go(path, tmp_path / "out", data={"max_rejected": 0.5})
+    assert (result.rejected, result.prompts) == (2, 2)
+    assert {len(row["prompt_ids"]) + len(row["response_ids"]) for row in store.read(tmp_path / "out")} >= {64}
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()]
+    assert reasons[1] == "the chat template refuses it: no such role"
+
+
+def test_only_prompts_that_are_too_long(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * 100}))
+    with pytest.raises(DataError, match="none of the 1 prompts"):
+        go(path, tmp_path / "out", data={"max_rejected": 1.0})
+
+
+def test_built_in_target_answers_each_prompt_as_it_would_alone(tmp_path):
+    """The whole path on the real core, in fp32: batch, ragged lengths, mixed temperatures."""
+    path = tmp_path / "prompts.jsonl"
+    texts = ["Tell me a joke.", "What is 2 + 3?", "List the names of all students older than 20.", "Hi"]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    target = load_target("builtin", dtype="fp32", device="cpu")
+    options = {"sampling": {"max_new_tokens": 12}, "samples_per_prompt": 4, "target": target}
+    go(path, tmp_path / "together", batch_size=16, **options)
+    go(path, tmp_path / "alone", batch_size=1, **options)
+    rows = by_id(tmp_path / "together")
+    assert rows == by_id(tmp_path / "alone")
+    assert len(rows) == 16 and len({row["text"] for row in rows}) > 4
+    for row in rows:
+        assert target.tokenizer.decode(row["prompt_ids"]).endswith("<|assistant|>\n")
+        assert (row["stop"] == "eos") == (row["response_ids"][-1] in target.eos_ids)
+        assert "<|end|>" not in row["text"]

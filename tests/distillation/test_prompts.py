@@ -1,0 +1,187 @@
+"""Prompt files as they come: what is read, what is rejected, and how that is said."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tracemalloc
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specctl.distillation import prompts as module
+from specctl.distillation.prompts import Rejections, parse_line, prompt_id, read_prompts
+from specctl.errors import DataError, UsageError
+from specctl.recipe import DataRecipe
+
+GOOD = b'{"prompt": "Which planet is the largest?"}'
+BAD = {
+    b'{"prompt": ': "not JSON",
+    b'["prompt"]': "expected a JSON object, got list",
+    b'"prompt"': "expected a JSON object, got str",
+    b'{"prompt": 3}': "`prompt` must be a string, got int",
+    b'{"prompt": ""}': "empty prompt",
+    b'{"prompt": " \\n "}': "empty prompt",
+    b'{"prompt": "a\\u0000b"}': "NUL",
+    b'{"prompt": "\\ud800"}': "surrogate",
+    b'{"prompt": "\xff\xfe"}': "not UTF-8 at byte 12",
+    b"\x00\x00": "not JSON",
+    b'{"question": "x"}': "needs either `prompt` or `messages`",
+    b'{"prompt": "x", "messages": []}': "has both",
+    b'{"messages": []}': "non-empty list",
+    b'{"messages": "x"}': "non-empty list",
+    b'{"messages": ["x"]}': "`role` and `content`",
+    b'{"messages": [{"role": "user"}]}': "`role` and `content`",
+    b'{"messages": [{"role": "robot", "content": "x"}]}': "unknown role 'robot'",
+    b'{"messages": [{"role": ["user"], "content": "x"}]}': "unknown role",
+    b'{"messages": [{"role": "user", "content": null}]}': "content must be a string, got NoneType",
+    b'{"messages": [{"role": "assistant", "content": "x"}]}': "no user message",
+    b'{"messages": [{"role": "system", "content": "x"}]}': "no user message",
+    b"[" * 100_000: "nested too deeply",
+    b"9" * 5000: "",
+    GOOD[:-2] + b"x" * module.MAX_LINE_BYTES + b'"}': "longer than 1 MiB",
+}
+
+
+def data(path, **fields) -> DataRecipe:
+    return DataRecipe(prompts=str(path), **fields)
+
+
+def write(path, *lines: bytes):
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("line", BAD, ids=lambda line: repr(line[:40]))
+def test_each_kind_of_bad_line_is_kept_with_its_place_and_reason(line, tmp_path):
+    file, rejected = write(tmp_path / "p.jsonl", GOOD, line, GOOD), tmp_path / "rejected.jsonl"
+    prompts = read_prompts(data(file, max_rejected=1.0), "sql", rejected_to=rejected)
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["Which planet is the largest?"]
+    (row,) = map(json.loads, rejected.read_text().splitlines())
+    assert row["where"] == f"{file}:2"
+    assert BAD[line] in row["reason"]
+    assert len(row["text"]) <= 200
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=150, deadline=None)
+def test_arbitrary_bytes_are_a_prompt_or_a_reason(line):
+    try:
+        assert parse_line(line, "sql").messages
+    except ValueError as error:
+        assert str(error)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["prompt", "messages", "role", "content", "extra"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["prompt", "messages", "response", "extra"]), json_values))
+@settings(max_examples=150, deadline=None)
+def test_arbitrary_objects_are_a_prompt_or_a_reason(row):
+    try:
+        prompt = parse_line(json.dumps(row).encode(), "sql")
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert all(message.keys() == {"role", "content"} and message["content"].strip() for message in prompt.messages)
+
+
+@given(st.lists(st.sampled_from([GOOD, *[line for line in BAD if len(line) < 100], b"", b"  "]), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_every_line_is_accounted_for(tmp_path_factory, lines):
+    folder = tmp_path_factory.mktemp("corpus")
+    rejections = Rejections(folder / "rejected.jsonl", 1.0)
+    try:
+        prompts = read_prompts(data(write(folder / "p.jsonl", *lines)), "sql", rejected_to=rejections)
+    except DataError:
+        prompts = []
+    assert len(prompts) == (GOOD in lines)
+    assert rejections.count == sum(line in BAD for line in lines)
+    assert rejections.seen == sum(bool(line.strip()) for line in lines)
+
+
+def test_more_than_max_rejected_is_an_error_that_shows_the_first_reasons(tmp_path):
+    file = write(tmp_path / "p.jsonl", *[GOOD] * 98, b"{", b"[]")
+    with pytest.raises(DataError) as caught:
+        read_prompts(data(file), "sql", rejected_to=tmp_path / "rejected.jsonl")
+    assert "2 of 100" in caught.value.message and f"{file}:99: not JSON" in caught.value.message
+    assert "rejected.jsonl" in caught.value.hint and '{"prompt"' in caught.value.hint
+    assert len((tmp_path / "rejected.jsonl").read_text().splitlines()) == 2
+
+
+def test_up_to_max_rejected_is_a_line_on_stderr(tmp_path, capsys):
+    file = write(tmp_path / "p.jsonl", *[GOOD] * 99, b"{")
+    assert len(read_prompts(data(file), "sql")) == 1
+    stderr = capsys.readouterr().err
+    assert "1 of 100 prompts rejected" in stderr and "98 repeated prompts" in stderr
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "."])
+def test_unreadable_file(name, tmp_path):
+    with pytest.raises(DataError, match="cannot read prompts") as caught:
+        read_prompts(data(tmp_path / name), "sql")
+    assert '{"prompt"' in caught.value.hint
+
+
+def test_empty_file(tmp_path):
+    with pytest.raises(DataError, match="no prompts in"):
+        read_prompts(data(write(tmp_path / "p.jsonl", b"", b"")), "sql")
+
+
+def test_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\xef\xbb\xbf" + GOOD + b"\r\n")))
+    (prompt,) = read_prompts(data("-"), "legal")
+    assert (prompt.domain, prompt.where) == ("legal", "<stdin>:1")
+
+
+def test_limit_stops_reading(tmp_path):
+    file = write(tmp_path / "p.jsonl", GOOD, GOOD, b'{"prompt": "b"}', b"{")
+    assert [prompt.messages[0]["content"][0] for prompt in read_prompts(data(file, limit=2), "sql")] == ["W", "b"]
+
+
+def test_messages_and_references():
+    turns = [{"role": r, "content": c} for r, c in [("system", "s"), ("user", "q"), ("assistant", "a")]]
+    prompt = parse_line(json.dumps({"messages": turns, "id": 7}).encode(), "chat")
+    assert prompt.messages == turns[:2] and prompt.reference == "a"
+    assert parse_line(b'{"prompt": "q", "response": "a"}', "chat").reference == "a"
+    extra = [{**turn, "weight": 1} for turn in turns[:2]]
+    assert parse_line(json.dumps({"messages": extra}).encode(), "chat").id == prompt.id
+
+
+def test_ids_are_stable_across_versions():
+    assert prompt_id([{"role": "user", "content": "é"}]) == "5b982d5fb9bbb395dedf893373894ed3"
+
+
+def test_ten_megabyte_lines_stay_out_of_memory(tmp_path):
+    file = write(tmp_path / "p.jsonl", *[b'{"prompt": "' + b"x" * 10_000_000 + b'"}'] * 3, GOOD)
+    tracemalloc.start()
+    rejections = Rejections(None, 1.0)
+    assert len(read_prompts(data(file), "sql", rejected_to=rejections)) == 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rejections.count == 3 and peak < 4 * module.MAX_LINE_BYTES
+
+
+def test_generator_prompts_are_distinct_and_repeatable():
+    first = read_prompts(DataRecipe(limit=20, seed=1), "sql")
+    assert [prompt.id for prompt in first] == [
+        prompt.id for prompt in read_prompts(DataRecipe(limit=20, seed=1), "sql")
+    ]
+    assert len({prompt.id for prompt in first}) == 20
+    held_out = read_prompts(DataRecipe(limit=20, seed=1), "sql", split="test")
+    assert not {prompt.id for prompt in first} & {prompt.id for prompt in held_out}
+
+
+def test_unknown_domain_without_a_file():
+    with pytest.raises(UsageError, match="sql"):
+        read_prompts(DataRecipe(), "sqll")

@@ -1,0 +1,334 @@
+"""Nothing lost, nothing twice: shards under kills, torn writes, second writers and flipped bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import socket
+import time
+
+import pyarrow.parquet  # noqa: F401  (so that forked writers need not import it again)
+import pytest
+
+from specctl.distillation import shards, store
+from specctl.distillation.lock import WriterLock
+from specctl.distillation.store import ShardWriter
+from specctl.errors import DataError, SpecctlError, UsageError
+
+META = {"domain": "sql", "target": {"name": "builtin", "hidden_size": 256}, "sampling": {"seed": 0}}
+FORMATS = ["jsonl", "parquet"]
+
+
+def row(i: int) -> shards.Record:
+    return {
+        "id": f"{i:032x}",
+        "prompt_id": f"{i % 7:032x}",
+        "domain": "sql",
+        "messages": [{"role": "user", "content": f"question {i}\u2028é\n"}],
+        "prompt_ids": [1, i],
+        "response_ids": list(range(i % 5 + 1)),
+        "text": f"SELECT {i}",
+        "temperature": (0.0, 0.3, 0.7, 1.0)[i % 4],
+        "seed": 2**59 + i,
+        "stop": "eos",
+        "target": "cafe",
+    }
+
+
+ROWS = [row(i) for i in range(40)]
+
+
+def fill(directory, rows=ROWS, batch=4, **options) -> None:
+    """What `distill` does: skip what is done, append batch by batch, complete."""
+    with ShardWriter(directory, META, **{"shard_size": 6, **options}) as writer:
+        pending = [row for row in rows if row["id"] not in writer.done]
+        for start in range(0, len(pending), batch):
+            writer.append(pending[start : start + batch])
+        writer.complete()
+
+
+def leave_open(directory, rows=ROWS[:10], **options) -> None:
+    with ShardWriter(directory, META, **{"shard_size": 6, **options}) as writer:
+        writer.append(rows)
+
+
+def by_id(directory) -> list[shards.Record]:
+    return sorted(store.read(directory), key=lambda record: record["id"])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_round_trip_and_counts(tmp_path, format):
+    fill(tmp_path, format=format)
+    assert list(store.read(tmp_path)) == ROWS
+    found = store.summary(tmp_path)
+    assert (found.responses, found.shards, found.complete) == (40, 7, True)
+    assert found.response_tokens == sum(len(record["response_ids"]) for record in ROWS)
+    assert found.meta["target"] == META["target"]
+    assert not list(tmp_path.glob("*.lock"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_datasets_reads_the_shards(tmp_path, format):
+    from datasets import load_dataset
+
+    fill(tmp_path, format=format)
+    files = sorted(map(str, tmp_path.glob(f"*.{format}")))
+    kind = {"jsonl": "json", "parquet": "parquet"}[format]
+    table = load_dataset(kind, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert table.num_rows == 40
+    assert [{name: record[name] for name in shards.FIELDS} for record in table] == ROWS
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_kill_minus_nine_loses_and_repeats_nothing(tmp_path, format):
+    """Writers killed at random moments, then one that may finish. A repeat or a loss breaks the equality."""
+    rows, delays, context = [row(i) for i in range(150)], random.Random(0), multiprocessing.get_context("fork")
+    options = {"rows": rows, "batch": 2, "format": format, "resume": True}
+    started = time.perf_counter()
+    fill(tmp_path / "undisturbed", **options)
+    undisturbed = time.perf_counter() - started
+    killed = 0
+    for attempt in range(18):
+        directory = tmp_path / str(attempt // 6)  # up to six deaths each
+        writer = context.Process(target=fill, args=(directory,), kwargs=options)
+        writer.start()
+        writer.join(delays.uniform(0, undisturbed / 2))
+        writer.kill()
+        writer.join()
+        killed += writer.exitcode == -signal.SIGKILL
+        assert writer.exitcode in (0, -signal.SIGKILL)
+        if attempt % 6 == 5:
+            fill(directory, **options)
+            assert by_id(directory) == rows
+            assert store.summary(directory).complete
+            assert {path.suffix for path in shards.files(directory, "shard")} == {f".{format}"}
+    assert killed >= 5  # else this test showed nothing
+
+
+def test_open_shard_torn_at_any_byte(tmp_path):
+    """A power cut may leave any prefix of the last write."""
+    leave_open(tmp_path, ROWS[:3])
+    (path,) = shards.files(tmp_path, "shard")
+    whole = path.read_bytes()
+    for cut in [0, 1, *range(len(whole) // 3, len(whole), 37), len(whole) - 1]:
+        path.write_bytes(whole[:cut])
+        lines = whole[:cut].count(b"\n")
+        assert list(store.read(tmp_path)) == ROWS[:lines]
+        fill(tmp_path, ROWS[:5], resume=True)
+        assert by_id(tmp_path) == ROWS[:5]
+        for file in [*shards.files(tmp_path, "shard"), *shards.files(tmp_path, "manifest")]:
+            file.unlink()
+
+
+def test_death_between_parquet_and_manifest(tmp_path):
+    """The original is deleted last, so every order of events leaves one valid copy."""
+    fill(tmp_path / "a", ROWS[:6], format="parquet")
+    leave_open(tmp_path / "b", ROWS[:5])
+    original = tmp_path / "a" / "shard-0of1-00000.jsonl"
+    original.write_text("".join(json.dumps(record) + "\n" for record in ROWS[:6]))
+    assert list(store.read(tmp_path / "a")) == ROWS[:6]  # sealed, original not yet deleted
+    (tmp_path / "a" / "manifest-0of1.json").unlink()
+    assert list(store.read(tmp_path / "a")) == ROWS[:6]  # Parquet written, not yet in the manifest
+    fill(tmp_path / "a", ROWS[:9], format="parquet", resume=True)
+    assert by_id(tmp_path / "a") == ROWS[:9]
+    assert not original.exists()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_lost_manifest_is_rebuilt(tmp_path, format):
+    fill(tmp_path, format=format)
+    (tmp_path / "manifest-0of1.json").unlink()
+    fill(tmp_path, format=format, resume=True)
+    assert by_id(tmp_path) == ROWS and store.summary(tmp_path).complete
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "append"])
+def test_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, damage):
+    fill(tmp_path, format=format)
+    path = shards.files(tmp_path, "shard")[2]
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content[:-5] if damage == "truncate" else content + b"x" * (damage == "append"))
+    for attempt in (lambda: list(store.read(tmp_path)), lambda: fill(tmp_path, format=format, resume=True)):
+        with pytest.raises(DataError, match=path.name) as caught:
+            attempt()
+        assert "--resume" in caught.value.hint
+    path.unlink()
+    with pytest.raises(DataError, match=f"{path.name} is missing"):
+        list(store.read(tmp_path))
+    fill(tmp_path, format=format, resume=True)
+    assert by_id(tmp_path) == ROWS
+
+
+@pytest.mark.parametrize("line", [b"{}", b"[]", b"nonsense", b'{"id": 3}', b"\xff"])
+def test_garbled_line_in_an_open_shard_is_named(tmp_path, line):
+    leave_open(tmp_path, ROWS[:2])
+    (path,) = shards.files(tmp_path, "shard")
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(DataError, match=f"{path.name}:3"):
+        list(store.read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"shards": 3}',
+        '{"shards": [{}]}',
+        '{"complete": true, "shards": [{"file": "../x", "records": 1, "tokens": 1, "sha256": ""}]}',
+    ],
+)
+def test_damaged_manifest_is_named(tmp_path, text):
+    fill(tmp_path)
+    (tmp_path / "manifest-0of1.json").write_text(text)
+    for attempt in (
+        lambda: list(store.read(tmp_path)),
+        lambda: store.summary(tmp_path),
+        lambda: fill(tmp_path, resume=True),
+    ):
+        with pytest.raises(DataError, match=r"manifest-0of1\.json"):
+            attempt()
+
+
+def test_existing_data_needs_resume_or_overwrite(tmp_path):
+    fill(tmp_path, ROWS[:9])
+    with pytest.raises(UsageError, match="already") as caught:
+        fill(tmp_path)
+    assert "--resume" in caught.value.hint and "--overwrite" in caught.value.hint
+    fill(tmp_path, ROWS[20:], overwrite=True)
+    assert list(store.read(tmp_path)) == ROWS[20:]
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    leave_open(tmp_path)
+    other = {**META, "target": {"name": "builtin", "hidden_size": 512}, "extra": 1}
+    with pytest.raises(DataError) as caught:
+        ShardWriter(tmp_path, other, resume=True)
+    assert "target.hidden_size is 256 there and 512 now" in caught.value.message
+    assert "extra is null there and 1 now" in caught.value.message
+    with pytest.raises(DataError, match="format"):
+        ShardWriter(tmp_path, META, format="parquet", resume=True)
+    fill(tmp_path, resume=True)  # the refusals left no lock and no damage
+    assert by_id(tmp_path) == ROWS
+    with ShardWriter(tmp_path, other, overwrite=True):
+        pass
+
+
+def test_jobs_of_an_array_share_a_directory(tmp_path):
+    parts = {i: [record for record in ROWS if int(record["id"], 16) % 3 == i] for i in range(3)}
+    for i in (0, 2):
+        fill(tmp_path, parts[i], writer=(i, 3))
+    assert not store.summary(tmp_path).complete
+    with pytest.raises(UsageError):
+        fill(tmp_path, writer=(0, 1))
+    leave_open(tmp_path, parts[1][:2], writer=(1, 3))
+    fill(tmp_path, writer=(0, 1), resume=True)  # one job picks up what the array left
+    assert by_id(tmp_path) == ROWS
+    assert store.summary(tmp_path).complete
+
+
+def hold(directory, ready, leave):
+    with ShardWriter(directory, META):
+        ready.set()
+        leave.wait()
+
+
+def test_two_writers_exactly_one_proceeds(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready, leave = context.Event(), context.Event()
+    first = context.Process(target=hold, args=(tmp_path, ready, leave))
+    first.start()
+    assert ready.wait(20)
+    for writer in [(0, 1), (0, 2)]:  # the same shard, and one of a split that overlaps with it
+        with pytest.raises(DataError, match=f"written by process {first.pid} on {socket.gethostname()}"):
+            ShardWriter(tmp_path, META, writer=writer, resume=True)
+    leave.set()
+    first.join()
+    assert first.exitcode == 0
+    fill(tmp_path)
+
+
+def compete(path, start, outcome):
+    """Try once with all others, and hold what was won until all have tried."""
+    start.wait()
+    try:
+        lock = WriterLock(path)
+    except DataError:
+        lock = None
+    start.wait()
+    outcome.put(lock is not None)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_race_for_the_lock_has_one_winner(tmp_path, stale):
+    path, context = tmp_path / "writer-0of1.lock", multiprocessing.get_context("fork")
+    for _ in range(5):
+        if stale:
+            path.write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "time": "long ago"}))
+        start, outcome = context.Barrier(4), context.SimpleQueue()
+        racers = [context.Process(target=compete, args=(path, start, outcome)) for _ in range(4)]
+        for racer in racers:
+            racer.start()
+        for racer in racers:
+            racer.join()
+        assert sum(outcome.get() for _ in racers) == 1
+        path.unlink(missing_ok=True)
+
+
+def test_lock_of_a_dead_process_is_taken_over_with_a_message(tmp_path, capsys):
+    path = tmp_path / "writer-0of1.lock"
+    path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": "2026-01-01"}))
+    fill(tmp_path)  # even if the process id is in use again
+    assert f"taking over the lock of process {os.getpid()}" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ['{"host": "elsewhere", "pid": 7, "time": "2026-01-01"}', "", "[1]"])
+def test_lock_that_cannot_be_checked_is_explained(tmp_path, text):
+    path = tmp_path / "writer-0of1.lock"
+    path.write_text(text)
+    with pytest.raises(DataError, match="cannot be checked from here") as caught:
+        fill(tmp_path)
+    assert f"delete {path}" in caught.value.hint
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and was not kept
+
+
+def test_full_disk_keeps_what_was_written(tmp_path):
+    leave_open(tmp_path, ROWS[:4], shard_size=100)
+    size = shards.files(tmp_path, "shard")[0].stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))
+    try:
+        with pytest.raises(SpecctlError, match="cannot write") as caught:
+            fill(tmp_path, shard_size=100, resume=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "--resume" in caught.value.hint
+    assert list(store.read(tmp_path)) == ROWS[:4]
+    fill(tmp_path, resume=True)
+    assert by_id(tmp_path) == ROWS
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_directory(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(SpecctlError, match="cannot write"):
+        fill(tmp_path)
+    tmp_path.chmod(0o700)
+
+
+def test_nothing_there(tmp_path):
+    assert not store.exists(tmp_path / "absent")
+    for ask in (store.read, store.summary):
+        with pytest.raises(DataError, match="no distilled data") as caught:
+            ask(tmp_path)
+        assert "specctl distill" in caught.value.hint

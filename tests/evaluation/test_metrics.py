@@ -1,0 +1,97 @@
+"""Definitions, checked on examples small enough to compute by hand."""
+
+import numpy as np
+import pytest
+
+from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.sampling import GREEDY
+from specctl.evaluation import metrics
+
+
+def sequence(output=(), *, passes=0, accepted=(), offered=(), prefill_s=0.0, decode_s=0.0, drafted=0) -> Decoded:
+    """A finished sequence; `accepted` and `offered` are by depth, rejections follow from them."""
+    return Decoded(
+        prompt_ids=[1, 2],
+        output_ids=list(output),
+        stop="length",
+        target_passes=passes,
+        accepted=sum(accepted),
+        rejections=sum(offered) - sum(accepted),
+        drafted=drafted,
+        accepted_by_depth=list(accepted),
+        offered_by_depth=list(offered),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+    )
+
+
+# 9 tokens, the first from the prefill: 8 in 3 passes (2 accepted + bonus, 3 accepted + bonus, bonus only).
+FIRST = sequence(range(9), passes=3, accepted=(2, 2, 1), offered=(3, 2, 2), decode_s=2.0, prefill_s=0.5)
+# 3 tokens, 2 in 2 passes.
+SECOND = sequence(range(3), passes=2, accepted=(), offered=(2,), decode_s=0.5, prefill_s=0.1)
+
+
+def test_mat_is_a_ratio_of_sums_and_macro_a_mean_of_ratios():
+    assert metrics.mat([FIRST, SECOND]) == 10 / 5
+    assert metrics.mat_macro([FIRST, SECOND]) == pytest.approx((8 / 3 + 1) / 2)
+
+
+def test_acceptance_counts_verified_positions():
+    assert metrics.accept_rate([FIRST, SECOND]) == 5 / 9
+    assert metrics.acceptance_by_position([FIRST, SECOND]) == [2 / 5, 2 / 2, 1 / 2]
+
+
+def test_tokens_per_s_leaves_out_the_prefill():
+    assert metrics.tokens_per_s([FIRST, SECOND]) == 10 / 2.5
+    assert metrics.prefill_s([FIRST, SECOND]) == pytest.approx(0.3)
+
+
+def test_speedup_is_a_ratio_of_rates_not_of_times():
+    """Sampling may give texts of different lengths: a shorter one is not a faster one."""
+    plain = [sequence(range(5), passes=4, decode_s=4.0)]
+    assert metrics.speedup([FIRST], plain) == 4.0
+
+
+def test_a_sequence_that_ends_in_the_prefill_counts_for_nothing():
+    ended = sequence([3], passes=0)
+    assert metrics.mat([FIRST, ended]) == metrics.mat([FIRST])
+    assert metrics.mat_macro([FIRST, ended]) == metrics.mat_macro([FIRST])
+
+
+def test_nothing_measured_is_none():
+    ended = [sequence([3])]
+    assert metrics.mat(ended) is metrics.mat_macro(ended) is metrics.accept_rate(ended) is None
+    assert metrics.tokens_per_s([]) is metrics.speedup([], []) is metrics.prefill_s([]) is None
+    assert metrics.acceptance_by_position(ended) == []
+    assert metrics.mat_interval(["a", "b"], ended * 2) is None
+
+
+def test_plain_decoding_is_exactly_one(target):
+    prompts = [[5, 6, 7], [9] * 20]
+    decoded = decode(target, prompts, sampling=GREEDY, max_new_tokens=[7, 12], seeds=[0, 0])
+    assert metrics.mat(decoded) == 1.0
+    assert metrics.mat_macro(decoded) == 1.0
+    assert metrics.accept_rate(decoded) is None
+
+
+def test_intervals_are_paired_by_prompt():
+    """Each prompt is three times as fast, though prompts differ a hundredfold: the paired interval has no width."""
+    slow = [sequence(range(11), passes=10, decode_s=seconds) for seconds in (0.1, 1.0, 10.0)]
+    fast = [sequence(range(11), passes=4, decode_s=plain.decode_s / 3) for plain in slow]
+    assert metrics.speedup_interval("abc", fast, slow) == pytest.approx((3.0, 3.0))
+
+
+def test_repeats_of_a_prompt_are_one_draw():
+    """Seeds of one prompt are no independent evidence: two prompts stay two, however often they are repeated."""
+    two = [sequence(range(11), passes=5), sequence(range(11), passes=10)]
+    assert metrics.mat_interval(["a", "b"], two) == metrics.mat_interval(["a", "b"] * 10, two * 10)
+    assert metrics.mat_interval(["a"] * 2, two) is None
+
+
+def test_bootstrap_covers_the_mean():
+    """Interval of a mean against the normal approximation; both ends within a tenth of its width (n = 400)."""
+    values = np.random.default_rng(1).normal(5.0, 2.0, size=400)
+    interval = metrics.bootstrap(lambda counts: (counts @ values) / counts.sum(1), len(values))
+    assert interval is not None
+    half = 1.96 * values.std() / 20
+    assert interval == pytest.approx((values.mean() - half, values.mean() + half), abs=0.2 * half)

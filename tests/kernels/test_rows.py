@@ -1,0 +1,103 @@
+"""Rows: the filters of `transformers`, the edges of a distribution, and an inverse CDF that inverts."""
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from specctl.kernels import cpu, nan_count, probabilities, reference
+
+BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+
+
+def rows_of(backend, x, temperature=1.0, top_k=0, top_p=1.0):
+    fill = torch.ones(len(x), dtype=torch.float64)
+    return backend.row_params(x, fill * temperature, (fill * top_k).long(), fill * top_p)
+
+
+@BACKENDS
+@pytest.mark.parametrize("vocabulary", [5, 1000, 5000])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.9), (0.7, 50, 0.95), (1.5, 4, 0.3), (1.0, 9999, 0.999)],
+)
+def test_filters_are_those_of_transformers(backend, vocabulary, temperature, top_k, top_p):
+    # fp64: in fp32 two orders of summation disagree about a token of p = 1e-6 at the edge of a nucleus.
+    x = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary), dtype=torch.float64) * 3
+    expected = TemperatureLogitsWarper(temperature)(None, x)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    p = probabilities(rows_of(backend, x, temperature, top_k, top_p))
+    assert torch.equal(p > 0, expected.softmax(-1) > 0)
+    torch.testing.assert_close(p, expected.softmax(-1), rtol=1e-12, atol=1e-15)
+
+
+@BACKENDS
+def test_ties_at_a_cut_are_all_kept(backend):
+    x = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    for kept in ({"top_k": 2}, {"top_p": 0.6}):
+        p = probabilities(rows_of(backend, x, **kept))
+        assert (p > 0).tolist() == [[True, True, True, True, False]]
+
+
+@BACKENDS
+def test_greedy_is_the_lowest_id_of_the_maximum(backend):
+    x = torch.tensor([[0.0, 5.0, 5.0, torch.nan], [-torch.inf, -torch.inf, 3.0, 3.0]])
+    rows = rows_of(backend, x.bfloat16(), temperature=0.0, top_k=2, top_p=0.5)
+    assert backend.sample_rows(rows, torch.tensor([0.99, 0.99])).tolist() == [1, 2]
+    assert probabilities(rows).tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+    assert rows.valid.all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_distribution_are_reported_not_raised(backend, temperature):
+    nothing, nan, ok = [-torch.inf] * 3, [torch.nan] * 3, [0.0, torch.nan, -torch.inf]
+    x = torch.tensor([nothing, nan, [0.0, torch.inf, 0.0], ok])
+    for kept in ({}, {"top_k": 2}, {"top_p": 0.5}):
+        rows = rows_of(backend, x, temperature, **kept)
+        assert rows.valid.tolist() == [False, False, False, True]
+        token = backend.sample_rows(rows, torch.full((4,), 0.7))
+        assert ((token >= 0) & (token < 3)).all() and token[3] == 0
+    assert nan_count(x).tolist() == [0, 3, 0, 1]
+
+
+@BACKENDS
+@pytest.mark.parametrize("vocabulary", [6, 256, 600])
+def test_inverse_cdf_inverts(backend, vocabulary):
+    """fp64, one u just inside both ends of every token's interval: the law of a draw is p, in several blocks too."""
+    x = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
+    x[0, vocabulary // 3 :: 2] = -torch.inf
+    p = x.softmax(-1)[0]
+    token = p.nonzero()[:, 0]
+    upper = p.cumsum(-1)[token]
+    lower = upper - p[token]
+    rows = rows_of(backend, x.expand(len(token), -1))
+    margin = 1e-12
+    assert torch.equal(backend.sample_rows(rows, lower + margin), token)
+    assert torch.equal(backend.sample_rows(rows, upper - margin), token)
+
+
+@BACKENDS
+@pytest.mark.parametrize("vocabulary", [3, 1000])
+def test_rounding_past_the_end_gives_the_last_kept_token(backend, vocabulary):
+    x = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(2))
+    x[:, 2:] = -torch.inf
+    rows = rows_of(backend, x)
+    assert backend.sample_rows(rows, torch.tensor([1.0, 1.0 - 2.0**-24, 2.0, 0.0])).tolist() == [1, 1, 1, 0]
+    full = rows_of(backend, torch.zeros(1, vocabulary))  # its last block is not a whole one
+    assert backend.sample_rows(full, torch.tensor([2.0])).tolist() == [vocabulary - 1]
+
+
+@BACKENDS
+def test_mixed_rows_equal_their_own_kind(backend):
+    """One call with greedy, sampled and filtered rows: batches of `distill` mix temperatures."""
+    x = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
+    each = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 7, 0.8)]
+    temperature, top_k, top_p = (torch.tensor(column) for column in zip(*each, strict=True))
+    mixed = backend.row_params(x, temperature, top_k, top_p)
+    for i, one in enumerate(each):
+        torch.testing.assert_close(probabilities(mixed)[i], probabilities(rows_of(backend, x[i : i + 1], *one))[0])
+    reverse = torch.tensor([2, 0])
+    assert torch.equal(probabilities(mixed.take(reverse)), probabilities(mixed)[reverse])

@@ -1,0 +1,111 @@
+"""The two verification rules, case by case; their law is proved in tests/lossless."""
+
+import pytest
+import torch
+
+from specctl.kernels import cpu, reference
+
+BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("drawn", "tokens", "parents", "path", "bonus"),
+    [
+        pytest.param([7], [], [], [], 7, id="empty"),
+        pytest.param([5, 6, 7], [5, 6], [-1, 0], [0, 1], 7, id="chain accepted"),
+        pytest.param([5, 9, 7], [5, 6], [-1, 0], [0, -1], 9, id="chain cut"),
+        pytest.param([6, 0, 3, 4], [5, 6, 3], [-1, -1, 1], [1, 2, -1], 4, id="second branch"),
+        pytest.param([5, 1, 2, 3], [5, 5, 1], [-1, -1, 1], [0, -1, -1], 1, id="lowest of equal siblings"),
+        pytest.param([5, 8, 6], [6, 5], [1, -1], [1, 0], 8, id="child stored before its parent"),
+        pytest.param([0, 4, 4], [0, 0], [-2, -2], [-1, -1], 0, id="padding is not a child of the root"),
+    ],
+)
+def test_walk_tree(backend, drawn, tokens, parents, path, bonus):
+    walked = backend.walk_tree(*(torch.tensor([row], dtype=torch.int64) for row in (drawn, tokens, parents)))
+    accepted = sum(node >= 0 for node in path)
+    assert [field.tolist() for field in walked] == [[path], [accepted], [bonus]]
+
+
+def rows_of(backend, probabilities, temperature=1.0):
+    x = torch.tensor(probabilities, dtype=torch.float64).log()
+    fill = torch.ones(len(x), dtype=torch.float64)
+    return backend.row_params(x, fill * temperature, torch.zeros(len(x), dtype=torch.int64), fill)
+
+
+def accept(backend, p, q, tokens, u_accept, u_next, count=None, target=1.0, draft=1.0):
+    n = len(tokens)
+    q_rows = rows_of(backend, q, draft) if q else rows_of(backend, p[:1]).take(torch.tensor([], dtype=torch.int64))
+    accepted, bonus = backend.accept_chain(
+        rows_of(backend, p, target),
+        q_rows,
+        torch.tensor([tokens], dtype=torch.int64),
+        torch.tensor([n if count is None else count]),
+        torch.tensor([u_accept], dtype=torch.float64),
+        torch.tensor([u_next], dtype=torch.float64),
+    )
+    return accepted.item(), bonus.item()
+
+
+HALF, LEFT, RIGHT = [0.5, 0.5], [0.8, 0.2], [0.2, 0.8]
+
+
+@BACKENDS
+def test_ratio_rule(backend):
+    assert accept(backend, [HALF], [], [], [], [0.6]) == (0, 1)  # nothing drafted: plain sampling
+    # Accepted below p/q = 0.5/0.8, rejected above; the residual (0.5 − 0.8, 0.5 − 0.2) has token 1 only.
+    assert accept(backend, [HALF, LEFT], [LEFT], [0], [0.62], [0.0, 0.9]) == (1, 1)
+    assert accept(backend, [HALF, LEFT], [LEFT], [0], [0.63], [0.0, 0.9]) == (0, 1)
+    # Each position has its own uniforms; the first rejection ends the chain although the third would be accepted.
+    p, q = [HALF] * 4, [HALF, LEFT, RIGHT]
+    assert accept(backend, p, q, [1, 0, 0], [0.99, 0.7, 0.1], [0.0, 0.0, 0.0, 0.0]) == (1, 1)
+    # Padding is not verified: the next token comes from p at `count`, not from a residual.
+    assert accept(backend, p, q, [1, 0, 0], [0.99, 0.0, 0.0], [0.9, 0.1, 0.9, 0.9], count=1) == (1, 0)
+
+
+@BACKENDS
+def test_ratio_rule_with_zero_probabilities(backend):
+    one, other = [1.0, 0.0], [0.0, 1.0]
+    assert accept(backend, [HALF, HALF], [one], [1], [0.99], [0.0, 0.0]) == (1, 0)  # q(x) = 0 < p(x): accepted
+    assert accept(backend, [one, HALF], [one], [1], [0.0], [0.99, 0.0]) == (0, 0)  # p(x) = q(x) = 0: rejected, p again
+    assert accept(backend, [one, HALF], [other], [1], [0.0], [0.99, 0.0]) == (0, 0)  # disjoint supports
+    assert accept(backend, [HALF, HALF], [HALF], [1], [1 - 2**-24], [0.9, 0.1]) == (1, 0)  # p = q always accepted
+
+
+@BACKENDS
+def test_ratio_rule_with_greedy_rows(backend):
+    """A greedy p takes its argmax only, the lowest id on a tie; a greedy q is one-hot, whatever its logits."""
+    for token, result in ((0, (1, 0)), (1, (0, 0))):
+        assert accept(backend, [HALF, HALF], [LEFT], [token], [0.5], [0.9, 0.9], target=0.0) == result
+    assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.19], [0.0, 0.9], draft=0.0) == (1, 1)
+    assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.21], [0.0, 0.9], draft=0.0) == (0, 1)
+
+
+@BACKENDS
+def test_verdict_does_not_depend_on_the_batch(backend):
+    generator = torch.Generator().manual_seed(0)
+    batch, n, vocabulary = 5, 3, 1000
+    x = torch.randn(batch, n + 1, vocabulary, generator=generator)
+    y = x[:, :n] + 0.5 * torch.randn(batch, n, vocabulary, generator=generator)
+
+    def rows(logits):
+        logits = logits.reshape(-1, vocabulary)
+        fill = torch.ones(len(logits))
+        return backend.row_params(logits, fill, torch.zeros(len(logits), dtype=torch.int64), fill)
+
+    tokens = backend.sample_rows(rows(y), torch.rand(batch * n, generator=generator)).view(batch, n)
+    count = torch.tensor([3, 0, 3, 2, 3])
+    u_accept, u_next = (torch.rand(batch, n + extra, generator=generator) for extra in (0, 1))
+    together = backend.accept_chain(rows(x), rows(y), tokens, count, u_accept, u_next)
+    for b in range(batch):
+        one = slice(b, b + 1)
+        alone = backend.accept_chain(rows(x[one]), rows(y[one]), tokens[one], count[one], u_accept[one], u_next[one])
+        assert [int(field) for field in alone] == [int(field[b]) for field in together]
+
+
+@BACKENDS
+def test_expand_topk_drops_nan_and_breaks_the_top_tie_by_id(backend):
+    logprob, index = backend.expand_topk(torch.tensor([[0.0, torch.nan, 2.0, 2.0]]), 1)
+    assert index.tolist() == [[2]]
+    torch.testing.assert_close(logprob, torch.tensor([[0.0, 2.0, 2.0]]).log_softmax(-1)[:, 1:2])
+    assert reference.expand_topk(torch.zeros(1, 5), 3)[1].tolist() == [[0, 1, 2]]

@@ -1,0 +1,96 @@
+"""Drafters that say whatever a test wants, good and bad; none of them may change what the target writes."""
+
+import random
+
+import torch
+
+from specctl.decoding.draft import PADDING, DraftTree
+
+
+class Scripted:
+    """Drafts `script(row, budget)` = (tokens, parents) for every sequence, finished ones included."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, script, chain=True, taps=()):
+        self.script, self.chain, self.taps = script, chain, taps
+
+    def propose(self, state, budget):
+        drafts = [self.script(row, budget) for row in state.rows]
+        width = max(len(tokens) for tokens, _ in drafts)
+        tokens = [tokens + [0] * (width - len(tokens)) for tokens, _ in drafts]
+        parents = [parents + [PADDING] * (width - len(parents)) for _, parents in drafts]
+        shape = (len(drafts), width)
+        return DraftTree(
+            torch.tensor(tokens, dtype=torch.long).view(shape),
+            torch.tensor(parents, dtype=torch.long).view(shape),
+            chain=self.chain,
+        )
+
+    def advance(self, state):
+        pass
+
+    def invalidate(self, state):
+        pass
+
+
+def chain_of(tokens):
+    return list(tokens), list(range(-1, len(tokens) - 1))
+
+
+def constant(tokens):
+    """The same chain in every round."""
+    return Scripted(lambda row, budget: chain_of(tokens[:budget]))
+
+
+def perfect(texts, depth=7):
+    """Continues the known text of each sequence (by its place in the batch)."""
+    return Scripted(lambda row, budget: chain_of(texts[row.index][len(row.ids) :][: min(depth, budget)]))
+
+
+def ragged(texts, seed, vocabulary, right=0.7, taps=()):
+    """Chains of random length, empty ones among them, whose tokens are right with probability `right`."""
+    draw = random.Random(seed)
+
+    def script(row, budget):
+        text, start = texts[row.index], len(row.ids)
+        length = draw.randint(0, min(7, budget))
+        return chain_of([_token(draw, text, start + i, right, vocabulary) for i in range(length)])
+
+    return Scripted(script, taps=taps)
+
+
+def bushes(texts, seed, vocabulary, nodes=12, right=0.7, taps=()):
+    """Random trees: any parent, siblings with equal tokens, right tokens anywhere, sizes that differ in the batch."""
+    draw = random.Random(seed)
+
+    def script(row, budget):
+        text, start = texts[row.index], len(row.ids)
+        tokens, parents, depth = [], [], []
+        for node in range(draw.randint(0, min(nodes, budget))):
+            parent = draw.choice([-1, node - 1, draw.randint(-1, node - 1)])
+            depth.append(depth[parent] + 1 if parent >= 0 else 0)
+            parents.append(parent)
+            tokens.append(_token(draw, text, start + depth[node], right, vocabulary))
+        return tokens, parents
+
+    return Scripted(script, chain=False, taps=taps)
+
+
+def _token(draw, text, position, right, vocabulary):
+    known = position < len(text) and draw.random() < right
+    return text[position] if known else draw.randrange(vocabulary)
+
+
+class Rotate:
+    """Plays its drafters in turn: every one of them sits idle for rounds and then has to catch up."""
+
+    def __init__(self, drafters):
+        self.drafters, self.round = drafters, 0
+
+    def choose(self, state):
+        self.round += 1
+        return self.drafters[self.round % len(self.drafters)]
+
+    def observe(self, state, draft, verdict):
+        pass

@@ -1,0 +1,305 @@
+"""Speculative text is the text of plain decoding, token for token, whoever drafts.
+
+Greedy in fp32 for all drafters; at temperature 1 with the same seeds for all deterministic ones, in `exact` mode bit by
+bit. The tests compare texts for equality: the built-in target is trained, so fp32 noise (1e-5) meets no tie.
+"""
+
+import pytest
+import torch
+
+from specctl import kernels
+from specctl.decoding.draft import NoDraft
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.target import load_target
+from specctl.drafters import lm
+from specctl.drafters.eagle3 import Eagle3Drafter
+from specctl.drafters.eagle3 import Shape as Eagle3Shape
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from specctl.drafters.lookup import Lookup
+from tests.lossless.drafters import Rotate, bushes, chain_of, constant, perfect, ragged, Scripted
+
+NEW = 24
+HOT = Sampling(1.0, 0, 1.0)
+FILTERED = Sampling(0.8, 40, 0.9)
+SEEDS = [11, 12, 13]
+TAPS = (2, 5, 7)
+
+
+def own_weights(target, noise=0.0):
+    """The target itself as an `lm` drafter, its weights disturbed by `noise` times their size."""
+    from transformers import AutoModelForCausalLM
+
+    from specctl.decoding.target import builtin_path
+
+    model = AutoModelForCausalLM.from_pretrained(builtin_path(), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: weight + noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+        for name, weight in model.state_dict().items()
+    }
+    config = {"architecture": model.config.to_diff_dict(), "target": target.identity}
+    return lm.restore(config, tensors)
+
+
+def random_eagle3(target, shape):
+    torch.manual_seed(0)
+    config = Eagle3Config(
+        hidden_size=64,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=500,
+        taps=TAPS,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=2048,
+    )
+    head = Eagle3Head(config, 3 * torch.arange(500))
+    return Eagle3Drafter(head, target, shape)
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
+    known = {}
+
+    def texts(sampling):
+        if sampling not in known:
+            known[sampling] = [
+                decode(target, [prompt], sampling=sampling, max_new_tokens=NEW, seeds=[seed])[0]
+                for prompt, seed in zip(prompts, SEEDS, strict=True)
+            ]
+        return known[sampling]
+
+    return texts
+
+
+def whole(decoded):
+    return [one.prompt_ids + one.output_ids for one in decoded]
+
+
+DRAFTERS = {
+    "empty": lambda target, texts: constant([]),
+    "garbage": lambda target, texts: constant([4000, 17, 17, 3999, 5]),
+    "eos only": lambda target, texts: constant([next(iter(target.eos_ids))] * 4),
+    "perfect": lambda target, texts: perfect(texts),
+    "longest": lambda target, texts: perfect(texts, depth=63),
+    "ragged": lambda target, texts: ragged(texts, 0, target.vocab_size),
+    "trees": lambda target, texts: bushes(texts, 0, target.vocab_size),
+    "full trees": lambda target, texts: Scripted(full_tree(texts), chain=False),
+    "lookup": lambda target, texts: Lookup(),
+    "lm": lambda target, texts: lm.LMDrafter(own_weights(target, 0.1), target, lm.Shape(4, 0.1, False)),
+    "lm itself": lambda target, texts: lm.LMDrafter(own_weights(target), target, lm.Shape(5, 0.0, False)),
+    "eagle3 chain": lambda target, texts: random_eagle3(target, Eagle3Shape(4, 1, 4, 1, 0.0)),
+    "eagle3 tree": lambda target, texts: random_eagle3(target, Eagle3Shape(3, 2, 7, 2, 0.0)),
+}
+
+
+def full_tree(texts):
+    """As many nodes as a step takes: the right chain, with a wrong twin beside every node."""
+
+    def script(row, budget):
+        right = texts[row.index][len(row.ids) :]
+        tokens, parents = [], []
+        for node in range(budget):
+            depth, wrong = divmod(node, 2)
+            tokens.append(0 if wrong or depth >= len(right) else right[depth])
+            parents.append(2 * (depth - 1) if depth else -1)
+        return tokens, parents
+
+    return script
+
+
+@pytest.fixture(params=DRAFTERS)
+def make(request):
+    return DRAFTERS[request.param]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT, FILTERED], ids=["greedy", "hot", "filtered"])
+def test_batched_speculative_is_single_plain(target, prompts, plain, make, sampling):
+    """Ragged prompts and limits in one batch, so that rows finish and are dropped while others go on."""
+    expected = plain(sampling)
+    limits = [NEW, 3, NEW - 9]
+    found = decode(
+        target,
+        prompts,
+        sampling=sampling,
+        max_new_tokens=limits,
+        seeds=SEEDS,
+        drafter=make(target, whole(expected)),
+    )
+    assert [one.output_ids for one in found] == [
+        one.output_ids[:limit] for one, limit in zip(expected, limits, strict=True)
+    ]
+    for one in found:
+        assert_counts(one)
+
+
+def assert_counts(one):
+    """Every pass commits its accepted tokens and one more, unless the end of the sequence cut that one off."""
+    assert one.decoded_tokens - one.accepted - one.target_passes in ((0, -1) if one.target_passes else (0,))
+    assert sum(one.accepted_by_depth) == one.accepted
+    assert sum(one.offered_by_depth) == one.accepted + one.rejections
+    assert all(a <= o for a, o in zip(one.accepted_by_depth, one.offered_by_depth, strict=True))
+    assert one.offered_by_depth == sorted(one.offered_by_depth, reverse=True)
+    assert one.accepted <= one.drafted
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["lookup", "ragged", "perfect", "eagle3 chain"])
+def test_exact_mode_at_temperature_one(dtype, kind, target, prompts):
+    """Chains in fixed shapes: bitwise, so also in bf16, where batch and single plain decoding differ otherwise."""
+    here = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype="bf16")
+    options = dict(sampling=HOT, max_new_tokens=NEW, exact=True)
+    for prompt, seed in list(zip(prompts, SEEDS, strict=True))[:2]:
+        expected = decode(here, [prompt], seeds=[seed], **options)
+        drafter = DRAFTERS[kind](here, whole(expected))
+        assert decode(here, [prompt], seeds=[seed], drafter=drafter, **options)[0].output_ids == expected[0].output_ids
+
+
+def test_a_perfect_drafter_is_accepted_whole(target, prompts, plain):
+    """Or equality would be proved on rejections alone."""
+    for name, depth in (("perfect", 7), ("lm itself", 5)):
+        drafter = DRAFTERS[name](target, whole(plain(GREEDY)))
+        for one in decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=SEEDS, drafter=drafter):
+            assert one.rejections == 0
+            assert one.target_passes == -(-one.decoded_tokens // (depth + 1))
+
+
+def test_switching_drafters_every_round(target, prompts, plain):
+    """Each of them sits idle while others commit tokens; a stale cache would draft on, unseen but for acceptance."""
+    texts = whole(plain(GREEDY))
+    names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "garbage", "lm itself"]
+    controller = Rotate([DRAFTERS[name](target, texts) for name in names])
+    own = [d for d in controller.drafters if isinstance(d, lm.LMDrafter)]
+    accepted = []
+
+    def watch(state, draft, verdict):
+        if controller.drafters[controller.round % len(names)] in own:
+            accepted.append(all(stop != "rejected" for stop in verdict.stops))
+
+    found = decode(
+        target,
+        prompts,
+        sampling=GREEDY,
+        max_new_tokens=NEW,
+        seeds=SEEDS,
+        controller=controller,
+        taps=TAPS,
+        on_round=watch,
+    )
+    assert whole(found) == texts
+    assert accepted and all(accepted)
+
+
+@pytest.mark.parametrize("name", ["perfect", "trees", "lookup", "lm itself"])
+def test_end_of_sequence_inside_a_draft(target, prompts, plain, name, monkeypatch):
+    """The draft goes on behind the end of the text: neither the tokens nor the counts may show it."""
+    texts = whole(plain(GREEDY))
+    end = {text[len(prompt) + 5] for text, prompt in zip(texts, prompts, strict=True)}
+    monkeypatch.setattr(target, "eos_ids", frozenset(end))
+    found = decode(
+        target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=SEEDS, drafter=DRAFTERS[name](target, texts)
+    )
+    for one, text, prompt in zip(found, texts, prompts, strict=True):
+        answer = text[len(prompt) :]
+        stop = next(i for i, token in enumerate(answer) if token in end)
+        assert one.output_ids == answer[: stop + 1] and one.stop == "eos"
+        assert one.accepted <= one.decoded_tokens
+        assert_counts(one)
+
+
+def test_shrinking_batch(target, prompts, plain):
+    """Sequences leave the batch one after another; caches, seeds and drafters' memory must follow."""
+    texts = whole(plain(HOT))
+    batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 20, 5, 9, 13, 24]
+    sizes = set()
+    for name in ("lookup", "lm", "trees", "eagle3 tree"):
+        found = decode(
+            target,
+            batch,
+            sampling=HOT,
+            max_new_tokens=limits,
+            seeds=seeds,
+            drafter=DRAFTERS[name](target, texts * 2),
+            on_round=lambda state, draft, verdict: sizes.add(state.batch),
+        )
+        for i, one in enumerate(found):
+            answer = texts[i % 3][len(batch[i]) :]
+            assert one.output_ids == answer[: limits[i]], name
+    assert len(sizes) > 2
+
+
+def test_one_sampling_per_sequence(target, prompts, plain):
+    """`distill` mixes temperatures in one batch."""
+    samplings = [GREEDY, HOT, FILTERED]
+    expected = [plain(sampling)[i].output_ids for i, sampling in enumerate(samplings)]
+    for drafter in (NoDraft(), Lookup()):
+        found = decode(target, prompts, sampling=samplings, max_new_tokens=NEW, seeds=SEEDS, drafter=drafter)
+        assert [one.output_ids for one in found] == expected
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise):
+    """Its law is proved elsewhere; here it runs in a ragged batch, ends, and counts. With q = p nothing is rejected."""
+    drafter = lm.LMDrafter(own_weights(target, noise), target, lm.Shape(4, 0.05, True))
+    seen = []
+    found = decode(
+        target,
+        prompts,
+        sampling=[HOT, FILTERED, GREEDY],
+        max_new_tokens=[NEW, 10, NEW],
+        seeds=SEEDS,
+        drafter=drafter,
+        on_round=lambda state, draft, verdict: seen.append(draft.rows is not None or not draft.size),
+    )
+    assert all(seen)
+    for one, limit in zip(found, [NEW, 10, NEW], strict=True):
+        assert len(one.output_ids) == limit or one.stop == "eos"
+        assert_counts(one)
+    rejections = sum(one.rejections for one in found)
+    assert rejections == 0 if noise == 0 else rejections > 0
+    assert sum(one.accepted for one in found) > 0
+
+
+def broken_walk(drawn, tokens, parents):
+    """Accepts the first draft token whatever the target drew."""
+    path, count, bonus = kernels.reference.walk_tree(drawn, tokens, parents)
+    first = parents[:, 0] == -1
+    path[:, 0] = torch.where(first, 0, path[:, 0])
+    return path, torch.where(first, count.clamp(min=1), count), bonus
+
+
+def broken_bonus(drawn, tokens, parents):
+    """Takes the bonus token from the root instead of the last node."""
+    path, count, _ = kernels.reference.walk_tree(drawn, tokens, parents)
+    return path, count, drawn[:, 0]
+
+
+@pytest.mark.parametrize("walk", [broken_walk, broken_bonus])
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
+    """The comparison above must see a rule that is not lossless."""
+    monkeypatch.setattr(kernels, "walk_tree", walk)
+    texts = whole(plain(sampling))
+    found = decode(
+        target,
+        prompts,
+        sampling=sampling,
+        max_new_tokens=NEW,
+        seeds=SEEDS,
+        drafter=ragged(texts, 0, target.vocab_size),
+    )
+    assert whole(found) != texts
+
+
+def test_negative_control_stale_positions(target, prompts, plain, monkeypatch):
+    """Noise of another position: the text stays lawful but is no longer that of plain decoding."""
+    texts = whole(plain(HOT))
+    draw = kernels.uniform
+    monkeypatch.setattr(kernels, "uniform", lambda seed, position, stream: draw(seed, position + 1, stream))
+    found = decode(target, prompts, sampling=HOT, max_new_tokens=NEW, seeds=SEEDS, drafter=constant(chain_of([5])[0]))
+    assert whole(found) != texts

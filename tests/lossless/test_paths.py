@@ -1,0 +1,113 @@
+"""The lean step and the `transformers` step compute what the model computes, for every trait of an architecture.
+
+Catches: grouped heads in the wrong order, a dropped bias, a norm forgotten or misplaced, RoPE variants, tied heads,
+windows that count slots instead of positions, soft caps, learned positions.
+"""
+
+import pytest
+import torch
+
+from specctl.decoding import lean
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.draft import topology
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_config, load_model, load_target
+from specctl.errors import UsageError
+from tests.conftest import ARCHITECTURES
+from tests.lossless.drafters import constant
+
+LEAN = {"llama", "llama-bias-tied", "llama3-rope", "mistral", "qwen2", "qwen3"}
+PROMPT = [(37 * i) % 500 + 10 for i in range(40)]  # longer than the windows and than the scaled RoPE's first range
+STEP = [4, 99, 23, 7, 7]
+CPU = torch.device("cpu")
+CLOSE = dict(rtol=1e-4, atol=2e-4)
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name, tiny_directory):
+    return load_model(tiny_directory(name), device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module", params=["auto", "transformers"])
+def target(request, name, tiny_directory):
+    return load_target(tiny_directory(name), device="cpu", dtype="fp32", path=request.param)
+
+
+@torch.inference_mode()
+def truth(model, ids):
+    """Logits [T, V] and all hidden states of a plain forward."""
+    output = model(torch.tensor([ids]), output_hidden_states=True)
+    return output.logits[0], [state[0] for state in output.hidden_states]
+
+
+def test_which_path_is_taken(name, tiny_directory):
+    reason = lean.why_not(load_config(tiny_directory(name)))
+    assert (reason is None) == (name in LEAN), reason
+    if reason:
+        with pytest.raises(UsageError, match="lean step cannot run"):
+            load_target(tiny_directory(name), device="cpu", path="lean")
+
+
+def test_prefill_and_step(model, target):
+    taps = (0, 2, 3)
+    logits, states = truth(model, PROMPT + STEP)
+    cache = target.model.new_cache(1, 64)
+    last, hidden, tapped = target.prefill([PROMPT], cache, taps)
+    n = len(PROMPT)
+    torch.testing.assert_close(last[0], logits[n - 1], **CLOSE)
+    torch.testing.assert_close(tapped[0], torch.cat([states[tap][:n] for tap in taps], -1), **CLOSE)
+    torch.testing.assert_close(hidden[0], states[-1][:n], **CLOSE)
+    plan = plan_rows([n], len(STEP), device=CPU, dtype=torch.float32)
+    rows, _, tapped = target.step(torch.tensor([STEP]), cache, plan, taps)
+    torch.testing.assert_close(rows[0], logits[n:], **CLOSE)
+    torch.testing.assert_close(tapped[0], torch.cat([states[tap][n:] for tap in taps], -1), **CLOSE)
+
+
+def test_ragged_batch(model, target):
+    prompts = [PROMPT, PROMPT[:3], PROMPT[5:30]]
+    cache = target.model.new_cache(3, 64)
+    last, _, _ = target.prefill(prompts, cache)
+    plan = plan_rows([len(p) for p in prompts], len(STEP), device=CPU, dtype=torch.float32)
+    rows, _, _ = target.step(torch.tensor([STEP] * 3), cache, plan)
+    for b, prompt in enumerate(prompts):
+        logits, _ = truth(model, prompt + STEP)
+        torch.testing.assert_close(last[b], logits[len(prompt) - 1], **CLOSE)
+        torch.testing.assert_close(rows[b], logits[len(prompt) :], **CLOSE)
+
+
+def test_tree_rows_see_their_ancestors_only(model, target):
+    """Each node's logits are those of a forward of its own branch."""
+    tokens, parents = [4, 99, 23, 7, 7, 300], [-1, -1, 0, 1, 2, 2]
+    depth, ancestors = topology(parents)
+    cache = target.model.new_cache(1, 64)
+    target.prefill([PROMPT], cache)
+    visible = torch.tensor([[[bits >> i & 1 for i in range(6)] for bits in ancestors]]).bool()
+    steps = torch.tensor([[d - 1 for d in depth]])
+    plan = plan_rows([len(PROMPT)], 6, device=CPU, dtype=torch.float32, visible=visible, depth=steps)
+    rows, _, _ = target.step(torch.tensor([tokens]), cache, plan)
+    for node, bits in enumerate(ancestors):
+        branch = [tokens[i] for i in range(6) if bits >> i & 1]
+        torch.testing.assert_close(rows[0, node], truth(model, PROMPT + branch)[0][-1], **CLOSE)
+
+
+def test_text_is_that_of_transformers(model, target):
+    """Greedy, with a drafter that is always wrong, against `transformers`' own generate."""
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0].tolist()
+    found = decode(target, [PROMPT], sampling=GREEDY, max_new_tokens=12, seeds=[0], drafter=constant([1, 1, 1]))[0]
+    assert found.prompt_ids + found.output_ids == expected
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_to_the_last_position_of_the_context(target, exact):
+    """Rows behind the last position (padding, drafts without room) must not fail, learned positions included."""
+    prompts = [PROMPT * 6 + PROMPT[:12], PROMPT[:4]]
+    found = decode(
+        target, prompts, sampling=GREEDY, max_new_tokens=[9, 7], seeds=[0, 0], drafter=constant([1] * 7), exact=exact
+    )
+    assert len(found[0].prompt_ids + found[0].output_ids) == target.context_length or found[0].stop == "eos"

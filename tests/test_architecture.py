@@ -1,0 +1,115 @@
+"""The arrows of the architecture: which room may import which. A wrong arrow is how layers rot."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAVES = ["errors", "progress", "recipe", "recipe_yaml", "recipe_io", "runs"]
+LOWER = {*LEAVES, "kernels", "decoding"}
+DRAFTING = LOWER | {"drafters", "formats"}
+MIDDLE = ["distillation", "training", "selection", "adaptation", "evaluation", "reporting"]
+"""A later one may use an earlier one."""
+
+ALLOWED: dict[str, set[str]] = {
+    "": set(),  # specctl/__init__.py
+    "__main__": {"cli"},
+    "errors": set(),
+    "progress": {"errors"},
+    "runs": {"errors"},
+    "recipe": {"errors"},
+    "recipe_yaml": {"errors"},
+    "recipe_io": {"errors", "recipe", "recipe_yaml", "recipes"},
+    "recipes": set(),
+    "data_prep": {"errors"},
+    "kernels": set(),
+    "decoding": {*LEAVES, "kernels"},
+    "drafters": DRAFTING,
+    "formats": DRAFTING,
+    **{room: DRAFTING | {"data_prep", *MIDDLE[:order]} for order, room in enumerate(MIDDLE)},
+    "api": DRAFTING | {"data_prep", *MIDDLE},
+    "cli": DRAFTING | {"data_prep", "api", "", *MIDDLE},
+}
+
+
+def imported(source: str, package: list[str]) -> set[str]:
+    """Modules of specctl that a source file imports, also inside functions, as dotted names below `specctl`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "specctl" else [module]
+        else:
+            continue
+        found |= {name.removeprefix("specctl").removeprefix(".") for name in names if name.split(".")[0] == "specctl"}
+    return found
+
+
+def room_of(module: str) -> str:
+    """`decoding.loop` → `decoding`; a name that is no room (`from specctl import __version__`) belongs to the root."""
+    first = module.split(".")[0]
+    return first if first in ALLOWED else ""
+
+
+def violations(files: dict[str, str]) -> list[str]:
+    """`a imports b` for every arrow that is not allowed; files: dotted path below specctl → source."""
+    wrong = []
+    for name, source in files.items():
+        package = ["specctl", *name.split(".")[:-1]]
+        for module in imported(source, package):
+            if room_of(module) not in {*ALLOWED[room_of(name)], room_of(name)}:
+                wrong.append(f"{name} imports {module}")
+    return sorted(wrong)
+
+
+def sources() -> dict[str, str]:
+    folders = {ROOT / "specctl": "", ROOT / "data_prep": "data_prep.", ROOT / "recipes": "recipes."}
+    return {
+        prefix + ".".join(path.relative_to(folder).with_suffix("").parts): path.read_text()
+        for folder, prefix in folders.items()
+        for path in folder.rglob("*.py")
+    }
+
+
+def test_arrows_point_down():
+    assert violations(sources()) == []
+
+
+def test_every_room_has_a_rule():
+    rooms = {path.name for path in (ROOT / "specctl").iterdir() if any(path.glob("*.py"))}
+    modules = {path.stem for path in (ROOT / "specctl").glob("*.py")} - {"__init__"}
+    assert rooms | modules <= set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("kernels.cpu", "from specctl.errors import UsageError"),
+        ("kernels.cpu", "from ..decoding import loop"),
+        ("decoding.loop", "def f():\n    from specctl.drafters.lookup import Lookup"),
+        ("training.loop", "import specctl.evaluation.metrics"),
+        ("distillation.store", "from specctl.cli.output import output"),
+        ("progress", "from specctl import runs"),
+    ],
+)
+def test_a_wrong_arrow_is_seen(name, source):
+    """Negative control: the check above would be vacuous if it saw nothing."""
+    assert violations({name: source})
+
+
+def test_help_imports_nothing_heavy():
+    """`specctl --help` answers at once only while nothing heavy is imported on the way."""
+    code = (
+        "import sys\nfrom specctl.cli.main import run\ncode = run(['--help'])\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy', 'datasets', 'deepspeed', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(code or ','.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train-drafter" in done.stdout

@@ -1,0 +1,78 @@
+"""What is said while work goes on, and how it is stopped."""
+
+import os
+import signal
+
+import pytest
+
+from specctl import progress
+from specctl.errors import Interrupted
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets forward."""
+    now = [1000.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "_last_line", now[0])
+    return now
+
+
+def test_off_a_terminal_a_line_every_half_minute(clock, capsys):
+    with progress.track("train", total=100, unit="steps") as bar:
+        for _ in range(100):
+            clock[0] += 1
+            bar.update(loss=0.25)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "train 30/100 steps (30%), 1 steps/s, loss=0.25, 1:10 left"
+
+
+def test_short_stages_share_the_half_minute(clock, capsys):
+    for _ in range(10):
+        with progress.track("eval") as bar:
+            clock[0] += 4
+            bar.update()
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("silence", ["quiet", "rank"])
+def test_silence(clock, capsys, monkeypatch, silence):
+    if silence == "rank":
+        monkeypatch.setenv("RANK", "1")
+    progress.set_quiet(silence == "quiet")
+    with progress.track("train") as bar:
+        clock[0] += 60
+        bar.update()
+    progress.log("hello")
+    progress.set_quiet(False)
+    assert capsys.readouterr().err == ""
+
+
+def test_nested_bars_on_a_terminal(monkeypatch, capsys):
+    """rich allows one live display: the evaluation inside of a training must not open a second."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress.track("train", total=2) as outer:
+        outer.update()
+        with progress.track("eval", total=1) as inner:
+            inner.update(mat=4.0)
+        progress.log("[not markup]")
+        outer.update()
+    assert progress._display.rich is None
+    assert "[not markup]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_sets_the_flag(number):
+    interrupts = progress.Interrupts()
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        interrupts.install()
+        interrupts.check()
+        os.kill(os.getpid(), number)
+        assert interrupts.requested()
+        with pytest.raises(Interrupted, match=number.name):
+            interrupts.check()
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)

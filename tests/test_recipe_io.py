@@ -1,0 +1,164 @@
+"""Recipes: typed YAML, every error at once and with its place, the nearest name, precedence."""
+
+import contextlib
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specctl import recipe_yaml
+from specctl.errors import RecipeError
+from specctl.recipe import RECIPES, EvalRecipe, TrainRecipe
+from specctl.recipe_io import Setting, resolve
+
+
+def problems(*args, **kwargs) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        resolve(*args, environ=kwargs.pop("environ", {}), **kwargs)
+    return caught.value.message.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E3", 1e3),
+        ("-.5", -0.5),
+        ("3", 3),
+        ("010", "010"),
+        ("no", "no"),
+        ("on", "on"),
+        ("true", True),
+        ("null", None),
+        ("~", None),
+        ("12:30:00", "12:30:00"),
+        ("2024-01-01", "2024-01-01"),
+        ("1_000", "1_000"),
+        ("[0, 0.7]", [0, 0.7]),
+        ("a: b: c", "a: b: c"),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    """YAML 1.1 makes a string of 1e-4, false of no, eight of 010, and seconds of 12:30:00."""
+    read = recipe_yaml.scalar(text)
+    assert read == value
+    assert type(read) is type(value)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_every_float_survives_a_resolved_recipe(number):
+    data, _ = recipe_yaml.load(yaml.safe_dump({"x": number}), "f")
+    assert data == {"x": number}
+    assert recipe_yaml.scalar(repr(number)) == number
+
+
+def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("arch: eagle4\noptimizer:\n  weight_decy: 0\n  lr: '1e-4'\nttt_steps: 2.5\nepochs:\n  x: 3\n")
+    found = problems("train-drafter", path, ["lr=3", "novalue"], environ={"SPECCTL_TAGET": "x"})
+    for start, rest in [
+        (f"{path}:1: arch: ", "did you mean eagle3?"),
+        (f"{path}:3: optimizer.weight_decy: unknown key", "did you mean optimizer.weight_decay?"),
+        (f"{path}:4: optimizer.lr: ", "'1e-4'"),
+        (f"{path}:5: ttt_steps: ", "2.5"),
+        (f"{path}:7: epochs: ", "'x'"),
+        ("lr=3: lr: unknown key", "did you mean optimizer.lr?"),
+        ("novalue: ", "key.sub=value"),
+        ("SPECCTL_TAGET: taget: unknown key", "did you mean target?"),
+    ]:
+        assert [line for line in found if line.startswith(start) and rest in line], (start, found)
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: 1\nb: 2\na: 3\n", ":3: a: duplicate key, first given in line 1"),
+        ("target:\n  name: x\n  name: y\n", ":3: target.name: duplicate key"),
+        ("- 1\n- 2\n", ":1: a recipe is a mapping"),
+        ("target: [1\n", ":2: "),
+        ("a: &x [*x]\n", "contains itself"),
+        ("a: !!python/object/apply:os.system [ls]\n", ":1: "),
+        ("a: \x00\n", "special characters"),
+        ("a: 1\nb: !!int x\n", ":2: not a value of"),
+        ("a: !!bool x\n", ":1: not a value of"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+    ],
+)
+def test_broken_yaml_names_its_line(tmp_path, text, says):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    assert says in "\n".join(problems("train-drafter", path))
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as text" in problems("eval", path)[0]
+
+
+@given(st.text())
+def test_any_text_is_a_recipe_or_a_recipe_error(text):
+    """Nothing but RecipeError comes out of a recipe file, whatever is in it."""
+    with contextlib.suppress(RecipeError):
+        recipe_yaml.load(text, "f")
+
+
+def test_an_empty_recipe_is_all_defaults(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("# nothing\n\ntarget:\n")
+    assert resolve("train-drafter", path, environ={}) == TrainRecipe()
+
+
+def test_precedence():
+    """flag > override > environment > default, key by key (the recipe's place is tested through the command)."""
+    resolved = resolve(
+        "eval",
+        overrides=["sampling.top_p=0.5", "sampling.top_k=5"],
+        flags=[Setting(("sampling", "top_p"), 0.9, "--top-p")],
+        environ={"SPECCTL_SAMPLING__TOP_P": "0.1", "SPECCTL_SAMPLING__TOP_K": "1", "SPECCTL_SAMPLING__SEED": "9"},
+    )
+    assert isinstance(resolved, EvalRecipe)
+    assert (resolved.sampling.top_p, resolved.sampling.top_k, resolved.sampling.seed) == (0.9, 5, 9)
+    assert resolved.sampling.max_new_tokens == EvalRecipe().sampling.max_new_tokens
+
+
+def test_shorthand_and_text_fields():
+    resolved = resolve(
+        "train-drafter",
+        overrides=["target.revision=1234", "data.prompts=-", "data.domain=sql, math", "optimizer.lr=1e-3"],
+        environ={"SPECCTL_TARGET": "./model"},
+    )
+    assert (resolved.target.name, resolved.target.revision) == ("./model", "1234")
+    assert (resolved.data.prompts, resolved.data.domain, resolved.optimizer.lr) == ("-", ["sql", "math"], 1e-3)
+
+
+def test_kernel_choice_is_no_recipe_key():
+    assert resolve("eval", environ={"SPECCTL_KERNELS": "reference"}) == EvalRecipe()
+
+
+@pytest.mark.parametrize("command", sorted(RECIPES))
+def test_the_resolved_recipe_reads_back(command, tmp_path):
+    """`recipe.resolved.yaml` of a run is a recipe that gives the same run."""
+    recipe = RECIPES[command]()
+    path = tmp_path / "recipe.resolved.yaml"
+    path.write_text(yaml.safe_dump({"command": command, **recipe.model_dump(mode="json")}))
+    assert resolve(command, path, environ={}) == recipe
+
+
+def test_a_recipe_of_another_command(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("# mine\ncommand: eval\n")
+    assert problems("distill", path) == [f"{path}:2: command: this recipe is for 'eval', not 'distill'"]
+
+
+def test_a_json_file_stands_for_a_mapping(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    assert (
+        resolve("train-drafter", overrides=[f"deepspeed={path}"], environ={}).deepspeed["zero_optimization"]["stage"]
+        == 1
+    )
+    assert "neither a mapping nor a JSON file" in problems("train-drafter", overrides=["deepspeed=nowhere"])[0]
