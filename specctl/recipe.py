@@ -114,7 +114,7 @@ class DistillRecipe(WriterRecipe):
     sampling: SamplingRecipe = SamplingRecipe()
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 0.3, 0.7, 1.0]
     samples_per_prompt: PositiveInt = 1
-    batch_size: PositiveInt = 32
+    batch_size: PositiveInt = 64
     shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"  # this process' part of the prompts: i/n
     shard_size: PositiveInt = 1000  # responses per file
     format: Literal["jsonl", "parquet"] = "jsonl"
@@ -149,8 +149,10 @@ class DrafterRecipe(Section):
 class OptimizerRecipe(Section):
     """Optimizer and schedule; `warmup` is a fraction of the steps, `final_lr` a fraction of `lr`."""
 
-    type: Literal["adamw"] = "adamw"
-    lr: PositiveFloat | None = None
+    type: Literal["auto", "adamw", "muon"] = "auto"  # auto: muon where the matrices are whole (ZeRO 0), else adamw
+    lr: PositiveFloat | None = None  # None = the measured rate of the family for the target's width
+    momentum: Fraction = 0.95  # of muon
+    other_lr: PositiveFloat = 0.15  # under muon: rate of norms and the vocabulary head (AdamW), as a share of lr
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: PositiveFloat = 0.5
@@ -197,14 +199,16 @@ class TrainRecipe(WriterRecipe):
     init: LocalPath | None = None  # drafter directory to start from
     distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>
     distill: FirstDataRecipe = FirstDataRecipe()
-    objective: Literal["soft_ce", "ce", "kl", "tv"] = "soft_ce"
-    ttt_steps: PositiveInt = 5
+    objective: Literal["auto", "soft_ce", "ce"] = (
+        "auto"  # auto: eagle3 soft_ce (target distributions), lm ce (its samples)
+    )
+    ttt_steps: PositiveInt = 3
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     optimizer: OptimizerRecipe = OptimizerRecipe()
     epochs: PositiveInt | None = None
     max_steps: PositiveInt | None = None
     max_minutes: PositiveFloat | None = None
-    batch_tokens: PositiveInt = 2048
+    batch_tokens: PositiveInt | None = None  # response tokens a step, over all processes; None = measured per device
     max_length: PositiveInt = 2048
     features: FeatureRecipe = FeatureRecipe()
     eval: HeldOutRecipe = HeldOutRecipe()
@@ -213,6 +217,13 @@ class TrainRecipe(WriterRecipe):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
+
+    @property
+    def optimizer_type(self) -> str:
+        """`optimizer.type` with `auto` decided."""
+        if self.optimizer.type != "auto":
+            return self.optimizer.type
+        return "muon" if self.zero_stage == 0 else "adamw"
 
     @property
     def output(self) -> Path:

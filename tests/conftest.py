@@ -12,36 +12,38 @@ PROMPTS = [
 ]
 
 # Small, and with everything that sets an architecture apart.
-SIZES = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 ARCHITECTURES = {
-    "llama": ("LlamaConfig", dict(SIZES)),
-    "llama-bias-tied": ("LlamaConfig", dict(SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
-    "llama3-rope": (
-        "LlamaConfig",
-        dict(
-            SIZES,
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=500000.0,
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=32,
-            ),
-        ),
-    ),
-    "mistral": ("MistralConfig", dict(SIZES, sliding_window=None)),
-    "mistral-window": ("MistralConfig", dict(SIZES, sliding_window=16)),
-    "qwen2": ("Qwen2Config", dict(SIZES, tie_word_embeddings=True)),
-    "qwen3": ("Qwen3Config", dict(SIZES, head_dim=16)),
-    "gemma2": ("Gemma2Config", dict(SIZES, head_dim=16, sliding_window=16, query_pre_attn_scalar=16)),
-    "gpt2": ("GPT2Config", dict(n_embd=48, n_layer=3, n_head=4, n_positions=256)),
+    "llama": ("LlamaConfig", SIZES),
+    "llama-bias-tied": ("LlamaConfig", SIZES | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama3-rope": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("MistralConfig", SIZES | {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", SIZES | {"sliding_window": 16}),
+    "qwen2": ("Qwen2Config", SIZES | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", SIZES | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "gpt2": ("GPT2Config", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}),
 }
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_threads():
-    torch.set_num_threads(2)
+def one_thread():
+    """Small products gain nothing from a second thread, and lose much when something else runs on its core."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +70,15 @@ def tiny_directory(tmp_path_factory):
         if name not in made:
             kind, sizes = ARCHITECTURES[name]
             torch.manual_seed(0)
-            common = dict(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=3, pad_token_id=0)
-            config = getattr(transformers, kind)(**{**common, "bos_token_id": None, "initializer_range": 0.2, **sizes})
+            common = {
+                "vocab_size": len(tokenizer),
+                "max_position_embeddings": 256,
+                "bos_token_id": None,
+                "eos_token_id": 3,
+                "pad_token_id": 0,
+                "initializer_range": 0.2,
+            }
+            config = getattr(transformers, kind)(**common | sizes)
             config._attn_implementation = "eager"  # Gemma 2 caps its attention scores, which SDPA cannot
             model = transformers.AutoModelForCausalLM.from_config(config)
             for parameter in model.parameters():  # biases and norms start at 0 and 1: an ignored one would not show

@@ -81,8 +81,7 @@ def steps(recipe: TrainRecipe, first: DistillRecipe | None) -> list[str]:
     ready = [plan.check_target(recipe.target), f"read distilled data from {recipe.source}"]
     return [
         *(distill.steps(first) if first else ready),
-        f"train {recipe.arch} ({recipe.objective}, {recipe.ttt_steps} TTT steps) for {until} "
-        f"with ZeRO stage {recipe.zero_stage}, {recipe.batch_tokens} tokens a batch",
+        f"train {recipe.arch} for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
         f"write the drafter to {recipe.output}",
     ]

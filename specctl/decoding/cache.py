@@ -54,7 +54,7 @@ def plan_rows(
     """Plan a forward of `rows` rows after `base` cached ones.
 
     Args:
-        visible: [B, T, T] bool, row t may attend row s of the same step (tree ancestors, itself included); None = causal.
+        visible: [B, T, T] bool, row t may attend row s of this step (tree ancestors, itself included); None = causal.
         depth: [B, T] distance from row 0 (tree); None = 0 .. T−1.
         span: read this many slots whatever the lengths (`exact` mode keeps shapes fixed); None = as few as possible.
     """

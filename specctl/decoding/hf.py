@@ -6,6 +6,8 @@ rollback, trees and ragged batches work exactly as on the lean path.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -53,6 +55,8 @@ class HFModel:
         self.embedding = model.get_input_embeddings().weight.detach()
         self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # Padding rows may stand behind the context; learned positions end there.
+        self.last_position = (getattr(config, "max_position_embeddings", None) or 1 << 31) - 1
         self.num_layers = config.num_hidden_layers
         self.window = getattr(config, "sliding_window", None)
         layer_types = set(getattr(config, "layer_types", None) or [])
@@ -73,10 +77,10 @@ class HFModel:
             full = torch.zeros(batch, rows, plan.span, dtype=self.dtype, device=self.device)
             full = full.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
         full = full.expand(batch, 1, rows, plan.span)
-        if not self.sliding:
+        if not self.sliding or self.window is None:
             return {"full_attention": full} if self.mixed else full
-        narrow = full.masked_fill(self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window, float("-inf"))
-        narrow = narrow.view(batch, 1, rows, plan.span)
+        behind = self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window
+        narrow = full.masked_fill(behind.unsqueeze(1), float("-inf"))
         return {"full_attention": full, "sliding_attention": narrow} if self.mixed else narrow
 
     def _slot_positions(self, plan: Plan, batch: int) -> Tensor:
@@ -87,13 +91,15 @@ class HFModel:
         slots.scatter_(1, where, plan.positions.expand(batch, -1))
         return slots.unsqueeze(1)
 
-    def forward(self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
         """As `LeanModel.forward`."""
         batch, rows = tokens.shape
-        layers: list[CacheLayerMixin] = [_Layer(cache, index, plan) for index in range(self.num_layers)]
+        layers: list[Any] = [_Layer(cache, index, plan) for index in range(self.num_layers)]
         output = self.model(
             input_ids=tokens,
-            position_ids=plan.positions.expand(batch, -1),
+            position_ids=plan.positions.expand(batch, -1).clamp(max=self.last_position),
             attention_mask=self._masks(plan, batch, rows),
             past_key_values=Cache(layers=layers),
             use_cache=True,

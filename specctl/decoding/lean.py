@@ -47,7 +47,9 @@ class _Layer:
         self.o = Linear(attention.o_proj.weight, attention.o_proj.bias)
         self.gate_up = Linear(
             torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
-            torch.cat([mlp.gate_proj.bias.detach(), mlp.up_proj.bias.detach()]) if mlp.gate_proj.bias is not None else None,
+            torch.cat([mlp.gate_proj.bias.detach(), mlp.up_proj.bias.detach()])
+            if mlp.gate_proj.bias is not None
+            else None,
         )
         self.down = Linear(mlp.down_proj.weight, mlp.down_proj.bias)
         self.input_norm = RMSNorm(layer.input_layernorm.weight, eps, dtype)
@@ -91,7 +93,9 @@ class LeanModel:
             self._rope = Rope(cos[0].to(self.dtype), sin[0].to(self.dtype))
         return self._rope
 
-    def forward(self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
         """One forward of tokens [B, T]: returns (h [B, T, H] after the final norm, tapped states [B, T, len(taps)·H]).
 
         A tap is an index into `transformers`' `hidden_states`: 0 = embeddings, i = output of layer i.

@@ -15,7 +15,7 @@ from specctl.decoding.target import Target
 from specctl.decoding.verify import Verdict, verify
 from specctl.errors import DataError
 
-MAX_NODES = 64  # ancestor bitmasks are int64: the root and 63 nodes
+MAX_NODES = 63  # ancestor bitmasks are int64 with a sign: the root and 62 nodes
 EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
 
 

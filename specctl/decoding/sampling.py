@@ -50,10 +50,9 @@ class Draws:
         return kernels.uniform(self.seeds, positions.cpu(), stream).to(self.device)
 
     def draw(self, logits: Tensor, positions: Tensor, stream: int = TARGET) -> Tensor:
-        """One token per row of logits [B, T, V], for absolute `positions` [B, T] of the drawn tokens. Returns [B, T]."""
+        """One token per row of logits [B, T, V], for absolute `positions` [B, T] of the drawn tokens: [B, T]."""
         if self.greedy:
-            # fp32 first: a bf16 argmax on a CPU is several times slower. The first maximum is the lowest id.
-            return logits.float().argmax(-1)
+            return kernels.argmax(logits)
         rows = self.rows(logits)
         drawn = kernels.sample_rows(rows, self.uniform(positions, stream).reshape(-1))
         return drawn.view(logits.shape[:2])

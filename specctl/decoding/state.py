@@ -40,6 +40,11 @@ class Sequence:
     def output(self) -> list[int]:
         return self.ids[self.prompt_length :]
 
+    @property
+    def room(self) -> int:
+        """Draft tokens that can still matter: the target adds one more, and a finished sequence takes none."""
+        return 0 if self.stop is not None else max(0, self.limit - len(self.ids) - 1)
+
     def count(self, accepted: int, offered: int, rejected: bool, drafted: int) -> None:
         """Book one round: `accepted` of `offered` verified depths, in a draft `drafted` deep."""
         self.target_passes += 1
@@ -81,7 +86,9 @@ class DecodeState:
     ):
         self.device, self.dtype = target.device, target.dtype
         self.eos_ids = target.eos_ids
-        self.rows = [Sequence(i, list(p), len(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))]
+        self.rows = [
+            Sequence(i, list(p), len(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
         self.done: list[Sequence] = []
         self.draws = Draws(samplings, seeds, target.device)
         self.taps = taps

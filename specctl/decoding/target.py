@@ -27,7 +27,9 @@ class Model(Protocol):
     embedding: Tensor
 
     def new_cache(self, batch: int, capacity: int) -> KVCache: ...
-    def forward(self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]: ...
+    def forward(
+        self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -44,7 +46,9 @@ class Target:
     def __init__(self, name: str, model, tokenizer, *, revision: str | None = None, path: str = "auto"):
         reason = lean.why_not(model.config)
         if path == "lean" and reason:
-            raise UsageError(f"the lean step cannot run target {name}: {reason}", "use the path 'auto' or 'transformers'")
+            raise UsageError(
+                f"the lean step cannot run target {name}: {reason}", "use the path 'auto' or 'transformers'"
+            )
         self.name = name
         self.config = model.config.get_text_config()
         self.tokenizer = tokenizer
@@ -63,7 +67,9 @@ class Target:
         self.eos_ids = _eos_ids(model, tokenizer)
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach()
-        self.norm_weight: Tensor | None = getattr(getattr(model.model, "norm", None), "weight", None) if hasattr(model, "model") else None
+        self.norm_weight: Tensor | None = (
+            getattr(getattr(model.model, "norm", None), "weight", None) if hasattr(model, "model") else None
+        )
         self.identity: dict[str, Any] = {
             "name": name,
             "revision": revision,
@@ -122,7 +128,11 @@ def vocab_hash(tokenizer) -> str:
 
 def _eos_ids(model, tokenizer) -> frozenset[int]:
     found: set[int] = set()
-    for value in (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+    for value in (
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
     return frozenset(found)
@@ -133,7 +143,9 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu")
+        raise UsageError(
+            f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
+        )
     return torch.device(device)
 
 
@@ -180,7 +192,9 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             "give a Hugging Face id, a directory with config.json, or 'builtin'",
         ) from error
     names = config.architectures or []
-    if config.is_encoder_decoder or (names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)):
+    if config.is_encoder_decoder or (
+        names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
+    ):
         raise CheckpointError(
             f"target {name} is not a decoder-only causal LM (architecture {', '.join(names)})",
             "choose a causal LM such as Llama, Qwen or Mistral",
@@ -194,7 +208,9 @@ def _where(name: str) -> str:
     if name == "builtin":
         return str(builtin_path())
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise CheckpointError(f"target directory {name} does not exist", "give a directory with config.json, or 'builtin'")
+        raise CheckpointError(
+            f"target directory {name} does not exist", "give a directory with config.json, or 'builtin'"
+        )
     return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
 
 
@@ -211,7 +227,8 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype, revision=
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"cannot load target {name}: {str(error).splitlines()[0]}") from error
-    return model.to(device).eval()
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    return model.eval()
 
 
 def load_target(

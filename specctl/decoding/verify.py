@@ -80,7 +80,7 @@ def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
         return plan_rows(state.cached, padded, **options), depth
     trees = [topology(parents) for parents in draft.parents.tolist()]
     depth = [tree[0] for tree in trees]
-    masks = torch.tensor([[1, *((bits << 1) | 1 for bits in tree[1])] for tree in trees])  # bit 0 = the root
+    masks = torch.tensor([[1, *(bits << 1 | 1 for bits in tree[1])] for tree in trees])  # bit 0 = the root
     visible = (masks.unsqueeze(-1) >> torch.arange(padded)) & 1 > 0
     if padded > rows:
         visible = torch.cat((visible, torch.eye(padded, dtype=torch.bool)[rows:].expand(len(trees), -1, -1)), 1)
@@ -116,7 +116,9 @@ def _ratio_rule(state: DecodeState, draft: DraftTree, logits: Tensor) -> tuple[l
     return _collect(draft, path, accepted, bonus)
 
 
-def _collect(draft: DraftTree, path: Tensor, accepted: Tensor, bonus: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+def _collect(
+    draft: DraftTree, path: Tensor, accepted: Tensor, bonus: Tensor
+) -> tuple[list[list[int]], list[list[int]]]:
     paths, committed = [], []
     rows = zip(path.tolist(), accepted.tolist(), bonus.tolist(), draft.tokens.tolist(), strict=True)
     for nodes, count, token, tokens in rows:

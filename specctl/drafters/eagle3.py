@@ -127,7 +127,13 @@ class Eagle3Drafter:
         if memory is None:
             config = self.config
             cache = KVCache(
-                1, state.batch, config.num_kv_heads, state.capacity, config.head_dim, dtype=state.dtype, device=state.device
+                1,
+                state.batch,
+                config.num_kv_heads,
+                state.capacity,
+                config.head_dim,
+                dtype=state.dtype,
+                device=state.device,
             )
             hidden = torch.zeros(state.batch, config.hidden_size, device=state.device)
             logits = torch.zeros(state.batch, config.draft_vocab_size, dtype=state.dtype, device=state.device)
@@ -142,13 +148,18 @@ class Eagle3Drafter:
         """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row."""
         memory = self._memory(state)
         assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
-        starts, ends = memory.cached, state.cached
-        counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        width = max(counts)
+        ends = state.cached
+        width = max(end - start for start, end in zip(memory.cached, ends, strict=True))
         if width == 0:
             return
+        # Every sequence runs its last `width` slots again, new or not: no padding row can lie behind the cache's end.
+        starts = [max(end - width, 0) for end in ends]
+        counts = [end - start for start, end in zip(starts, ends, strict=True)]
         tokens = torch.tensor(
-            [row.ids[start + 1 :][:width] + [0] * (width - count) for row, start, count in zip(state.rows, starts, counts, strict=True)],
+            [
+                row.ids[start + 1 :][:width] + [0] * (width - count)
+                for row, start, count in zip(state.rows, starts, counts, strict=True)
+            ],
             device=state.device,
         )
         if state.batch == 1:
@@ -169,8 +180,7 @@ class Eagle3Drafter:
         self.advance(state)
         memory = self._memory(state)
         assert memory.cached == state.cached, "stale draft cache"
-        room = max(row.limit - len(row.ids) - 1 for row in state.rows if row.stop is None)
-        depth = min(self.shape.depth, room, budget)
+        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
         if depth <= 0:
             return DraftTree.from_chains([[] for _ in state.rows], state.device)
         if self.shape.chain:
@@ -207,9 +217,13 @@ class Eagle3Drafter:
             frontiers = [tree.frontier(width) for tree in growing]
             if max(tree.joint[frontier[0]] for tree, frontier in zip(growing, frontiers, strict=True)) < floor:
                 break
-            tokens = torch.tensor([[t.tokens[n] for n in f] for t, f in zip(growing, frontiers, strict=True)], device=state.device)
+            tokens = torch.tensor(
+                [[t.tokens[n] for n in f] for t, f in zip(growing, frontiers, strict=True)], device=state.device
+            )
             if step:
-                source = torch.tensor([t.source(f) for t, f in zip(growing, frontiers, strict=True)], device=state.device)
+                source = torch.tensor(
+                    [t.source(f) for t, f in zip(growing, frontiers, strict=True)], device=state.device
+                )
                 hidden = hidden.gather(1, source.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
             plan = self._plan(state, memory, growing, frontiers, step)
             rows = self._layer(tokens, hidden.reshape(state.batch * width, -1), memory.cache, plan)
@@ -334,7 +348,11 @@ def architecture(recipe: Any, target: Target) -> Eagle3Config:
     """A head for `target`, shaped by a `DrafterRecipe`; what it leaves out follows the target's own layers."""
     text = target.config
     heads = recipe.num_heads or text.num_attention_heads
-    dim = target.hidden_size // heads if recipe.num_heads else getattr(text, "head_dim", None) or target.hidden_size // heads
+    dim = (
+        target.hidden_size // heads
+        if recipe.num_heads
+        else getattr(text, "head_dim", None) or target.hidden_size // heads
+    )
     rope = getattr(text, "rope_parameters", None) or {}
     return Eagle3Config(
         hidden_size=target.hidden_size,
@@ -343,7 +361,7 @@ def architecture(recipe: Any, target: Target) -> Eagle3Config:
         num_kv_heads=recipe.num_kv_heads or getattr(text, "num_key_value_heads", None) or heads,
         head_dim=dim,
         vocab_size=target.vocab_size,
-        draft_vocab_size=min(recipe.vocab_size or 32_000, target.vocab_size),
+        draft_vocab_size=min(recipe.vocab_size or min(32_000, target.vocab_size // 2), target.vocab_size),
         taps=tuple(recipe.taps or default_taps(target.num_layers)),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", 10_000.0)),

@@ -1,7 +1,7 @@
 """The EAGLE-3 head as a trainable module, and its training-time test (Li et al. 2025, arXiv 2503.01840, §3).
 
 Slot i of a sequence holds the target's features g_i and the token x_{i+1}; at step 0 it predicts x_{i+2}. At step k the
-slot is fed the layer's own output of step k−1 and the token x_{i+1+k}, and predicts x_{i+2+k}: at inference the head has
+slot is fed the layer's own output of step k−1 and the token x_{i+1+k}, and predicts x_{i+2+k}: at inference it has
 no target features beyond the last committed position and lives on its own outputs.
 
 Only response tokens are trained on, so only response slots are queries. The prompt enters as keys and values of step 0,
@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.objectives import soft_cross_entropy
+from specctl.drafters.ttt_attention import Documents
+from specctl.drafters.ttt_attention import attention as ttt_attention
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Shape of a head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's, `draft_vocab_size` ≤ it."""
+    """Shape of a head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
 
     hidden_size: int
     intermediate_size: int
@@ -55,11 +57,10 @@ class SlotBatch:
         key_positions: [M] position i of every slot.
         query_rows: [N] the response slots among the M.
         query_tokens: [N + T] x_{i+1} of the response slots, back to back; step k reads it shifted by k.
-        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, likewise shifted.
+        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, shifted alike.
         inside: [N + T] bool, the target's most probable token there is in the draft vocabulary.
         left: [N] how many steps a slot is valid for (step k is used iff k < left).
-        document, query_document: [M], [N] document number; row, query_row: place inside the document.
-        documents, longest, longest_query: B, and the longest document in slots and in response slots.
+        documents: which rows belong to which document.
     """
 
     features: Tensor
@@ -70,17 +71,7 @@ class SlotBatch:
     teacher: Tensor
     inside: Tensor
     left: Tensor
-    document: Tensor
-    row: Tensor
-    query_document: Tensor
-    query_row: Tensor
-    documents: int
-    longest: int
-    longest_query: int
-
-    def to(self, device: torch.device) -> SlotBatch:
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return SlotBatch(**moved)
+    documents: Documents
 
 
 class _Attention(nn.Module):
@@ -118,7 +109,13 @@ class _Layer(nn.Module):
 class Eagle3Head(nn.Module):
     """Parameters carry the names of the published checkpoints (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`)."""
 
-    def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None, ttt_steps: int = 1, ttt_decay: float = 1.0):
+    d2t: Tensor
+    t2d: Tensor
+    inv_freq: Tensor
+
+    def __init__(
+        self, config: Eagle3Config, draft_ids: Tensor | None = None, ttt_steps: int = 1, ttt_decay: float = 1.0
+    ):
         """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None when they come with a state dict)."""
         super().__init__()
         self.config, self.ttt_steps, self.ttt_decay = config, ttt_steps, ttt_decay
@@ -167,9 +164,8 @@ class Eagle3Head(nn.Module):
         attention = layer.self_attn
         key = self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), batch.key_positions)
         value = attention.v_proj(inputs).view(-1, kv_heads, dim)
-        keys = [self._pad(key, batch.document, batch.row, batch.documents, batch.longest)]
-        values = [self._pad(value, batch.document, batch.row, batch.documents, batch.longest)]
-        mask = self._mask(batch, key.dtype)
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
         count = batch.query_rows.shape[0]
         x = hidden[batch.query_rows].float()
         inputs = inputs[batch.query_rows]
@@ -182,19 +178,10 @@ class Eagle3Head(nn.Module):
                 tokens = batch.query_tokens[k : k + count]
                 normed = layer.input_layernorm(F.embedding(tokens, embedding).float())
                 inputs = torch.cat((normed, layer.hidden_norm(x)), -1)
-                key = self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), positions + k)
-                value = attention.v_proj(inputs).view(-1, kv_heads, dim)
-                shape = (batch.query_document, batch.query_row, batch.documents, batch.longest_query)
-                keys.append(self._pad(key, *shape))
-                values.append(self._pad(value, *shape))
+                own_keys.append(self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), positions + k))
+                own_values.append(attention.v_proj(inputs).view(-1, kv_heads, dim))
             query = self.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
-            query = self._pad(query, batch.query_document, batch.query_row, batch.documents, batch.longest_query)
-            key_all, value_all = torch.cat(keys, 2), torch.cat(values, 2)
-            out = F.scaled_dot_product_attention(
-                query, key_all, value_all, attn_mask=mask[..., : key_all.shape[2]], enable_gqa=heads != kv_heads
-            )
-            out = out.transpose(1, 2).reshape(-1, heads * dim)
-            out = out[batch.query_document * batch.longest_query + batch.query_row]
+            out = ttt_attention(query, key, value, own_keys, own_values, batch.documents).reshape(-1, heads * dim)
             x = x + attention.o_proj(out)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
             logits = self.lm_head(self.norm(x))
@@ -210,20 +197,3 @@ class Eagle3Head(nn.Module):
         """Target probabilities [N + T, Vd], renormalised on the draft vocabulary (EAGLE-3 practice)."""
         logits = F.linear(hidden.to(target_head.dtype), target_head)
         return logits.float().softmax(-1).to(logits.dtype)
-
-    @staticmethod
-    def _pad(x: Tensor, document: Tensor, row: Tensor, documents: int, longest: int) -> Tensor:
-        """[N, heads, D] → [B, heads, longest, D]; rows beyond a document's end are zero."""
-        padded = x.new_zeros(documents * longest, *x.shape[1:]).index_copy(0, document * longest + row, x)
-        return padded.view(documents, longest, *x.shape[1:]).transpose(1, 2)
-
-    def _mask(self, batch: SlotBatch, dtype: torch.dtype) -> Tensor:
-        """[B, 1, Rmax, Smax + (T−1)·Rmax]: step-0 keys up to the query's own slot, then the diagonal of every later step."""
-        device = batch.features.device
-        rows, slots = batch.longest_query, batch.longest
-        own = torch.full((batch.documents, rows), slots, device=device)
-        own[batch.query_document, batch.query_row] = batch.row[batch.query_rows]
-        first = torch.arange(slots, device=device) <= own.unsqueeze(-1)
-        diagonal = torch.eye(rows, dtype=torch.bool, device=device).expand(batch.documents, -1, -1)
-        allowed = torch.cat((first, *([diagonal] * (self.ttt_steps - 1))), -1)
-        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf")).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Family `lm`: an independent small Llama decoder that shares the target's vocabulary and reads none of its features."""
+"""Family `lm`: an independent small Llama decoder with the target's vocabulary, reading none of its features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from specctl.decoding.lean import LeanModel
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.lookup import room
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe
 
@@ -49,12 +48,12 @@ class LM(nn.Module):
 
 
 class _Rotary(LlamaRotaryEmbedding):
-    """Keeps its frequencies in fp32 when the model is cast: in bf16 they are off by a turn after some hundred tokens."""
+    """Keeps its frequencies in fp32 when the model is cast: in bf16 they are radians off after some hundred tokens."""
 
     def _apply(self, fn, recurse=True):
         exact = self.inv_freq
         super()._apply(fn, recurse)
-        self.inv_freq = exact.to(self.inv_freq.device)
+        self.register_buffer("inv_freq", exact.to(self.inv_freq.device), persistent=False)
         return self
 
 
@@ -188,7 +187,10 @@ class LMDrafter:
         memory = state.memory.get(self)
         if memory is None:
             memory = state.memory[self] = _Memory(
-                self.model.new_cache(state.batch, state.capacity), [0] * state.batch, [[] for _ in state.rows], torch.empty(0)
+                self.model.new_cache(state.batch, state.capacity),
+                [0] * state.batch,
+                [[] for _ in state.rows],
+                torch.empty(0),
             )
         texts = [row.ids for row in state.rows]
         width = max(memory.unseen(b, ids) for b, ids in enumerate(texts))
@@ -210,7 +212,7 @@ class LMDrafter:
         self.advance(state)
         memory: _Memory = state.memory[self]
         assert memory.length == [len(row.ids) for row in state.rows], "stale draft cache"
-        depths = [min(self.shape.depth, budget, room(row)) for row in state.rows]
+        depths = [min(self.shape.depth, budget, row.room) for row in state.rows]
         if max(depths) <= 0:
             return empty_draft(state.batch, state.device)
         sampled = self.shape.sampled and not state.draws.greedy

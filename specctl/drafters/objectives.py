@@ -25,7 +25,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             z, p, w = logits[part].float(), teacher[part].float(), weight[part].float()
             lse = z.logsumexp(-1)
             total += (w * (lse * p.sum(-1) - torch.linalg.vecdot(p, z))).sum()
-            q = z.sub_(lse.unsqueeze(-1)).exp_()
+            q = z.sub(lse.unsqueeze(-1)).exp_()  # a new tensor: `float()` of fp32 logits is those logits
             grad[part] = q.sub_(p).mul_(w.unsqueeze(-1))
         ctx.save_for_backward(grad)
         return total

@@ -56,7 +56,9 @@ def find_pool(directory: str | Path) -> list[Path]:
     for here, below, _ in os.walk(root):
         for name in below:
             if not name.isprintable() or not (Path(here) / name).resolve().is_relative_to(root.resolve()):
-                raise CheckpointError(f"{Path(here) / name!r} leads out of the pool", hint="copy the drafter into the pool")
+                raise CheckpointError(
+                    f"{Path(here) / name!r} leads out of the pool", hint="copy the drafter into the pool"
+                )
         below[:] = [name for name in below if not name.startswith(".")]  # drafters being written or replaced
         if checkpoint.is_drafter(Path(here)):
             found.append(Path(here))

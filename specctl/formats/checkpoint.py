@@ -1,10 +1,10 @@
 """specctl's own drafter directory: written whole or not at all, and checked before anything in it is believed.
 
-    config.json         family, architecture, identity of the target
-    model.safetensors   weights (no other weight format is ever opened)
-    drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, licence
-    README.md           model card
-    manifest.json       size and sha256 of each of them, written last
+config.json         family, architecture, identity of the target
+model.safetensors   weights (no other weight format is ever opened)
+drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, licence
+README.md           model card
+manifest.json       size and sha256 of each of them, written last
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def save(
         _sync(draft)
         _move_into_place(draft, place)
     except (OSError, SafetensorError) as error:
-        raise SpecctlError(f"cannot write drafter {place}: {error}", hint="free space, or choose another --output-dir") from error
+        raise SpecctlError(
+            f"cannot write drafter {place}: {error}", hint="free space, or choose another --output-dir"
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return place
@@ -112,7 +114,9 @@ def verify(directory: str | Path) -> None:
     manifest = _read_json(root / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
-        raise CheckpointError(f"{root / MANIFEST} is not of format {FORMAT}", hint="use the specctl version that wrote it")
+        raise CheckpointError(
+            f"{root / MANIFEST} is not of format {FORMAT}", hint="use the specctl version that wrote it"
+        )
     for name in REQUIRED:
         if name not in files:
             raise CheckpointError(f"{root / MANIFEST} does not list {name}", hint=AGAIN)
@@ -136,8 +140,8 @@ def check_target(config: dict[str, Any], target: Target, name: str = "") -> None
     if wrong:
         differences = ", ".join(f"{key} {made_for.get(key)} ≠ {given[key]}" for key in wrong)
         raise CheckpointError(
-            f"drafter {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is another "
-            f"model ({differences})",
+            f"drafter {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is "
+            f"another model ({differences})",
             hint=f"use --target {made_for.get('name')}, or train a drafter for {given['name']}",
         )
 
@@ -183,7 +187,9 @@ def _present(directory: Path) -> Path:
         return directory
     if not os.path.lexists(place) and _backup(place).is_dir():
         return _backup(place)
-    raise CheckpointError(f"no drafter directory at {directory}", hint="give a directory written by specctl train-drafter")
+    raise CheckpointError(
+        f"no drafter directory at {directory}", hint="give a directory written by specctl train-drafter"
+    )
 
 
 def _inside(root: Path, name: str) -> Path:

@@ -19,6 +19,7 @@ from .reference import Rows, nan_count, probabilities
 __all__ = [
     "Rows",
     "accept_chain",
+    "argmax",
     "backend",
     "expand_topk",
     "nan_count",
@@ -57,6 +58,7 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(BACKENDS[name], __name__)
 
 
+argmax = _dispatched(reference.argmax)
 uniform = _dispatched(reference.uniform)
 row_params = _dispatched(reference.row_params)
 sample_rows = _dispatched(reference.sample_rows)

@@ -85,6 +85,14 @@ def _sanitised(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits, top
 
 
+def argmax(logits: Tensor) -> Tensor:
+    scores = working(logits.detach()).numpy()
+    best = scores.argmax(-1)
+    if np.isnan(np.take_along_axis(scores, best[..., None], -1)).any():  # NumPy takes a NaN for the maximum
+        best = np.where(np.isnan(scores), -np.inf, scores).argmax(-1)
+    return torch.from_numpy(np.asarray(best))
+
+
 def _argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1))
 

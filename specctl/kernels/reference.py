@@ -185,6 +185,11 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return logprob[:, :k], index[:, :k]
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """[..., V] to int64 [...]: the lowest id of the maximum in fp32; NaN counts as −inf. What a greedy row draws."""
+    return without_nan(working(logits)).argmax(-1)
+
+
 def nan_count(logits: Tensor) -> Tensor:
     """[R] int64: how many of a row's `logits` [R, V] are NaN; the kernels treat those as −inf without a word."""
     return logits.isnan().sum(-1)

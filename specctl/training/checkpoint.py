@@ -67,7 +67,9 @@ def load(engine: Any, path: Path) -> None:
     """Restore model and optimizer (all ranks call this)."""
     loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
     if loaded is None:
-        raise CheckpointError(f"checkpoint {path} does not fit this run", "the ZeRO stage and number of processes must agree")
+        raise CheckpointError(
+            f"checkpoint {path} does not fit this run", "the ZeRO stage and number of processes must agree"
+        )
 
 
 def discard(root: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import sys
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from specctl.decoding.target import pick_dtype
 from specctl.errors import RecipeError
-from specctl.recipe import OptimizerRecipe, TrainRecipe
+from specctl.recipe import TrainRecipe
+from specctl.training.optimizers import make_optimizer
 
 
 def start_processes(device: torch.device) -> tuple[int, int]:
@@ -26,7 +26,13 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         os.environ.update(alone)
     import torch.distributed as dist
 
@@ -34,20 +40,24 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         import deepspeed
 
         # Its shared-memory all-reduce is compiled by a C++ compiler at first use, which a machine need not have.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm_op"] = False
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not dist.is_initialized():
             deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
     return dist.get_rank(), dist.get_world_size()
 
 
 def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) -> Any:
-    """A DeepSpeed engine with fp32 master weights and AdamW, ZeRO stage from the recipe."""
+    """A DeepSpeed engine over fp32 weights, with the optimizer and ZeRO stage of the recipe."""
     with _stdout_to_stderr():
         import deepspeed
 
         options = recipe.optimizer
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer = _optimizer(options, parameters, learning_rate)
+        if recipe.optimizer_type == "muon" and recipe.zero_stage > 0:
+            raise RecipeError(
+                f"optimizer.type muon needs whole matrices, ZeRO stage {recipe.zero_stage} splits them",
+                "use zero_stage 0 or optimizer.type adamw",
+            )
+        optimizer = make_optimizer(module, recipe.optimizer_type, options, learning_rate)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # batches are counted in tokens here; DeepSpeed only wants a number
             "gradient_accumulation_steps": 1,
@@ -61,13 +71,10 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
         try:
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config | recipe.deepspeed)
         except (ValueError, AssertionError, KeyError) as error:
-            raise RecipeError(f"DeepSpeed refuses the configuration: {error}", "see `deepspeed:` in the recipe") from error
+            raise RecipeError(
+                f"DeepSpeed refuses the configuration: {error}", "see `deepspeed:` in the recipe"
+            ) from error
     return engine
-
-
-def _optimizer(options: OptimizerRecipe, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    betas = (options.betas[0], options.betas[1])
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=betas, weight_decay=options.weight_decay)
 
 
 def compute_dtype(recipe: TrainRecipe, device: torch.device) -> torch.dtype:
@@ -75,9 +82,10 @@ def compute_dtype(recipe: TrainRecipe, device: torch.device) -> torch.dtype:
     return pick_dtype(recipe.precision, device)
 
 
-def set_learning_rate(engine: Any, learning_rate: float) -> None:
+def set_learning_rate(engine: Any, share: float) -> None:
+    """Every group at `share` of its peak rate."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = share * group.setdefault("peak_lr", group["lr"])
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
@@ -97,12 +105,6 @@ def gathered(engine: Any) -> Any:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """DeepSpeed logs to stdout, which belongs to the result."""
+    """DeepSpeed prints to stdout, and its logger keeps the stdout it finds when imported; ours is for the result."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
-    for name in ("DeepSpeed", "deepspeed"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.WARNING)
-        for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.setStream(sys.stderr)

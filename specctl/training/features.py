@@ -1,12 +1,14 @@
 """What the target says about training sequences: tapped hidden states, and the states its distributions come from.
 
-The target's pass over a sequence is paid once: features are kept when all fit the budget, and recomputed for every batch otherwise.
+The target's pass over a sequence is paid once: features are kept when all fit the budget, and
+recomputed for every batch otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from specctl.decoding.cache import plan_rows
 from specctl.decoding.target import Target
 from specctl.drafters.eagle3_head import SlotBatch
+from specctl.drafters.ttt_attention import Documents
 from specctl.progress import interrupts, track
 from specctl.training.data import Example
 
@@ -109,7 +112,10 @@ def slot_batch(examples: list[Example], features: list[Features], steps: int, in
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
-    token_rows, query_tokens, query_rows, left = [], [], [], []
+    token_rows: list[int] = []
+    query_tokens: list[int] = []
+    query_rows: list[int] = []
+    left: list[int] = []
     offset = 0
     for example, count, asked in zip(examples, slots, queries, strict=True):
         token_rows += example.tokens[1 : count + 1]
@@ -118,10 +124,8 @@ def slot_batch(examples: list[Example], features: list[Features], steps: int, in
         left += range(asked, 0, -1)
         offset += count
     device = features[0].taps.device
-    sizes, asked_sizes = torch.tensor(slots, device=device), torch.tensor(queries, device=device)
     teacher = torch.cat([f.teacher for f in features])
     best = torch.cat([f.best for f in features]).long()
-    numbers = torch.arange(len(examples), device=device)
     tail = steps  # the last document's later steps read past the end; those slots are not valid
     return SlotBatch(
         features=torch.cat([f.taps for f in features]),
@@ -132,11 +136,11 @@ def slot_batch(examples: list[Example], features: list[Features], steps: int, in
         teacher=torch.cat((teacher, teacher.new_zeros(tail, teacher.shape[1]))),
         inside=torch.cat((inside[best], inside.new_zeros(tail))),
         left=torch.tensor(left, device=device),
-        document=numbers.repeat_interleave(sizes),
-        row=torch.cat([torch.arange(count, device=device) for count in slots]),
-        query_document=numbers.repeat_interleave(asked_sizes),
-        query_row=torch.cat([torch.arange(count, device=device) for count in queries]),
-        documents=len(examples),
-        longest=max(slots),
-        longest_query=max(queries),
+        documents=Documents(_ranges(slots), _ranges(queries)),
     )
+
+
+def _ranges(sizes: list[int]) -> list[tuple[int, int]]:
+    """Consecutive row ranges of the given sizes."""
+    ends = list(accumulate(sizes))
+    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]

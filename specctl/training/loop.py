@@ -27,7 +27,7 @@ from specctl.training import checkpoint
 from specctl.training.data import Corpus, Example, batches, load_corpus
 from specctl.training.engine import compute_dtype, make_engine, set_learning_rate, start_processes, weights
 from specctl.training.logging import Trackers
-from specctl.training.schedule import Schedule
+from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainees import Trainee, make_trainee
 
 
@@ -104,7 +104,8 @@ class Trainer:
     ):
         self.recipe, self.run, self.target, self.corpus, self.trainee = recipe, run, target, corpus, trainee
         self.rank, self.world = rank, world
-        per_epoch = len(batches(corpus.train, recipe.batch_tokens, seed=recipe.data.seed, epoch=0))
+        self.batch_tokens = batch_tokens(recipe, target)
+        per_epoch = len(batches(corpus.train, self.batch_tokens, seed=recipe.data.seed, epoch=0))
         self.schedule = Schedule.of(recipe, target, per_epoch)
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
@@ -164,16 +165,21 @@ class Trainer:
         started = time.perf_counter()
         epoch, place = divmod(at.step, schedule.steps_per_epoch)
         if place == 0 or not hasattr(self, "_epoch"):
-            self._epoch = batches(self.corpus.train, self.recipe.batch_tokens, seed=self.recipe.data.seed, epoch=epoch)
+            self._epoch = batches(self.corpus.train, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch)
         chosen = self._epoch[place % len(self._epoch)]
-        rate = schedule.rate(at.step, at.seconds)
-        set_learning_rate(self.engine, rate)
+        share = schedule.rate(at.step, at.seconds)
+        set_learning_rate(self.engine, share)
+        rate = share * schedule.peak
         total, weight, steps = self._forward(chosen)
-        sums = torch.stack([torch.stack([total.detach(), weight.float()]), *(torch.stack((a.float(), b.float())) for a, b in steps)])
+        sums = torch.stack(
+            [torch.stack([total.detach(), weight.float()]), *(torch.stack((a.float(), b.float())) for a, b in steps)]
+        )
         dist.all_reduce(sums)
         losses = (sums[:, 0] / sums[:, 1].clamp_min(1)).tolist()
         if not math.isfinite(losses[0]):
-            raise SpecctlError(f"loss is {losses[0]} at step {at.step}", "lower optimizer.lr; the last checkpoint is intact")
+            raise SpecctlError(
+                f"loss is {losses[0]} at step {at.step}", "lower optimizer.lr; the last checkpoint is intact"
+            )
         # DeepSpeed averages gradients over ranks; the loss is a sum over all of them divided by the common weight.
         self.engine.backward(total * (self.world / sums[0, 1].clamp_min(1)))
         self._check_gradients()
@@ -189,7 +195,9 @@ class Trainer:
         self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
         bar.update(1, loss=losses[0], mat=at.best_mat, tokens_per_s=round(at.tokens / at.seconds))
 
-    def _forward(self, chosen: list[Example]) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _forward(
+        self, chosen: list[Example]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
         mine = self._mine(chosen)
         batch = self.trainee.batch(mine or chosen[:1])
@@ -240,8 +248,14 @@ class Trainer:
         if not prompts:
             return []
         drafter = self.trainee.drafter(tensors)
-        options = dict(sampling=GREEDY, max_new_tokens=self.recipe.eval.max_new_tokens, seeds=[0] * len(prompts))
-        return decode(self.target, prompts, drafter=drafter, **options)
+        return decode(
+            self.target,
+            prompts,
+            sampling=GREEDY,
+            max_new_tokens=self.recipe.eval.max_new_tokens,
+            seeds=[0] * len(prompts),
+            drafter=drafter,
+        )
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         at, recipe = self.at, self.recipe
@@ -289,5 +303,7 @@ def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
 
 def recipe_hash(recipe: TrainRecipe) -> str:
     """16 hex digits over what decides the weights: everything but where and how the run is recorded or continued."""
-    values: dict[str, Any] = recipe.model_dump(mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources"})
+    values: dict[str, Any] = recipe.model_dump(
+        mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources"}
+    )
     return hashlib.sha256(to_json(values).encode()).hexdigest()[:16]

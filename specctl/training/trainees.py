@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import eagle3, lm
-from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, frequent_tokens
@@ -20,8 +21,13 @@ from specctl.training.features import FeatureStore, slot_batch
 class Trainee(Protocol):
     """A drafter being trained."""
 
-    module: nn.Module
-    store: FeatureStore | None  # target features, for families that read them
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def store(self) -> FeatureStore | None:
+        """Target features, for families that read them."""
+        ...
 
     def batch(self, examples: list[Example]) -> Any:
         """The examples as the module's input, target features included."""
@@ -44,8 +50,7 @@ class Eagle3Trainee:
     """EAGLE-3: target features, training-time test, draft vocabulary from the responses."""
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus, drafting: DraftingRecipe):
-        if recipe.objective != "soft_ce":
-            raise RecipeError(f"eagle3 trains with the objective soft_ce, not {recipe.objective}")
+        _check_objective(recipe, "soft_ce")
         self.recipe, self.target, self.drafting = recipe, target, drafting
         architecture = eagle3.architecture(recipe.drafter, target)
         always = frozenset(target.eos_ids)
@@ -77,8 +82,7 @@ class LMTrainee:
     store: FeatureStore | None = None
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus, drafting: DraftingRecipe):
-        if recipe.objective not in ("ce", "soft_ce"):
-            raise RecipeError(f"lm trains with the objective ce, not {recipe.objective}")
+        _check_objective(recipe, "ce")
         self.target, self.drafting = target, drafting
         self.module: lm.LM = lm.build(target, recipe.drafter).to(target.device)
 
@@ -103,7 +107,12 @@ class LMTrainee:
         return lm.config(self.module)
 
 
-TRAINEES: dict[str, type[Eagle3Trainee] | type[LMTrainee]] = {"eagle3": Eagle3Trainee, "lm": LMTrainee}
+def _check_objective(recipe: TrainRecipe, only: str) -> None:
+    if recipe.objective not in ("auto", only):
+        raise RecipeError(f"arch {recipe.arch} trains with the objective {only}, not {recipe.objective}")
+
+
+TRAINEES: dict[str, Callable[..., Trainee]] = {"eagle3": Eagle3Trainee, "lm": LMTrainee}
 
 
 def make_trainee(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Trainee:

@@ -172,7 +172,8 @@ def test_a_full_disk_leaves_the_old_drafter(drafter, limit):
         "from specctl.formats import checkpoint\nfrom specctl.errors import SpecctlError\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "try:\n"
-        f"    checkpoint.save({str(drafter)!r}, config={CONFIG!r}, info={INFO!r}, tensors={{'a': torch.ones(2)}}, overwrite=True)\n"
+        f"    new = dict(config={CONFIG!r}, info={INFO!r}, tensors={{'a': torch.ones(2)}})\n"
+        f"    checkpoint.save({str(drafter)!r}, overwrite=True, **new)\n"
         "except SpecctlError as error:\n    sys.exit('cannot write' not in error.message)\n"
         "sys.exit(2)"
     )
@@ -227,5 +228,3 @@ def test_a_config_without_target_is_refused(tmp_path):
     checkpoint.save(tmp_path / "d", config={"family": "lm"}, tensors={}, info={})
     with pytest.raises(CheckpointError, match="lacks"):
         checkpoint.load(tmp_path / "d")
-
-

@@ -101,3 +101,13 @@ def test_mixed_rows_equal_their_own_kind(backend):
         torch.testing.assert_close(probabilities(mixed)[i], probabilities(rows_of(backend, x[i : i + 1], *one))[0])
     reverse = torch.tensor([2, 0])
     assert torch.equal(probabilities(mixed.take(reverse)), probabilities(mixed)[reverse])
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_takes_the_lowest_id_and_ignores_nan(backend, dtype):
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, 3.0, 3.0, 2.0], [nan, 1.0, 5.0, nan], [-inf, -inf, nan, -inf], [0.0, 0.0, 0.0, 0.0]]
+    logits = torch.tensor(rows, dtype=dtype)
+    assert backend.argmax(logits).tolist() == [1, 2, 0, 0]
+    assert backend.argmax(logits.view(2, 2, 4)).tolist() == [[1, 2], [0, 0]]

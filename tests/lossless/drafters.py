@@ -3,8 +3,11 @@
 import random
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from specctl.decoding.draft import PADDING, DraftTree
+from specctl.decoding.target import builtin_path
+from specctl.drafters import lm
 
 
 class Scripted:
@@ -94,3 +97,15 @@ class Rotate:
 
     def observe(self, state, draft, verdict):
         pass
+
+
+def own_weights(target, noise=0.0):
+    """The target itself as an `lm` drafter, its weights disturbed by `noise` times their size."""
+    model = AutoModelForCausalLM.from_pretrained(builtin_path(), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: weight + noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
+        for name, weight in model.state_dict().items()
+    }
+    config = {"architecture": model.config.to_diff_dict(), "target": target.identity}
+    return lm.restore(config, tensors)

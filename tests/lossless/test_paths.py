@@ -21,7 +21,7 @@ LEAN = {"llama", "llama-bias-tied", "llama3-rope", "mistral", "qwen2", "qwen3"}
 PROMPT = [(37 * i) % 500 + 10 for i in range(40)]  # longer than the windows and than the scaled RoPE's first range
 STEP = [4, 99, 23, 7, 7]
 CPU = torch.device("cpu")
-CLOSE = dict(rtol=1e-4, atol=2e-4)
+CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 
 @pytest.fixture(scope="module", params=sorted(ARCHITECTURES))

@@ -1,0 +1,137 @@
+"""The head that trains is the head that drafts: training-time logits equal inference's, at every step."""
+
+import pytest
+import torch
+
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.drafters import eagle3
+from specctl.drafters.eagle3 import Eagle3Drafter, Shape
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.recipe import DrafterRecipe
+from specctl.training.data import Example
+from specctl.training.features import FeatureStore, slot_batch
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    torch.manual_seed(1)
+    architecture = eagle3.architecture(DrafterRecipe(vocab_size=512), target)
+    ids = torch.randperm(target.vocab_size)[:512].sort().values
+    head = Eagle3Head(architecture, ids, STEPS, 0.8)
+    eagle3.initialise(head, target)
+    return head
+
+
+@pytest.fixture(scope="module")
+def examples(target, prompts):
+    """Two documents of different lengths, so that packing and padding are exercised."""
+    texts = [
+        decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0]
+        for p, n in zip(prompts, (9, 14), strict=False)
+    ]
+    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
+
+
+def training_logits(head, target, examples):
+    """[steps][N, Vd] logits of the training-time test."""
+    seen = []
+    hook = head.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    store = FeatureStore(target, head.config.taps)
+    batch = slot_batch(examples, store.get(examples), STEPS, head.t2d)
+    head(batch, target.model.embedding, target.head_weight[head.draft_ids])
+    hook.remove()
+    return seen
+
+
+def test_every_step_of_training_equals_drafting(target, head, examples):
+    """Catches an off-by-one in layers, tokens, positions or the diagonal keys of later steps."""
+    seen = training_logits(head, target, examples)
+    drafter = Eagle3Drafter(head, target, Shape(STEPS, 1, STEPS, 1, 0.0))
+    offset = 0
+    for example in examples:
+        asked = example.response_length - 1
+        for slot in range(asked):
+            committed = example.tokens[: example.prompt_length + slot + 1]
+            for step, logits in enumerate(forced(drafter, target, committed, example.tokens[len(committed) :])):
+                torch.testing.assert_close(logits, seen[step][offset + slot], atol=1e-4, rtol=1e-4)
+        offset += asked
+
+
+def forced(drafter, target, committed, following):
+    """Logits of the drafting steps after `committed`, fed the true `following` tokens instead of its own choices."""
+    taken = []
+
+    class Spy:
+        taps = drafter.taps
+
+        def propose(self, state, budget):
+            drafter.advance(state)
+            memory = state.memory[drafter]
+            hidden, logits = memory.hidden, memory.logits
+            taken.append(logits[0])
+            for step, token in enumerate(following[: STEPS - 1]):
+                if len(following) <= step + 1:  # training has no target for what follows the last token
+                    break
+                plan = plan_rows([memory.cached[0] + step], 1, device=state.device, dtype=state.dtype)
+                hidden = drafter._layer(torch.tensor([[token]]), hidden, memory.cache, plan)
+                taken.append(drafter.head(drafter.norm(hidden))[0])
+            return eagle3.DraftTree.from_chains([[]], state.device)
+
+    # The loop draws the last committed token itself: force it by a prompt that ends before it.
+    prompt = committed[:-1]
+    drawn = decode(target, [prompt], sampling=GREEDY, max_new_tokens=1, seeds=[0])[0].output_ids
+    assert drawn == committed[-1:], "the response is greedy, so the target repeats it"
+    if following:
+        decode(target, [prompt], sampling=GREEDY, max_new_tokens=2, seeds=[0], drafter=Spy())
+    return taken
+
+
+def test_loss_is_normalised_and_masked(target, head, examples):
+    """Weight counts valid (slot, step) pairs; a slot whose target token is outside the draft vocabulary is not one."""
+    store = FeatureStore(target, head.config.taps)
+    batch = slot_batch(examples, store.get(examples), STEPS, head.t2d)
+    total, weight, steps = head(batch, target.model.embedding, target.head_weight[head.draft_ids])
+    asked = [example.response_length - 1 for example in examples]
+    best = [f.best for f in store.get(examples)]
+    for k in range(STEPS):
+        valid = sum(int(head.t2d[b[k:].long()].sum()) for b in best)
+        assert steps[k, 1] == valid <= sum(max(n - k, 0) for n in asked)
+    assert float(weight) == pytest.approx(sum(0.8**k * float(steps[k, 1]) for k in range(STEPS)))
+    assert float(total) == pytest.approx(sum(0.8**k * float(steps[k, 0]) for k in range(STEPS)), rel=1e-5)
+
+
+def test_drafts_stay_in_the_draft_vocabulary(target, head, prompts):
+    allowed = set(head.draft_ids.tolist())
+    proposed = []
+    decode(
+        target, prompts, sampling=GREEDY, max_new_tokens=8, seeds=[0] * 3,
+        drafter=Eagle3Drafter(head, target, Shape(4, 2, 6, 2, 0.0)),
+        on_round=lambda state, draft, verdict: proposed.extend(draft.tokens[draft.parents != -2].tolist()),
+    )  # fmt: skip
+    assert proposed and set(proposed) <= allowed
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(3, 1, 3, 1, 0.0), Shape(5, 1, 7, 3, 0.0), Shape(4, 3, 9, 2, 0.0), Shape(6, 1, 6, 1, 0.3)]
+)
+def test_lossless(target, head, prompts, shape):
+    """Greedy text is plain decoding's, for chains, trees with leaves, and wide trees, alone and batched (fp32)."""
+    drafter = Eagle3Drafter(head, target, shape)
+    options = dict(sampling=GREEDY, max_new_tokens=24)
+    plain = [decode(target, [p], seeds=[0], **options)[0].output_ids for p in prompts]
+    alone = [decode(target, [p], seeds=[0], drafter=drafter, **options)[0].output_ids for p in prompts]
+    batched = [d.output_ids for d in decode(target, prompts, seeds=[0] * 3, drafter=drafter, **options)]
+    assert plain == alone == batched
+
+
+def test_same_seed_same_text_at_temperature_one(target, head, prompts):
+    """Exact mode: a speculative chain and plain decoding draw the same tokens from the same seed."""
+    drafter = Eagle3Drafter(head, target, Shape(5, 1, 5, 1, 0.0))
+    options = dict(sampling=Sampling(1.0, 0, 1.0), max_new_tokens=24, seeds=[3], exact=True)
+    for prompt in prompts:
+        plain = decode(target, [prompt], **options)[0]
+        assert plain.output_ids == decode(target, [prompt], drafter=drafter, **options)[0].output_ids

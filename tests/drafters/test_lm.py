@@ -1,0 +1,296 @@
+"""The `lm` family: sizes, loss, storage, and drafts equal to those of the plain model run from scratch every round."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specctl import kernels
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
+from specctl.drafters import lm
+from specctl.errors import CheckpointError, RecipeError
+from specctl.formats import checkpoint
+from specctl.recipe import DrafterRecipe, DraftingRecipe
+from tests.lossless.drafters import Rotate, Scripted, own_weights, ragged
+
+HOT = Sampling(0.9, 50, 0.95)
+
+
+@pytest.fixture(scope="module")
+def model(target):
+    """Random, but with logits far enough apart that the best token is no matter of rounding."""
+    torch.manual_seed(0)
+    model = lm.build(target, DrafterRecipe(preset="tiny", num_kv_heads=2))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    return model
+
+
+@torch.inference_mode()
+def next_logits(model, ids):
+    return model.model(torch.tensor([ids])).logits[0, -1]
+
+
+class Big:
+    """As much of a target as `build` looks at."""
+
+    hidden_size, vocab_size, context_length, eos_ids, identity = 4096, 32000, 4096, frozenset({2}), {}
+
+    class tokenizer:
+        bos_token_id, pad_token_id = 1, None
+
+
+def test_the_68m_preset_has_68m():
+    with torch.device("meta"):
+        model = lm.build(Big(), DrafterRecipe())
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(68e6, rel=0.01)
+
+
+def test_a_small_target_gets_a_small_drafter(target):
+    architecture = lm.build(target, DrafterRecipe()).model.config
+    assert (architecture.hidden_size, architecture.vocab_size) == (192, target.vocab_size)
+    assert architecture.max_position_embeddings == target.context_length
+
+
+def test_the_recipe_overrides_the_preset(target):
+    recipe = DrafterRecipe(
+        preset="tiny", hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=96
+    )
+    found = lm.build(target, recipe).model.config
+    sizes = (found.hidden_size, found.num_hidden_layers, found.num_attention_heads, found.num_key_value_heads)
+    assert (*sizes, found.intermediate_size, found.head_dim) == (64, 1, 2, 1, 96, 32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"preset": "huge"}, "unknown preset"),
+        ({"hidden_size": 100}, "do not fit"),
+        ({"num_heads": 4, "num_kv_heads": 3, "hidden_size": 128}, "do not fit"),
+        ({"vocab_size": 100}, "target's vocabulary"),
+        ({"taps": [1]}, "no taps"),
+    ],
+)
+def test_bad_sizes(target, wrong, says):
+    with pytest.raises(RecipeError, match=says):
+        lm.build(target, DrafterRecipe(**wrong))
+
+
+def batch(tokens, mask):
+    return {
+        "tokens": torch.tensor(tokens),
+        "mask": torch.tensor(mask),
+        "lengths": torch.tensor([len(t) for t in tokens]),
+    }
+
+
+def test_the_loss_is_that_of_the_response_tokens(model):
+    tokens = [[5, 6, 7, 8, 9], [40, 41, 42, 43, 0]]
+    mask = [[0, 0, 1, 0, 1], [0, 1, 1, 1, 0]]
+    loss, count = model(batch(tokens, mask))
+    expected = 0.0
+    for row, wanted in zip(tokens, mask, strict=True):
+        for i, one in enumerate(wanted):
+            if one:
+                expected += F.cross_entropy(next_logits(model, row[:i])[None], torch.tensor([row[i]])).item()
+    assert count == 5
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_padding_changes_nothing(model):
+    short, _ = model(batch([[5, 6, 7]], [[0, 1, 1]]))
+    padded, _ = model(batch([[5, 6, 7, 0, 99]], [[0, 1, 1, 0, 0]]))
+    torch.testing.assert_close(short, padded)
+
+
+def test_a_batch_without_responses_has_gradients_of_zero(model):
+    """All ranks must call backward, also the one whose documents were cut before their responses."""
+    loss, count = model(batch([[5, 6, 7]], [[1, 0, 0]]))  # nothing stands before the first token
+    loss.backward()
+    assert (loss.item(), count.item()) == (0, 0)
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    model.zero_grad()
+
+
+def test_casting_keeps_the_frequencies(target):
+    model = lm.build(target, DrafterRecipe(preset="tiny"))
+    exact = model.model.model.rotary_emb.inv_freq.clone()
+    model.to(torch.bfloat16).to(torch.float32)
+    assert torch.equal(model.model.model.rotary_emb.inv_freq, exact)
+
+
+def test_stored_and_read(target, model, prompts, tmp_path):
+    checkpoint.save(tmp_path / "d", config=lm.config(model), tensors=lm.tensors(model), info={})
+    found = checkpoint.load(tmp_path / "d")
+    checkpoint.check_target(found.config, target)
+    again = lm.restore(found.config, found.tensors)
+    assert torch.equal(next_logits(again, prompts[0]), next_logits(model, prompts[0]))
+    drafter = lm.from_checkpoint(found.config, found.tensors, target, DraftingRecipe(depth=2, proposal="sampled"))
+    assert (drafter.shape.depth, drafter.shape.sampled) == (2, True)
+
+
+def test_weights_of_another_size_are_refused(target, model):
+    other = lm.build(target, DrafterRecipe(preset="tiny", hidden_size=64))
+    with pytest.raises(CheckpointError, match="do not fit"):
+        lm.restore(lm.config(model), lm.tensors(other))
+
+
+class Watched(lm.LMDrafter):
+    """Compares every draft with the plain model, run from scratch on the committed text."""
+
+    def __init__(self, model, target, shape):
+        super().__init__(model, target, shape)
+        self.plain, self.drafts, self.uniforms = model, 0, []
+
+    def propose(self, state, budget):
+        draft = super().propose(state, budget)
+        n = draft.size
+        for b, row in enumerate(state.rows):
+            chain = [t for t, p in zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True) if p >= -1]
+            assert len(chain) <= min(self.shape.depth, budget, row.room)
+            ids, joint = list(row.ids), 1.0
+            for i, token in enumerate(chain):
+                assert joint >= self.shape.stop_below
+                logits = next_logits(self.plain, ids)
+                if draft.rows is None:
+                    assert token == logits.argmax()
+                    joint *= logits.softmax(-1)[token].item()
+                else:
+                    self.check_row(state, b, draft.rows.take(torch.tensor([b * n + i])), logits, token, i)
+                    joint *= kernels.probabilities(draft.rows)[b * n + i, token].item()
+                ids.append(token)
+                self.drafts += 1
+            assert len(chain) == min(self.shape.depth, budget, row.room) or joint < self.shape.stop_below
+        return draft
+
+    def check_row(self, state, b, row, logits, token, depth):
+        """The row handed to the ratio rule is the filtered distribution, and the token its draw."""
+        sampling, position = state.draws.samplings[b], torch.tensor([[len(state.rows[b].ids) + depth]])
+        setting = [torch.tensor([x]) for x in (sampling.temperature, sampling.top_k, sampling.top_p)]
+        expected = kernels.row_params(logits[None], *setting)
+        torch.testing.assert_close(kernels.probabilities(row), kernels.probabilities(expected), rtol=1e-3, atol=1e-5)
+        self.uniforms.append((int(state.draws.seeds[b]), int(position), DRAFT + depth))
+        if sampling.temperature > 0:
+            u = kernels.uniform(state.draws.seeds[b : b + 1], position, DRAFT + depth)[0]
+            assert kernels.sample_rows(row, u).item() == token
+
+
+def truth(target, prompts, sampling, seeds):
+    found = decode(target, prompts, sampling=sampling, max_new_tokens=20, seeds=seeds)
+    return [one.prompt_ids + one.output_ids for one in found]
+
+
+@pytest.mark.parametrize("stop_below", [0.0, 0.3])
+def test_drafts_are_those_of_the_plain_model(target, model, prompts, stop_below):
+    """Idle for some rounds, in a ragged and shrinking batch: a stale or misplaced cache row would change a draft."""
+    drafter = Watched(model, target, lm.Shape(4, stop_below, False))
+    texts = truth(target, prompts, GREEDY, [0, 0, 0])
+    others = ragged(texts, 0, target.vocab_size)
+    decode(
+        target,
+        prompts,
+        sampling=GREEDY,
+        max_new_tokens=[14, 4, 11],
+        seeds=[0, 0, 0],
+        controller=Rotate([drafter, drafter, others, others, drafter]),
+    )
+    assert drafter.drafts > 5
+
+
+def test_accepted_drafts_are_not_read_again(target, prompts):
+    """A drafter that is often right keeps the cache rows of its accepted tokens, and they are right."""
+    close = own_weights(target, 0.1)
+    drafter = Watched(close, target, lm.Shape(4, 0.0, False))
+    read, forward = [], drafter.model.forward
+
+    def counted(tokens, *rest):
+        read.append(tokens.shape[1])
+        return forward(tokens, *rest)
+
+    drafter.model.forward = counted
+    found = decode(target, prompts, sampling=GREEDY, max_new_tokens=14, seeds=[0] * 3, drafter=drafter)
+    assert sum(one.accepted for one in found) > 10 and sum(one.rejections for one in found) > 2
+    assert read[0] == max(map(len, prompts)) + 1
+    assert set(read[1:]) == {1, 2}  # the bonus token, and the last draft token, which was never fed
+
+
+def test_sampled_rows_are_those_sampled_from(target, model, prompts):
+    drafter = Watched(model, target, lm.Shape(4, 0.01, True))
+    decode(
+        target,
+        prompts,
+        sampling=[HOT, Sampling(1.0, 0, 1.0), GREEDY],
+        max_new_tokens=[12, 5, 9],
+        seeds=[1, 2, 3],
+        drafter=drafter,
+    )
+    assert drafter.drafts > 10
+    assert len(set(drafter.uniforms)) == len(drafter.uniforms)  # no random number serves twice
+
+
+def test_sampled_proposals_are_greedy_where_the_target_is(target, model, prompts):
+    """One-hot rows would be accepted in the same places, at the price of the ratio rule."""
+    drafter = Watched(model, target, lm.Shape(3, 0.0, True))
+    decode(
+        target,
+        prompts[:1],
+        sampling=GREEDY,
+        max_new_tokens=6,
+        seeds=[0],
+        drafter=drafter,
+        on_round=lambda state, draft, verdict: _is(draft.rows, None),
+    )
+
+
+def _is(found, expected):
+    assert found is expected
+
+
+def test_invalidate_recomputes(target, model, prompts):
+    drafter = Watched(model, target, lm.Shape(3, 0.0, False))
+    decode(
+        target,
+        prompts,
+        sampling=GREEDY,
+        max_new_tokens=8,
+        seeds=[0] * 3,
+        drafter=drafter,
+        on_round=lambda state, draft, verdict: drafter.invalidate(state),
+    )
+    assert drafter.drafts > 10
+
+
+def test_training_on_does_not_change_a_drafter(target, prompts):
+    """The drafter measured during training holds a copy of its weights."""
+    model = lm.build(target, DrafterRecipe(preset="tiny"))
+    drafter = lm.LMDrafter(model, target, lm.Shape(3, 0.0, False))
+    options = {"sampling": GREEDY, "max_new_tokens": 4, "seeds": [0]}
+    drafts = []
+    for _ in range(2):
+        decode(
+            target, prompts[:1], drafter=drafter, on_round=lambda s, d, v: drafts.append(d.tokens.tolist()), **options
+        )
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.neg_()
+    assert drafts[: len(drafts) // 2] == drafts[len(drafts) // 2 :]
+
+
+def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch):
+    """A finished sequence with a long prompt waits while the others grow past the spare room of the cache."""
+    monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink
+    drafter = Watched(model, target, lm.Shape(2, 0.0, False))
+    nobody = Scripted(lambda row, budget: ([], []))
+    rounds = iter(range(1000))
+
+    class Sleep:
+        def choose(self, state):
+            return drafter if next(rounds) % 80 == 0 else nobody
+
+        def observe(self, state, draft, verdict):
+            pass
+
+    ids = [prompts[0] * 12, *([prompts[2]] * 4)]
+    decode(target, ids, sampling=HOT, max_new_tokens=[2, 90, 90, 90, 90], seeds=[1, 2, 3, 4, 5], controller=Sleep())
+    assert drafter.drafts >= 2

@@ -1,0 +1,82 @@
+"""Prompt lookup against a search of the whole text in every round."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters.lookup import Lookup, LookupMemory, NGramIndex
+
+TEXT = st.lists(st.integers(0, 3), max_size=40)
+
+
+def searched(ids, count, longest=3, shortest=1):
+    """The specification: scan backwards for the longest n-gram, then copy token by token, running into the copy."""
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(ids) - 1, size - 1, -1):
+            if ids[end - size : end] == ids[-size:]:
+                copied = list(ids)
+                for i in range(count):
+                    copied.append(copied[end + i])
+                return copied[len(ids) :]
+    return []
+
+
+@given(text=TEXT, cuts=st.lists(st.integers(0, 40), max_size=5), count=st.integers(0, 9))
+def test_incremental_index_is_a_search(text, cuts, count):
+    """The text grows by pieces of any size, none included."""
+    index = NGramIndex(3, 1)
+    for cut in [*sorted(cuts), len(text)]:
+        ids = text[:cut]
+        index.extend(ids)
+        assert index.continuation(ids, count) == (searched(ids, count) if count else [])
+
+
+def test_the_longest_match_wins_and_the_latest_of_them():
+    index = NGramIndex(3, 1)
+    ids = [1, 2, 3, 7, 1, 2, 3, 8, 3, 9, 1, 2, 3]
+    index.extend(ids)
+    assert index.continuation(ids, 2) == [8, 3]
+
+
+def test_a_periodic_text_goes_on():
+    index = NGramIndex(3, 1)
+    ids = [5, 6, 5, 6, 5]
+    index.extend(ids)
+    assert index.continuation(ids, 7) == [6, 5, 6, 5, 6, 5, 6]
+
+
+def test_nothing_repeats():
+    index = NGramIndex(3, 1)
+    index.extend([1, 2, 3])
+    assert index.continuation([1, 2, 3], 7) == []
+
+
+def test_select_keeps_the_right_sequences():
+    a, b, c = (NGramIndex(3, 1) for _ in range(3))
+    memory = LookupMemory([a, b, c])
+    memory.select(torch.tensor([2, 0]))
+    assert memory.rows == [c, a]
+
+
+class Watched(Lookup):
+    """Checks every draft against the specification and the room that is left."""
+
+    def propose(self, state, budget):
+        draft = super().propose(state, budget)
+        assert draft.rows is None and draft.chain and draft.size <= min(budget, 7)
+        for row, tokens, parents in zip(state.rows, draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+            room = row.limit - len(row.ids) - 1 if row.stop is None else 0
+            chain = [token for token, parent in zip(tokens, parents, strict=True) if parent >= -1]
+            assert chain == searched(row.ids, min(7, budget, room))
+        return draft
+
+
+def test_every_draft_in_a_batch(target, prompts):
+    """Ragged, shrinking, with finished sequences that stay a while."""
+    repeating = [prompt + prompt[-9:] for prompt in prompts] * 2
+    found = decode(
+        target, repeating, sampling=GREEDY, max_new_tokens=[20, 3, 9, 14, 6, 20], seeds=[0] * 6, drafter=Watched()
+    )
+    assert sum(one.accepted for one in found) > 0

@@ -1,0 +1,106 @@
+"""Drafters by name, by directory and by pool; what cannot be used is an error that says what would be right."""
+
+import pytest
+import torch
+
+from specctl.decoding.draft import NoDraft
+from specctl.drafters import lm
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.pool import FAMILIES, find_pool, load_drafter
+from specctl.errors import CheckpointError
+from specctl.formats import checkpoint
+from specctl.recipe import DrafterRecipe, DraftingRecipe
+
+DRAFTING = DraftingRecipe()
+
+
+def write(place, for_target, **changed):
+    """A small `lm` drafter whose config differs in the given keys."""
+    torch.manual_seed(0)
+    model = lm.build(for_target, DrafterRecipe(preset="tiny", num_layers=1))
+    return checkpoint.save(place, config={**lm.config(model), **changed}, tensors=lm.tensors(model), info={})
+
+
+def test_by_name(target):
+    assert isinstance(load_drafter("none", target, DRAFTING), NoDraft)
+    lookup = load_drafter("lookup", target, DraftingRecipe(depth=4))
+    assert isinstance(lookup, Lookup) and lookup.depth == 4
+
+
+def test_by_directory(target, tmp_path):
+    drafter = load_drafter(str(write(tmp_path / "d", target)), target, DraftingRecipe(depth=3))
+    assert isinstance(drafter, lm.LMDrafter) and drafter.shape.depth == 3
+
+
+def test_unknown_name(target):
+    with pytest.raises(CheckpointError, match="no drafter 'lokup'") as error:
+        load_drafter("lokup", target, DRAFTING)
+    assert "lookup" in error.value.hint
+
+
+def test_unknown_family(target, tmp_path):
+    """The family is data: it selects from a table and is never imported by name."""
+    write(tmp_path / "d", target, family="os")
+    with pytest.raises(CheckpointError, match="family 'os'") as error:
+        load_drafter(str(tmp_path / "d"), target, DRAFTING)
+    assert all(family in error.value.hint for family in FAMILIES)
+
+
+def test_another_target(target, tmp_path):
+    write(tmp_path / "d", target, target={**target.identity, "name": "llama", "vocab_hash": "0" * 16})
+    with pytest.raises(CheckpointError, match="made for llama, target builtin"):
+        load_drafter(str(tmp_path / "d"), target, DRAFTING)
+
+
+def test_an_architecture_that_its_weights_do_not_have(target, tmp_path):
+    write(tmp_path / "d", target, architecture={"hidden_size": 64, "vocab_size": target.vocab_size})
+    with pytest.raises(CheckpointError, match="do not fit"):
+        load_drafter(str(tmp_path / "d"), target, DRAFTING)
+
+
+@pytest.fixture
+def pool(target, tmp_path):
+    for name in ("sql", "math", "deep/er/code"):
+        write(tmp_path / "pool" / name, target)
+    return tmp_path / "pool"
+
+
+def test_pool(pool):
+    (pool / ".sql.1-ab.tmp").mkdir()
+    (pool / ".sql.1-ab.tmp" / "manifest.json").write_text("{}")  # a save in progress
+    (pool / "notes").mkdir()
+    assert find_pool(pool) == [pool / "deep" / "er" / "code", pool / "math", pool / "sql"]
+
+
+def test_a_drafter_is_a_pool_of_one(pool):
+    assert find_pool(pool / "sql") == [pool / "sql"]
+
+
+def test_a_damaged_member_is_listed_and_fails_by_name(pool, target):
+    """Leaving it out would silently measure another pool."""
+    (pool / "sql" / "manifest.json").unlink()
+    assert pool / "sql" in find_pool(pool)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        load_drafter(str(pool / "sql"), target, DRAFTING)
+
+
+def test_no_way_out_of_the_pool(pool, tmp_path, target):
+    write(tmp_path / "elsewhere", target)
+    (pool / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="leads out of the pool"):
+        find_pool(pool)
+
+
+def test_names_that_garble_a_report(pool):
+    (pool / "a\x1b[2Jb").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        find_pool(pool)
+    assert "\x1b" not in error.value.message
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_no_pool(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        find_pool(tmp_path / name)
+    assert error.value.hint

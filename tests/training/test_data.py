@@ -1,0 +1,46 @@
+import pytest
+
+from specctl.errors import CheckpointError, DataError
+from specctl.training.data import Example, batches, frequent_tokens, load_corpus
+
+
+def examples(count=50):
+    return [Example(i, str(i), list(range(10 + i % 7)), 4) for i in range(count)]
+
+
+def test_an_epoch_is_every_example_once_and_depends_on_seed_and_epoch_alone():
+    first = batches(examples(), 64, seed=0, epoch=0)
+    assert sorted(e.index for batch in first for e in batch) == list(range(50))
+    assert first == batches(examples(), 64, seed=0, epoch=0)
+    assert first != batches(examples(), 64, seed=0, epoch=1) != batches(examples(), 64, seed=1, epoch=1)
+    assert all(sum(e.response_length for e in batch) <= 64 for batch in first)
+
+
+def test_a_response_longer_than_a_batch_is_a_batch():
+    long = Example(0, "a", list(range(100)), 4)
+    assert batches([long], 8, seed=0, epoch=0) == [[long]]
+
+
+def test_draft_vocabulary_holds_the_end_token_and_the_most_frequent():
+    data = [Example(0, "a", [9, 9, 5, 5, 5, 7], 2)]  # 9 stands in the prompt only
+    assert frequent_tokens(data, 3, frozenset({3})) == [3, 5, 7]
+    assert frequent_tokens(data, 5, frozenset({3})) == [0, 1, 3, 5, 7]
+
+
+def test_held_out_prompts_are_not_trained_on(distilled, target):
+    corpus = load_corpus(distilled, target, max_length=2048, held_out=0.3, prompts=4)
+    assert len(corpus.held_out) == 4
+    trained = {tuple(e.tokens[: e.prompt_length]) for e in corpus.train}
+    assert not trained & {tuple(prompt) for prompt in corpus.held_out}
+    assert corpus.domains == ["sql"]
+
+
+def test_data_of_another_target_is_refused(distilled, target, monkeypatch):
+    monkeypatch.setitem(target.identity, "vocab_hash", "0" * 16)
+    with pytest.raises(CheckpointError, match="another vocabulary"):
+        load_corpus(distilled, target, max_length=2048, held_out=0.1, prompts=4)
+
+
+def test_nothing_to_train_on(distilled, target):
+    with pytest.raises(DataError, match="no response"):
+        load_corpus(distilled, target, max_length=8, held_out=0.1, prompts=4)

@@ -1,0 +1,162 @@
+"""train-drafter end to end on a few responses: it learns, resumes bit for bit, and stops before a bad update."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from specctl.drafters.pool import load_drafter
+from specctl.errors import Interrupted, SpecctlError
+from specctl.formats import checkpoint as drafters
+from specctl.progress import interrupts
+from specctl.recipe import CheckpointRecipe, DrafterRecipe, DraftingRecipe, HeldOutRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training import loop
+
+FP32 = TargetRecipe(dtype="fp32", device="cpu")
+
+
+def recipe(distilled, place, **changes):
+    values = dict(
+        target=FP32,
+        distilled=distilled,
+        output_dir=place / "drafter",
+        drafter=DrafterRecipe(vocab_size=512),
+        max_steps=6,
+        ttt_steps=2,
+        batch_tokens=256,
+        eval=HeldOutRecipe(every=3, prompts=2, max_new_tokens=12, fraction=0.2),
+        checkpoint=CheckpointRecipe(every=2, keep=2),
+        precision="fp32",
+    )
+    return TrainRecipe(**{**values, **changes})
+
+
+def train(recipe, place):
+    return loop.train_drafter(recipe, Run(make(place)))
+
+
+def make(place):
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def metrics(place):
+    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained(distilled, tmp_path_factory):
+    place = tmp_path_factory.mktemp("trained")
+    return place, train(recipe(distilled, place), place)
+
+
+def test_learns_and_writes_a_drafter_that_loads(trained, target):
+    place, result = trained
+    losses = [line["loss"] for line in metrics(place) if "loss" in line]
+    assert len(losses) == result.steps == 6
+    assert losses[-1] < losses[0]
+    assert result.mat >= 1.0
+    assert any("mat" in line for line in metrics(place))
+    drafter = load_drafter(result.drafter, target, DraftingRecipe())
+    assert drafter.taps
+
+
+def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch):
+    """Interrupted after three steps and resumed: weights and losses are those of the uninterrupted run, bit for bit."""
+    place, _ = trained
+    real = loop.Trainer._step
+
+    def interrupt_after_three(self, bar):
+        real(self, bar)
+        if self.at.step == 3:
+            interrupts._note(15, None)
+
+    monkeypatch.setattr(loop.Trainer, "_step", interrupt_after_three)
+    with pytest.raises(Interrupted):
+        train(recipe(distilled, tmp_path), tmp_path)
+    interrupts.reset()
+    monkeypatch.setattr(loop.Trainer, "_step", real)
+    train(recipe(distilled, tmp_path, resume=True), tmp_path / "again")
+    losses = [line["loss"] for line in metrics(place) if "loss" in line]
+    assert [line["loss"] for line in metrics(tmp_path / "again") if "loss" in line] == losses[3:]
+    whole, resumed = (drafters.load(p / "drafter").tensors for p in (place, tmp_path))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_another_recipe_is_not_resumed(trained, distilled):
+    place, _ = trained
+    with pytest.raises(SpecctlError, match="another recipe"):
+        train(recipe(distilled, place, resume=True, ttt_steps=3), place / "other")
+
+
+def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):
+    real = loop.Trainer._forward
+
+    def poisoned(self, chosen):
+        total, weight, steps = real(self, chosen)
+        return (total * float("nan") if self.at.step == 2 else total), weight, steps
+
+    monkeypatch.setattr(loop.Trainer, "_forward", poisoned)
+    with pytest.raises(SpecctlError, match="loss is nan at step 2"):
+        train(recipe(distilled, tmp_path), tmp_path)
+    assert [p.name for p in loop.checkpoint._found(tmp_path / "drafter.checkpoints")] == ["step-00000002"]
+
+
+def test_lm_learns(distilled, tmp_path):
+    options = dict(arch="lm", objective="ce", drafter=DrafterRecipe(preset="tiny"))
+    result = train(recipe(distilled, tmp_path, **options), tmp_path)
+    losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert drafters.load(result.drafter).config["family"] == "lm"
+
+
+def launch(distilled, place, processes, stage):
+    """`specctl train-drafter` under torchrun; losses of all steps."""
+    values = recipe(distilled, place, zero_stage=stage, max_steps=4)
+    file = place / "recipe.yaml"
+    make(place)
+    keep = {
+        "target",
+        "distilled",
+        "output_dir",
+        "drafter",
+        "max_steps",
+        "ttt_steps",
+        "batch_tokens",
+        "eval",
+        "precision",
+        "zero_stage",
+    }
+    document = values.model_dump(mode="json", include=keep, exclude_none=True)
+    file.write_text(json.dumps(document))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+        "--master-port=0",
+        "-m",
+        "specctl",
+    ]
+    if processes > 1:
+        command[4:5] = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "train-drafter", "--recipe", str(file)], cwd=place, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for file in place.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_processes_reach_the_loss_of_one(distilled, tmp_path, stage):
+    """The same global batches: losses agree to fp32 rounding at every step, whatever the ZeRO stage."""
+    alone = launch(distilled, tmp_path / "one", 1, 0)
+    pair = launch(distilled, tmp_path / "two", 2, stage)
+    assert pair == pytest.approx(alone, rel=2e-3)
