@@ -34,12 +34,6 @@ class Plan:
     causal: bool
     contiguous: bool
 
-    def folded_mask(self, groups: int) -> Tensor | None:
-        """The mask for queries folded as [B, Hkv, groups·T, D] (grouped-query attention without copying keys)."""
-        if self.mask is None or groups == 1:
-            return self.mask
-        return self.mask.repeat(1, 1, groups, 1)
-
 
 def plan_rows(
     base: list[int],
@@ -99,36 +93,38 @@ def _staircase(base: int, rows: int, device: torch.device, dtype: torch.dtype) -
 
 
 class KVCache:
-    """Keys and values of every layer in one tensor [L, 2, B, Hkv, capacity, D]."""
+    """Keys and values of every layer in one tensor [L, B, capacity, 2·Hkv, D]: keys first, then values.
+
+    The two lie side by side because a layer's projection makes them so: one copy stores both.
+    """
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
-        self.store = torch.zeros(layers, 2, batch, heads, capacity, head_dim, dtype=dtype, device=device)
+        self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)
+        self.heads = heads
         self._views()
 
     def _views(self) -> None:
-        self.keys = [layer[0] for layer in self.store]
-        self.values = [layer[1] for layer in self.store]
-        self.batch = self.store.shape[2]
-        self.capacity = self.store.shape[4]
-        self._rows = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
+        self.rows = list(self.store)  # [B, capacity, 2·Hkv, D] of each layer
+        self.keys = [rows[:, :, : self.heads].transpose(1, 2) for rows in self.rows]  # [B, Hkv, capacity, D]
+        self.values = [rows[:, :, self.heads :].transpose(1, 2) for rows in self.rows]
+        self.batch, self.capacity = self.store.shape[1:3]
+        self._sequences = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, plan: Plan) -> None:
-        """Store keys and values [B, T, Hkv, D] at slots base .. base+T−1 of each sequence."""
-        rows = keys.shape[1]
+    def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
+        """Store keys and values [B·T, 2·Hkv, D] at slots base .. base+T−1 of each sequence."""
+        count = pairs.shape[0] // self.batch
         if self.batch == 1:
-            start = plan.base[0]
-            self.keys[layer][0, :, start : start + rows] = keys[0].transpose(0, 1)
-            self.values[layer][0, :, start : start + rows] = values[0].transpose(0, 1)
-            return
-        slots = self._slots(plan, rows)
-        self.keys[layer][self._rows, :, slots] = keys
-        self.values[layer][self._rows, :, slots] = values
+            self.rows[layer].select(0, 0).narrow(0, plan.base[0], count).copy_(pairs)
+        else:
+            self.rows[layer][self._sequences, self._slots(plan, count)] = pairs.view(
+                self.batch, count, *pairs.shape[1:]
+            )
 
-    def _slots(self, plan: Plan, rows: int) -> Tensor:
+    def _slots(self, plan: Plan, count: int) -> Tensor:
         if plan.contiguous:
             return plan.positions
         starts = torch.tensor(plan.base, device=self.store.device).unsqueeze(1)
-        return starts + torch.arange(rows, device=self.store.device)
+        return starts + torch.arange(count, device=self.store.device)
 
     def compact(self, sequence: int, start: int, path: list[int]) -> None:
         """Move rows `start + 1 + path[i]` to `start + 1 + i`: keep the accepted path of a draft tree.
@@ -138,10 +134,10 @@ class KVCache:
         if path == list(range(len(path))):
             return
         source = torch.tensor([start + 1 + node for node in path], device=self.store.device)
-        rows = self.store[:, :, sequence].index_select(3, source)
-        self.store[:, :, sequence, :, start + 1 : start + 1 + len(path)] = rows
+        kept = self.store[:, sequence].index_select(1, source)
+        self.store[:, sequence, start + 1 : start + 1 + len(path)] = kept
 
     def select(self, index: Tensor) -> None:
         """Keep only the sequences in `index` (batch shrinking as sequences finish)."""
-        self.store = self.store.index_select(2, index)
+        self.store = self.store.index_select(1, index)
         self._views()

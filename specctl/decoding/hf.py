@@ -29,7 +29,8 @@ class _Layer(CacheLayerMixin):
         """Nothing to do: the store is preallocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.store.write(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.plan)
+        pairs = torch.cat((key_states, value_states), 1).transpose(1, 2).flatten(0, 1)
+        self.store.write(self.index, pairs, self.plan)
         span = self.plan.span
         return self.store.keys[self.index][:, :, :span], self.store.values[self.index][:, :, :span]
 

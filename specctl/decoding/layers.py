@@ -67,14 +67,23 @@ class Rope:
         self.sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         self.half = half
 
-    def at(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, D] for the rows of a plan."""
+    def at(self, plan: Plan, heads: int, untouched: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, heads + untouched, D] for the rows of a plan, made once a step.
+
+        The last `untouched` heads (values) get cos 1 and sin 0: rotating queries, keys and values together leaves keys
+        and values side by side, ready to be stored, and is exact for the values.
+        """
         if plan.contiguous and len(plan.base) == 1:
-            start = plan.base[0]
-            stop = start + plan.positions.shape[1]
-            return self.cos[start:stop, None], self.sin[start:stop, None]
-        rows = plan.positions.reshape(-1)
-        return self.cos[rows, None], self.sin[rows, None]
+            start, count = plan.base[0], plan.positions.shape[1]
+            cos, sin = self.cos.narrow(0, start, count), self.sin.narrow(0, start, count)
+        else:
+            rows = plan.positions.reshape(-1)
+            cos, sin = self.cos[rows], self.sin[rows]
+        shape = (cos.shape[0], heads + untouched, cos.shape[-1])
+        wide = cos.new_ones(shape), cos.new_zeros(shape)
+        for table, part in zip(wide, (cos, sin), strict=True):
+            table[:, :heads] = part[:, None]
+        return wide
 
     def rotate(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """x: [N, heads, D]."""
@@ -82,26 +91,18 @@ class Rope:
         return torch.addcmul(x * cos, x.roll(self.half, -1), sin)
 
 
-def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of q [B, T, Hq, D] over the first `plan.span` slots of a layer. Returns [B·T, Hq·D].
-
-    Query heads of one key/value head are folded into the row axis, so grouped-query attention copies no keys; `mask` is
-    `plan.folded_mask(groups)`.
-    """
+def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> Tensor:
+    """Attention of q [B, T, Hq, D] over the first `plan.span` slots of a layer. Returns [B·T, Hq·D]."""
     batch, rows, heads, dim = q.shape
-    keys = cache.keys[layer][:, :, : plan.span]
-    values = cache.values[layer][:, :, : plan.span]
-    kv_heads = keys.shape[1]
-    groups = heads // kv_heads
-    if plan.causal:
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1
-        )
-        return out.transpose(1, 2).reshape(batch * rows, heads * dim)
+    keys = cache.keys[layer].narrow(2, 0, plan.span)
+    values = cache.values[layer].narrow(2, 0, plan.span)
+    groups = heads // cache.heads
     if rows == 1:
-        folded = q.view(batch, kv_heads, groups, dim)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+        # The query heads of one key head as its rows: a CPU reads the keys once, not once per query head.
+        folded = q.view(batch, cache.heads, groups, dim)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=plan.mask, scale=scale)
         return out.reshape(batch, heads * dim)
-    folded = q.view(batch, rows, kv_heads, groups, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
-    return out.view(batch, kv_heads, groups, rows, dim).permute(0, 3, 1, 2, 4).reshape(batch * rows, heads * dim)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, attn_mask=plan.mask, is_causal=plan.causal, scale=scale, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2).reshape(batch * rows, heads * dim)

@@ -102,23 +102,19 @@ class LeanModel:
         """
         batch, rows = tokens.shape
         rope = self._rope_for(cache.capacity)
-        table = rope.at(plan)
         heads, kv = self.heads, self.kv_heads
-        mask = plan.folded_mask(heads // kv)
+        table = rope.at(plan, heads + kv, kv)
         x = F.embedding(tokens.reshape(-1), self.embedding).float()
         kept = {0: x} if 0 in taps else {}
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.input_norm(x)).view(batch * rows, heads + 2 * kv, self.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q = rope.rotate(layer.q_norm(qkv[:, :heads].float()), table)
-                k = rope.rotate(layer.k_norm(qkv[:, heads : heads + kv].float()), table)
-            else:
-                qk = rope.rotate(qkv[:, : heads + kv], table)
-                q, k = qk[:, :heads], qk[:, heads:]
-            shape = (batch, rows, kv, self.head_dim)
-            cache.write(index, k.reshape(shape), qkv[:, heads + kv :].reshape(shape), plan)
-            q = q.reshape(batch, rows, heads, self.head_dim)
-            x = x + layer.o(attend(q, cache, index, plan, mask, self.scale))
+                q, k, v = qkv.split((heads, kv, kv), 1)
+                qkv = torch.cat((layer.q_norm(q.float()), layer.k_norm(k.float()), v), 1)
+            qkv = rope.rotate(qkv, table)
+            cache.write(index, qkv[:, heads:], plan)
+            q = qkv[:, :heads].unflatten(0, (batch, rows))
+            x = x + layer.o(attend(q, cache, index, plan, self.scale))
             gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, -1)
             x = x + layer.down(F.silu(gate).mul_(up))
             if index + 1 in taps:

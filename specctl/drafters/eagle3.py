@@ -105,10 +105,9 @@ class Eagle3Drafter:
         inputs = torch.cat((self.token_input[tokens.reshape(-1)], self.hidden_norm(features)), -1)
         qkv = self.qkv(inputs).view(batch * rows, heads + 2 * kv, config.head_dim)
         rope = self._table(cache.capacity)
-        qk = rope.rotate(qkv[:, : heads + kv], rope.at(plan))
-        shape = (batch, rows, kv, config.head_dim)
-        cache.write(0, qk[:, heads:].reshape(shape), qkv[:, heads + kv :].reshape(shape), plan)
-        query = qk[:, :heads]
+        qkv = rope.rotate(qkv, rope.at(plan, heads + kv, kv))
+        cache.write(0, qkv[:, heads:], plan)
+        query = qkv[:, :heads]
         if last is not None:
             if rows > 1:
                 kept = torch.tensor([b * rows + row for b, row in enumerate(last)], device=tokens.device)
@@ -116,9 +115,8 @@ class Eagle3Drafter:
             rows = 1
             ends = [start + row for start, row in zip(plan.base, last, strict=True)]
             plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
-        query = query.reshape(batch, rows, heads, config.head_dim)
-        mask = plan.folded_mask(heads // kv)
-        x = features + self.o(attend(query, cache, 0, plan, mask, config.head_dim**-0.5))
+        attended = attend(query.unflatten(0, (batch, rows)), cache, 0, plan, config.head_dim**-0.5)
+        x = features + self.o(attended)
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate).mul_(up))
 
