@@ -12,7 +12,15 @@ from specctl.drafters.pool import load_drafter
 from specctl.errors import Interrupted, SpecctlError
 from specctl.formats import checkpoint as drafters
 from specctl.progress import interrupts
-from specctl.recipe import CheckpointRecipe, DrafterRecipe, DraftingRecipe, HeldOutRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import (
+    CheckpointRecipe,
+    DrafterRecipe,
+    DraftingRecipe,
+    HeldOutRecipe,
+    OptimizerRecipe,
+    TargetRecipe,
+    TrainRecipe,
+)
 from specctl.runs import Run
 from specctl.training import loop
 
@@ -116,7 +124,7 @@ def test_lm_learns(distilled, tmp_path):
 
 def launch(distilled, place, processes, stage):
     """`specctl train-drafter` under torchrun; losses of all steps."""
-    values = recipe(distilled, place, zero_stage=stage, max_steps=4)
+    values = recipe(distilled, place, zero_stage=stage, max_steps=4, optimizer=OptimizerRecipe(type="adamw"))
     file = place / "recipe.yaml"
     make(place)
     keep = {
@@ -124,6 +132,7 @@ def launch(distilled, place, processes, stage):
         "distilled",
         "output_dir",
         "drafter",
+        "optimizer",
         "max_steps",
         "ttt_steps",
         "batch_tokens",
@@ -133,21 +142,10 @@ def launch(distilled, place, processes, stage):
     }
     document = values.model_dump(mode="json", include=keep, exclude_none=True)
     file.write_text(json.dumps(document))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={processes}",
-        "--master-port=0",
-        "-m",
-        "specctl",
-    ]
-    if processes > 1:
-        command[4:5] = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "specctl", "train-drafter", "--recipe", str(file)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "train-drafter", "--recipe", str(file)], cwd=place, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for file in place.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
