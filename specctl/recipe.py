@@ -41,6 +41,11 @@ class TargetRecipe(Section):
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `load_target`."""
+        return self.model_dump(exclude={"chat_template_kwargs"})
+
 
 class DataRecipe(Section):
     """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
@@ -202,7 +207,8 @@ class TrainRecipe(WriterRecipe):
     objective: Literal["auto", "soft_ce", "ce"] = (
         "auto"  # auto: eagle3 soft_ce (target distributions), lm ce (its samples)
     )
-    ttt_steps: PositiveInt = 3
+    ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
+    ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     optimizer: OptimizerRecipe = OptimizerRecipe()
     epochs: PositiveInt | None = None

@@ -50,13 +50,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
     prompts = _read(recipe, rejections)
-    target = target or load_target(
-        recipe.target.name,
-        device=recipe.target.device,
-        dtype=recipe.target.dtype,
-        revision=recipe.target.revision,
-        trust_remote_code=recipe.target.trust_remote_code,
-    )
+    target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     jobs = plan(recipe, target, prompts, rejections)
     with ShardWriter(

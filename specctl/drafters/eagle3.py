@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import KVCache, Plan, plan_rows
 from specctl.decoding.draft import PADDING, DraftTree
-from specctl.decoding.layers import Linear, RMSNorm, Rope, attend
+from specctl.decoding.layers import DraftLinear, RMSNorm, Rope, attend
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -70,13 +71,13 @@ class Eagle3Drafter:
 
         layer = head.midlayer
         attention, mlp = layer.self_attn, layer.mlp
-        self.fc = Linear(weight(head.fc))
-        self.qkv = Linear(torch.cat([weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]))
-        self.o = Linear(weight(attention.o_proj))
-        self.gate_up = Linear(torch.cat((weight(mlp.gate_proj), weight(mlp.up_proj))))
-        self.down = Linear(weight(mlp.down_proj))
+        self.fc = DraftLinear(weight(head.fc))
+        self.qkv = DraftLinear(torch.cat([weight(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]))
+        self.o = DraftLinear(weight(attention.o_proj))
+        self.gate_up = DraftLinear(torch.cat((weight(mlp.gate_proj), weight(mlp.up_proj))))
+        self.down = DraftLinear(weight(mlp.down_proj))
         self.hidden_norm, self.post_norm = norm(layer.hidden_norm), norm(layer.post_attention_layernorm)
-        self.norm, self.head = norm(head.norm), Linear(weight(head.lm_head))
+        self.norm, self.head = norm(head.norm), DraftLinear(weight(head.lm_head))
         # The first half of the layer's input depends on the token alone: tabulate it.
         self.token_input = norm(layer.input_layernorm)(self.embedding.float())
         self.d2t = head.draft_ids.to(device)
@@ -84,7 +85,12 @@ class Eagle3Drafter:
         self._inv_freq = head.inv_freq.to(device)
         self._rope: Rope | None = None
 
-    def _table(self, capacity: int) -> Rope:
+    def _tables(self, memory: _Memory, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """Rotary tables of the drafting steps of a round, made at once."""
+        heads, kv = self.config.num_heads, self.config.num_kv_heads
+        return self._rope_for(memory.cache.capacity).ahead(memory.cached, steps, heads + kv, kv)
+
+    def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
             angle = torch.arange(capacity, device=self._inv_freq.device)[:, None].float() * self._inv_freq
             angle = torch.cat((angle, angle), -1)
@@ -93,7 +99,13 @@ class Eagle3Drafter:
         return self._rope
 
     def _layer(
-        self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: list[int] | None = None
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        cache: KVCache,
+        plan: Plan,
+        table: tuple[Tensor, Tensor],
+        last: list[int] | None = None,
     ) -> Tensor:
         """Run the layer over rows [B, T]: features [B·T, H] fp32 (after `fc`, or the layer's own output).
 
@@ -102,10 +114,9 @@ class Eagle3Drafter:
         config = self.config
         batch, rows = tokens.shape
         heads, kv = config.num_heads, config.num_kv_heads
-        inputs = torch.cat((self.token_input[tokens.reshape(-1)], self.hidden_norm(features)), -1)
+        inputs = torch.cat((F.embedding(tokens.reshape(-1), self.token_input), self.hidden_norm(features)), -1)
         qkv = self.qkv(inputs).view(batch * rows, heads + 2 * kv, config.head_dim)
-        rope = self._table(cache.capacity)
-        qkv = rope.rotate(qkv, rope.at(plan, heads + kv, kv))
+        qkv = Rope.rotate(qkv, table)
         cache.write(0, qkv[:, heads:], plan)
         query = qkv[:, :heads]
         if last is not None:
@@ -169,7 +180,9 @@ class Eagle3Drafter:
         plan = plan_rows(starts, width, device=state.device, dtype=state.dtype)
         # A row with nothing new (finished, waiting to be dropped) runs a padding row whose result is not used.
         last = [max(count - 1, 0) for count in counts]
-        hidden = self._layer(tokens, self.fc(features).float(), memory.cache, plan, last)
+        kv = self.config.num_kv_heads
+        table = self._rope_for(memory.cache.capacity).at(plan, self.config.num_heads + kv, kv)
+        hidden = self._layer(tokens, self.fc(features).float(), memory.cache, plan, table, last)
         memory.hidden, memory.logits = hidden, self.head(self.norm(hidden))
         memory.cached = list(ends)
 
@@ -191,6 +204,7 @@ class Eagle3Drafter:
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [0.0] * state.batch
         floor = _log(self.shape.stop_below)
+        tables = self._tables(memory, depth)
         for step in range(depth):
             logprob, index = kernels.expand_topk(logits, 1)
             for b, (gain, token) in enumerate(zip(logprob[:, 0].tolist(), index[:, 0].tolist(), strict=True)):
@@ -200,7 +214,7 @@ class Eagle3Drafter:
                 break
             tokens = torch.tensor([chain[-1:] for chain in chains], device=state.device)
             plan = plan_rows([c + step for c in memory.cached], 1, device=state.device, dtype=state.dtype)
-            hidden = self._layer(tokens, hidden, memory.cache, plan)
+            hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
             logits = self.head(self.norm(hidden))
         return DraftTree.from_chains(chains, state.device)
 
@@ -212,6 +226,7 @@ class Eagle3Drafter:
             tree.add(-1, gains, [self._to_target[i] for i in ids])
         hidden = memory.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
         floor = _log(self.shape.stop_below)
+        tables = self._tables(memory, depth)
         for step in range(depth - 1):
             frontiers = [tree.frontier(width) for tree in growing]
             if max(tree.joint[frontier[0]] for tree, frontier in zip(growing, frontiers, strict=True)) < floor:
@@ -219,13 +234,16 @@ class Eagle3Drafter:
             tokens = torch.tensor(
                 [[t.tokens[n] for n in f] for t, f in zip(growing, frontiers, strict=True)], device=state.device
             )
-            if step:
+            if step and width > 1:
                 source = torch.tensor(
                     [t.source(f) for t, f in zip(growing, frontiers, strict=True)], device=state.device
                 )
                 hidden = hidden.gather(1, source.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
             plan = self._plan(state, memory, growing, frontiers, step)
-            rows = self._layer(tokens, hidden.reshape(state.batch * width, -1), memory.cache, plan)
+            table = tables[step]
+            if width > 1 and state.batch > 1:
+                table = (table[0].repeat_interleave(width, 0), table[1].repeat_interleave(width, 0))
+            rows = self._layer(tokens, hidden.reshape(state.batch * width, -1), memory.cache, plan, table)
             hidden = rows.view(state.batch, width, -1)
             logprob, index = kernels.expand_topk(self.head(self.norm(rows)), children)
             gains, ids = logprob.view(state.batch, width, -1).tolist(), index.view(state.batch, width, -1).tolist()
@@ -313,14 +331,14 @@ def _best(growing: list[_Tree], nodes: int, device: torch.device) -> DraftTree:
 
 
 def _log(probability: float) -> float:
-    return torch.tensor(probability).log().item()
+    return math.log(probability) if probability > 0 else -math.inf
 
 
 def default_shape(device: torch.device) -> Shape:
     """On a CPU (measured on the built-in target) a chain with the runners-up of each depth as leaves: they cost no
-    forward of the head, and eight rows cost the target little more than one. A GPU takes a larger tree (EAGLE-2)."""
+    forward of the head, and a dozen rows cost the target little more than one. A GPU takes a larger tree (EAGLE-2)."""
     if device.type == "cpu":
-        return Shape(depth=7, width=1, nodes=8, children=3, stop_below=0.1)
+        return Shape(depth=12, width=1, nodes=14, children=3, stop_below=0.05)
     return Shape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
 
 

@@ -6,7 +6,8 @@ no target features beyond the last committed position and lives on its own outpu
 
 Only response tokens are trained on, so only response slots are queries. The prompt enters as keys and values of step 0,
 which costs one projection a token; everything else (attention output, MLP, vocabulary head, loss, and all later steps)
-runs on response slots alone.
+runs on response slots alone. A slot's later steps attend step-0 keys and its own outputs, never another slot's, so a
+sample of the slots can go on while the others stop after step 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.drafters.objectives import soft_cross_entropy
-from specctl.drafters.ttt_attention import Documents
+from specctl.drafters.ttt_attention import Layout
 from specctl.drafters.ttt_attention import attention as ttt_attention
 
 
@@ -56,22 +57,24 @@ class SlotBatch:
         key_tokens: [M] token x_{i+1} of every slot.
         key_positions: [M] position i of every slot.
         query_rows: [N] the response slots among the M.
-        query_tokens: [N + T] x_{i+1} of the response slots, back to back; step k reads it shifted by k.
-        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, shifted alike.
+        later_rows: [n] which of the N go on to steps 1, 2, … .
+        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, back to back;
+            step k reads it shifted by k.
         inside: [N + T] bool, the target's most probable token there is in the draft vocabulary.
         left: [N] how many steps a slot is valid for (step k is used iff k < left).
-        documents: which rows belong to which document.
+        layout, later_layout: which slots the N and the n rows attend.
     """
 
     features: Tensor
     key_tokens: Tensor
     key_positions: Tensor
     query_rows: Tensor
-    query_tokens: Tensor
+    later_rows: Tensor
     teacher: Tensor
     inside: Tensor
     left: Tensor
-    documents: Documents
+    layout: Layout
+    later_layout: Layout
 
 
 class _Attention(nn.Module):
@@ -153,44 +156,56 @@ class Eagle3Head(nn.Module):
 
         Returns:
             (Σ_k decay^k Σ loss, Σ_k decay^k · valid slots, [T, 2] sums of (loss, valid slots) per step): the mean loss
-            is the first divided by the second, over however many ranks and micro-batches.
+            is the first divided by the second, over however many ranks and micro-batches. Where only some rows go on
+            (`later_rows`), the later steps weigh accordingly less.
         """
         config, layer = self.config, self.midlayer
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        teacher = self._teacher(batch.teacher, target_head)
-        hidden = self.fc(batch.features)
-        normed = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
-        inputs = torch.cat((normed, layer.hidden_norm(hidden.float())), -1)
         attention = layer.self_attn
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden = self.fc(batch.features).float()
+        embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
+        inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
         key = self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), batch.key_positions)
         value = attention.v_proj(inputs).view(-1, kv_heads, dim)
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
-        count = batch.query_rows.shape[0]
-        x = hidden[batch.query_rows].float()
-        inputs = inputs[batch.query_rows]
-        positions = batch.key_positions[batch.query_rows]
-        total = x.new_zeros(())
-        weight = x.new_zeros(())
-        sums = []
+        rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
+        x, inputs, positions = hidden[slots], inputs[slots], batch.key_positions[slots]
+        outputs, asked = [], []
         for k in range(self.ttt_steps):
+            if k == 1:
+                rows, layout = batch.later_rows, batch.later_layout
+                x, slots, positions = x[rows], slots[rows], positions[rows]
             if k:
-                tokens = batch.query_tokens[k : k + count]
-                normed = layer.input_layernorm(F.embedding(tokens, embedding).float())
-                inputs = torch.cat((normed, layer.hidden_norm(x)), -1)
+                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
+                tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
+                inputs = torch.cat((tokens, layer.hidden_norm(x)), -1)
                 own_keys.append(self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), positions + k))
                 own_values.append(attention.v_proj(inputs).view(-1, kv_heads, dim))
             query = self.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
-            out = ttt_attention(query, key, value, own_keys, own_values, batch.documents).reshape(-1, heads * dim)
+            out = ttt_attention(query, key, value, own_keys, own_values, layout).reshape(-1, heads * dim)
             x = x + attention.o_proj(out)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-            logits = self.lm_head(self.norm(x))
-            valid = (batch.left > k) & batch.inside[k : k + count]
-            loss = soft_cross_entropy(logits, teacher[k : k + count], valid)
-            total = total + self.ttt_decay**k * loss
-            weight = weight + self.ttt_decay**k * valid.sum()
-            sums.append(torch.stack((loss.detach(), valid.sum().to(loss.dtype))))
-        return total, weight, torch.stack(sums)
+            outputs.append(x)
+            asked.append(rows + k)
+        # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
+        sizes = [len(part) for part in asked]
+        at = torch.cat(asked)
+        step = torch.arange(self.ttt_steps, device=at.device).repeat_interleave(torch.tensor(sizes, device=at.device))
+        valid = (batch.left[at - step] > step) & batch.inside[at]
+        logits = self.lm_head(self.norm(torch.cat(outputs)))
+        losses = soft_cross_entropy(logits, self._teacher(batch.teacher, target_head)[at], valid)
+        by_step = [
+            (part.sum(), count.sum()) for part, count in zip(losses.split(sizes), valid.split(sizes), strict=True)
+        ]
+        decay = [self.ttt_decay**k for k in range(self.ttt_steps)]
+        total = torch.stack([share * loss for share, (loss, _) in zip(decay, by_step, strict=True)]).sum()
+        weight = torch.stack([share * count for share, (_, count) in zip(decay, by_step, strict=True)]).sum()
+        return (
+            total,
+            weight,
+            torch.stack([torch.stack((loss.detach(), count.to(loss.dtype))) for loss, count in by_step]),
+        )
 
     @torch.no_grad()
     def _teacher(self, hidden: Tensor, target_head: Tensor) -> Tensor:

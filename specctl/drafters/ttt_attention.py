@@ -1,40 +1,109 @@
 """Attention of the training-time test: step-0 keys of the whole document, then one key of its own per later step.
 
-Query row r of a document stands at slot own(r) and attends step-0 slots 0 .. own(r) and, at step k, its own rows of
-steps 1 .. k (EAGLE-3, Fig. 6). The two parts are computed apart and merged by their log-sum-exp, so nothing is padded
-and no later step widens the attention matrix.
+A query row at slot s of its document attends step-0 slots 0 .. s and, at step k, its own rows of steps 1 .. k (EAGLE-3,
+Fig. 6). The two parts are computed apart and merged by their normalisers, so no later step widens the attention matrix:
 
     out = (e^{lse₀} out₀ + Σ_j e^{s_j} v_j) / e^m,   m = log(e^{lse₀} + Σ_j e^{s_j})
 
-The gradient of the first part needs no more than `out` and `m`: with P = e^{s − m}, dS = P ∘ (dO Vᵀ − rowsum(dO ∘ out))
-is flash attention's own backward pass given the merged output and normaliser (as in ring attention, Liu et al. 2023).
+The gradient of the first part needs no more than `out` and `m`: with P = e^{s − m}, it is dS = P ∘ (dO Vᵀ − δ) with
+δ = rowsum(dO ∘ out), as in ring attention (Liu et al. 2023). P is recomputed in the backward pass, block by block:
+documents of similar length share a block of padded matrix products, and a long document is cut into blocks of rows,
+so memory stays linear.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+BLOCK = 2**17  # scores of one head in a block: with eight heads of fp32, 4 MB
+KEPT = (
+    16  # masks are kept for layouts of so many blocks at most, and made anew for each use beyond: no quadratic memory
+)
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Row ranges of each document: `keys` among the M slots, `queries` among the N response slots.
+class Layout:
+    """Which slots every query row attends.
 
-    The queries of a document are its last rows but none: query r of R stands at slot S − R + r of S.
+    Attributes:
+        slots: of each document, its range among the M slots.
+        rows: of each document, its range among the N query rows.
+        at: [N] slot of each query row within its document.
     """
 
-    keys: list[tuple[int, int]]
-    queries: list[tuple[int, int]]
+    slots: list[tuple[int, int]]
+    rows: list[tuple[int, int]]
+    at: list[int]
+
+    @cached_property
+    def blocks(self) -> list[_Block]:
+        """Made once, used by every step forward and backward."""
+        parts = list(self._parts())
+        return [_Block(self, part, keep=len(parts) <= KEPT) for part in parts]
+
+    def _parts(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Groups of (document, first row, last row + 1), each group at most BLOCK padded scores per head or one row."""
+        group: list[tuple[int, int, int]] = []
+        height = width = 0
+        for document, ((s0, s1), (r0, r1)) in enumerate(zip(self.slots, self.rows, strict=True)):
+            most = max(1, BLOCK // (s1 - s0))
+            for start in range(r0, r1, most) or [r0]:  # a document without rows stays in its place
+                piece = (document, start, min(start + most, r1))
+                height, width = max(height, piece[2] - start), max(width, s1 - s0)
+                if group and height * width * (len(group) + 1) > BLOCK:
+                    yield group
+                    group, height, width = [], piece[2] - start, s1 - s0
+                group.append(piece)
+        if group:
+            yield group
+
+
+class _Block:
+    """B pieces of documents, padded to R rows and S slots; no document is in it twice.
+
+    Attributes:
+        rows, slots: the block's range among the N query rows and the M slots.
+        row_places, slot_places: places of those among the B·R and B·S padded ones.
+        at: [B, R, 1] slot of every row within its document.
+    """
+
+    def __init__(self, layout: Layout, part: list[tuple[int, int, int]], keep: bool):
+        self.count = len(part)
+        slots = [layout.slots[document] for document, _, _ in part]
+        self.height = max(1, *(stop - start for _, start, stop in part))
+        self.width = max(stop - start for start, stop in slots)
+        self.rows = slice(part[0][1], part[-1][2])
+        self.slots = slice(slots[0][0], slots[-1][1])
+        self.row_places = _places([stop - start for _, start, stop in part], self.height)
+        self.slot_places = _places([stop - start for start, stop in slots], self.width)
+        at = torch.zeros(self.count * self.height, dtype=torch.long)
+        at[self.row_places] = torch.tensor(layout.at[self.rows], dtype=torch.long)
+        self.at = at.view(self.count, self.height, 1)
+        self._bias = self._make_bias() if keep else None
+
+    @property
+    def bias(self) -> Tensor:
+        """[B, 1, 1, R, S] added to scores: −inf where a row may not look (much faster than masked_fill_)."""
+        return self._make_bias() if self._bias is None else self._bias
+
+    def _make_bias(self) -> Tensor:
+        hidden = torch.arange(self.width) > self.at
+        return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def _places(sizes: list[int], width: int) -> Tensor:
+    """Consecutive runs of `sizes`, each padded to `width`: where each element lies."""
+    return (torch.arange(width) < torch.tensor(sizes).unsqueeze(1)).view(-1).nonzero().squeeze(1)
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], layout: Layout
 ) -> Tensor:
     """query [N, H, D], key and value of step 0 [M, Hkv, D], own keys and values of steps 1 … k, each [N, Hkv, D].
 
@@ -42,126 +111,120 @@ def attention(
     """
     if query.device.type == "cpu":
         own = torch.stack([*own_keys, *own_values]) if own_keys else query.new_zeros(0, query.shape[0], *key.shape[1:])
-        return _Merged.apply(query, key, value, own, documents)
-    return reference(query, key, value, own_keys, own_values, documents)
+        return _Merged.apply(query, key, value, own, layout)
+    return reference(query, key, value, own_keys, own_values, layout)
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], documents: Documents
+    query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], layout: Layout
 ) -> Tensor:
     """The same by scaled_dot_product_attention over [step-0 keys | own keys] with a mask, one document at a time."""
     outputs = []
-    for (k0, k1), (q0, q1) in zip(documents.keys, documents.queries, strict=True):
-        rows = q1 - q0
-        mask = torch.cat(
-            (
-                _staircase(rows, k1 - k0, torch.bool, query.device),
-                *[torch.eye(rows, dtype=torch.bool, device=query.device)] * len(own_keys),
-            ),
-            -1,
-        )
+    for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
+        at = torch.tensor(layout.at[q0:q1], device=query.device)
+        visible = torch.arange(k1 - k0, device=query.device) <= at.unsqueeze(1)
+        own = torch.eye(q1 - q0, dtype=torch.bool, device=query.device)
         keys = torch.cat((key[k0:k1], *(own[q0:q1] for own in own_keys))).transpose(0, 1)
         values = torch.cat((value[k0:k1], *(own[q0:q1] for own in own_values))).transpose(0, 1)
         out = torch.nn.functional.scaled_dot_product_attention(
             query[q0:q1].transpose(0, 1).unsqueeze(0),
             keys.unsqueeze(0),
             values.unsqueeze(0),
-            attn_mask=mask,
+            attn_mask=torch.cat((visible, *[own] * len(own_keys)), -1),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _staircase(rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, slots] bottom-right aligned causal mask: bool (True = visible) or additive."""
-    visible = torch.ones(rows, slots, dtype=torch.bool, device=device).tril_(slots - rows)
-    if dtype == torch.bool:
-        return visible
-    return torch.zeros(rows, slots, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
-
-
-def _fold(x: Tensor, kv_heads: int) -> Tensor:
-    """[R, H, D] → [1, Hkv, G·R, D]: grouped queries as rows of their key/value head."""
-    rows, heads, dim = x.shape
-    return x.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
-
-
-def _unfold(x: Tensor, rows: int) -> Tensor:
-    """[1, Hkv, G·R, …] → [R, H, …]."""
-    kv_heads = x.shape[1]
-    x = x.reshape(kv_heads, -1, rows, *x.shape[3:]).transpose(1, 2).transpose(0, 1)
-    return x.reshape(rows, -1, *x.shape[3:])
-
-
 class _Merged(torch.autograd.Function):
+    """Scores in fp32 (rounded to bf16 they would be off by per cents), the other products in the input's dtype."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, documents: Documents) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
         rows, heads, dim = query.shape
         kv_heads = key.shape[1]
-        scale = dim**-0.5
-        first, lse = torch.empty_like(query), query.new_empty(rows, heads, dtype=torch.float32)
-        longest = max(q1 - q0 for q0, q1 in documents.queries)
-        widest = max(k1 - k0 for k0, k1 in documents.keys)
-        # Bottom-right aligned staircases of every size are windows of one.
-        stairs = _staircase(longest, widest + longest, query.dtype, query.device)
-        masks = []
-        for (k0, k1), (q0, q1) in zip(documents.keys, documents.queries, strict=True):
-            count, slots = q1 - q0, k1 - k0
-            start = widest + longest - slots - (longest - count)
-            mask = stairs[:count, start : start + slots].repeat(heads // kv_heads, 1)
-            masks.append(mask)
-            out, norm = _FORWARD(
-                _fold(query[q0:q1], kv_heads), key[k0:k1].transpose(0, 1).unsqueeze(0),
-                value[k0:k1].transpose(0, 1).unsqueeze(0), attn_mask=mask, scale=scale,
-            )  # fmt: skip
-            first[q0:q1], lse[q0:q1] = _unfold(out, count), _unfold(norm, count)
-        own_keys, own_values = own.chunk(2)
+        q = query.view(rows, kv_heads, -1, dim) * dim**-0.5
+        out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+        for block in layout.blocks:
+            scores = _scores(_fold(q, block), _pad(key, block), block)
+            top = scores.amax(-1, keepdim=True)
+            share = scores.sub_(top).exp_()
+            total = share.sum(-1, keepdim=True)
+            mixed = torch.bmm(share.to(value.dtype), _pad(value, block)).float().div_(total)
+            out[block.rows] = _unfold(mixed, block)
+            lse[block.rows] = _unfold(total.log_().add_(top), block).squeeze(-1)
         if own.shape[0]:
-            groups = heads // kv_heads
-            q = query.view(rows, kv_heads, groups, dim)
-            scores = torch.einsum("nhgd,jnhd->jnhg", q, own_keys).float().reshape(-1, rows, heads) * scale
+            own_keys, own_values = own.unsqueeze(3).chunk(2)  # each [k, N, Hkv, 1, D]
+            scores = torch.linalg.vecdot(q.float(), own_keys.float())
             merged = torch.logsumexp(torch.cat((lse.unsqueeze(0), scores)), 0)
-            share = (scores - merged).exp_()
-            out = (lse - merged).exp_().unsqueeze(-1) * first
-            weights = share.view(-1, rows, kv_heads, groups)
-            out = out + torch.einsum("jnhg,jnhd->nhgd", weights.to(query.dtype), own_values).reshape(rows, heads, dim)
-            first, lse = out.to(query.dtype), merged
-            ctx.share = share
-        ctx.documents, ctx.masks = documents, masks
-        ctx.save_for_backward(query, key, value, own, first, lse)
-        return first
+            out = out.mul_((lse - merged).exp_().unsqueeze(-1))
+            out = out.add_(((scores - merged).exp_().unsqueeze(-1) * own_values).sum(0))
+            lse = merged
+        ctx.layout = layout
+        ctx.save_for_backward(q, key, value, own, out, lse)
+        return out.view(rows, heads, dim).to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        query, key, value, own, out, lse = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        rows, heads, dim = query.shape
-        kv_heads, groups, scale = key.shape[1], heads // key.shape[1], dim**-0.5
-        dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        for (k0, k1), (q0, q1), mask in zip(ctx.documents.keys, ctx.documents.queries, ctx.masks, strict=True):
-            count = q1 - q0
-            norm = lse[q0:q1].view(count, kv_heads, groups).permute(1, 2, 0).reshape(1, kv_heads, -1)
-            part_q, part_k, part_v = _BACKWARD(
-                _fold(grad[q0:q1], kv_heads), _fold(query[q0:q1], kv_heads), key[k0:k1].transpose(0, 1).unsqueeze(0),
-                value[k0:k1].transpose(0, 1).unsqueeze(0), _fold(out[q0:q1], kv_heads), norm, 0.0, False,
-                attn_mask=mask, scale=scale,
-            )  # fmt: skip
-            dq[q0:q1] = _unfold(part_q, count)
-            dk[k0:k1], dv[k0:k1] = part_k[0].transpose(0, 1), part_v[0].transpose(0, 1)
+        q, key, value, own, out, lse = ctx.saved_tensors
+        grad = grads[0].view_as(q)
+        delta = torch.linalg.vecdot(grad.float(), out)  # rowsum(dO ∘ out)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(key), torch.zeros_like(value)
+        for block in ctx.layout.blocks:
+            folded, keys, folded_grad = _fold(q, block), _pad(key, block), _fold(grad, block)
+            share = _scores(folded, keys, block).sub_(_fold(lse.unsqueeze(-1), block)).exp_()
+            low = share.to(value.dtype)
+            dv[block.slots] += _unpad(torch.bmm(low.transpose(1, 2), folded_grad), block)
+            dp = torch.bmm(folded_grad, _pad(value, block).transpose(1, 2)).float()
+            ds = dp.sub_(_fold(delta.unsqueeze(-1), block)).mul_(share).to(key.dtype)
+            dq[block.rows] = _unfold(torch.bmm(ds, keys), block)
+            dk[block.slots] += _unpad(torch.bmm(ds.transpose(1, 2), folded), block)
         down = None
         if own.shape[0]:
-            own_keys, own_values = own.chunk(2)
-            grouped = grad.view(rows, kv_heads, groups, dim)
-            delta = torch.linalg.vecdot(grad.float(), out.float())  # rowsum(dO ∘ out)
-            dp = torch.einsum("nhgd,jnhd->jnhg", grouped, own_values).float().reshape(-1, rows, heads)
-            ds = (ctx.share * (dp - delta) * scale).to(query.dtype).view(-1, rows, kv_heads, groups)
-            share = ctx.share.to(query.dtype).view(-1, rows, kv_heads, groups)
-            dq += torch.einsum("jnhg,jnhd->nhgd", ds, own_keys).reshape(rows, heads, dim)
-            down = torch.cat(
-                (
-                    torch.einsum("jnhg,nhgd->jnhd", ds, query.view(rows, kv_heads, groups, dim)),
-                    torch.einsum("jnhg,nhgd->jnhd", share, grouped),
-                )
-            )
-        return dq, dk, dv, down, None
+            own_keys, own_values = own.unsqueeze(3).chunk(2)
+            share = (torch.linalg.vecdot(q.float(), own_keys.float()) - lse).exp_()  # [k, N, Hkv, G]
+            ds = torch.linalg.vecdot(grad.float(), own_values.float()).sub_(delta).mul_(share)
+            ds, share = ds.to(q.dtype).unsqueeze(-1), share.to(q.dtype).unsqueeze(-1)
+            dq += (ds * own_keys).sum(0)
+            down = torch.cat(((ds * q).sum(3), (share * grad).sum(3)))
+        rows, _, _, dim = q.shape
+        return (dq * dim**-0.5).view(rows, -1, dim), dk, dv, down, None
+
+
+def _fold(x: Tensor, block: _Block) -> Tensor:
+    """[N, Hkv, G, D] → [B·Hkv, G·R, D]: grouped queries as rows of their key head, padding zero."""
+    kv_heads, groups, dim = x.shape[1:]
+    padded = x.new_zeros(block.count * block.height, kv_heads, groups, dim)
+    padded[block.row_places] = x[block.rows]
+    padded = padded.view(block.count, block.height, kv_heads, groups, dim).permute(0, 2, 3, 1, 4)
+    return padded.reshape(block.count * kv_heads, groups * block.height, dim)
+
+
+def _unfold(x: Tensor, block: _Block) -> Tensor:
+    """[B·Hkv, G·R, D] → the block's rows [n, Hkv, G, D]."""
+    kv_heads = x.shape[0] // block.count
+    x = x.view(block.count, kv_heads, -1, block.height, x.shape[-1]).permute(0, 3, 1, 2, 4)
+    return x.reshape(block.count * block.height, *x.shape[2:])[block.row_places]
+
+
+def _pad(x: Tensor, block: _Block) -> Tensor:
+    """[M, Hkv, D] → [B·Hkv, S, D], padding zero."""
+    padded = x.new_zeros(block.count * block.width, *x.shape[1:])
+    padded[block.slot_places] = x[block.slots]
+    padded = padded.view(block.count, block.width, *x.shape[1:]).transpose(1, 2)
+    return padded.reshape(-1, block.width, x.shape[-1])
+
+
+def _unpad(x: Tensor, block: _Block) -> Tensor:
+    """[B·Hkv, S, D] → the block's slots [m, Hkv, D]."""
+    x = x.view(block.count, -1, *x.shape[1:]).transpose(1, 2)
+    return x.reshape(block.count * block.width, *x.shape[2:])[block.slot_places]
+
+
+def _scores(folded: Tensor, keys: Tensor, block: _Block) -> Tensor:
+    """Masked scores [B·Hkv, G·R, S] of scaled queries."""
+    scores = torch.bmm(folded.float(), keys.float().transpose(1, 2))
+    shaped = scores.view(block.count, -1, folded.shape[1] // block.height, block.height, block.width)
+    shaped.add_(block.bias)
+    return scores

@@ -72,7 +72,7 @@ def generate(
     """
     if not recipe.prompt:
         raise UsageError("generate needs a prompt", hint='prompt="Write one SQL query …"')
-    target = target or load_target(**recipe.target.model_dump(exclude={"chat_template_kwargs"}))
+    target = target or load_target(**recipe.target.loading)
     if run is not None:
         run.annotate(target=target.identity)
     if drafter is None and recipe.drafter:

@@ -71,7 +71,7 @@ def evaluate(
     """
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     prompts = _prompts(recipe, rejections)
-    target = target or load_target(**recipe.target.model_dump(exclude={"chat_template_kwargs"}))
+    target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     cases = prepare(recipe, target, prompts, rejections)
     assistants = {}

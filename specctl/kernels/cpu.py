@@ -6,6 +6,7 @@ does what it does much faster than PyTorch (argmax and sorting several times).
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -180,9 +181,10 @@ def _probability(rows: Rows, index: Tensor, token: Tensor) -> Tensor:
 
 def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """As the reference, except that ties come in any order when k > 1."""
-    scores, top = _sanitised(logits)
-    best_logprob = scores.softmax(-1).amax(-1).log()
+    logprob = working(logits.detach()).log_softmax(-1)
+    best, index = logprob.topk(k, -1)
+    if math.isnan(best[:, 0].sum().item()):  # one NaN makes all of its row NaN
+        return expand_topk(without_nan(logits), k) if bool(logits.isnan().any()) else (best, index)
     if k == 1:
-        return best_logprob[:, None], _argmax(scores)[:, None]
-    best, index = scores.topk(k, -1)
-    return best - (top - best_logprob)[:, None], index
+        index = _argmax(logprob)[:, None]
+    return best, index

@@ -16,7 +16,7 @@ from torch import Tensor
 from specctl.decoding.cache import plan_rows
 from specctl.decoding.target import Target
 from specctl.drafters.eagle3_head import SlotBatch
-from specctl.drafters.ttt_attention import Documents
+from specctl.drafters.ttt_attention import Layout
 from specctl.progress import interrupts, track
 from specctl.training.data import Example
 
@@ -104,25 +104,31 @@ def _groups(examples: list[Example]) -> Iterator[list[Example]]:
         yield group
 
 
-def slot_batch(examples: list[Example], features: list[Features], steps: int, inside: Tensor) -> SlotBatch:
+def slot_batch(
+    examples: list[Example], features: list[Features], steps: int, inside: Tensor, stride: int = 1
+) -> SlotBatch:
     """Pack examples for the training-time test of `steps` steps.
 
     Args:
         inside: [V] bool membership in the draft vocabulary; slots whose teacher prefers a token outside are not valid.
+        stride: every how many-th response slot goes on to steps 1, 2, … (which ones varies from batch to batch).
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
+    slot_ranges, query_ranges = _ranges(slots), _ranges(queries)
     token_rows: list[int] = []
-    query_tokens: list[int] = []
     query_rows: list[int] = []
     left: list[int] = []
-    offset = 0
-    for example, count, asked in zip(examples, slots, queries, strict=True):
-        token_rows += example.tokens[1 : count + 1]
-        query_rows += range(offset + count - asked, offset + count)
-        query_tokens += example.tokens[example.prompt_length : example.prompt_length + asked]
-        left += range(asked, 0, -1)
-        offset += count
+    at: list[int] = []
+    for example, (first, end), count in zip(examples, slot_ranges, queries, strict=True):
+        slots_of = end - first
+        token_rows += example.tokens[1 : slots_of + 1]
+        query_rows += range(end - count, end)
+        left += range(count, 0, -1)
+        at += range(slots_of - count, slots_of)
+    phase = sum(e.index for e in examples) % stride
+    later = [[r for r in range(*span) if left[r] > 1 and (r + phase) % stride == 0] for span in query_ranges]
+    later_rows = [row for rows in later for row in rows]
     device = features[0].taps.device
     teacher = torch.cat([f.teacher for f in features])
     best = torch.cat([f.best for f in features]).long()
@@ -132,11 +138,12 @@ def slot_batch(examples: list[Example], features: list[Features], steps: int, in
         key_tokens=torch.tensor(token_rows, device=device),
         key_positions=torch.cat([torch.arange(count, device=device) for count in slots]),
         query_rows=torch.tensor(query_rows, device=device),
-        query_tokens=torch.tensor(query_tokens + [0] * tail, device=device),
+        later_rows=torch.tensor(later_rows, dtype=torch.long, device=device),
         teacher=torch.cat((teacher, teacher.new_zeros(tail, teacher.shape[1]))),
         inside=torch.cat((inside[best], inside.new_zeros(tail))),
         left=torch.tensor(left, device=device),
-        documents=Documents(_ranges(slots), _ranges(queries)),
+        layout=Layout(slot_ranges, query_ranges, at),
+        later_layout=Layout(slot_ranges, _ranges([len(rows) for rows in later]), [at[row] for row in later_rows]),
     )
 
 

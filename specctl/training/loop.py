@@ -67,16 +67,21 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
     Raises:
         DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
         Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
-        SpecctlError: the loss or a gradient is not finite; weights are as before the bad step.
+        SpecctlError: the loss or a gradient is not finite; the last checkpoint is from before that.
     """
+    trainer = make_trainer(recipe, run)
+    try:
+        trainer.start()
+        trainer.train()
+    finally:
+        trainer.trackers.close()
+    return trainer.result()
+
+
+def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
+    """Load target and data, join the other processes, and build the drafter with its engine."""
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
-    target = load_target(
-        recipe.target.name,
-        device=recipe.target.device,
-        dtype=recipe.target.dtype,
-        revision=recipe.target.revision,
-        trust_remote_code=recipe.target.trust_remote_code,
-    )
+    target = load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     corpus = load_corpus(
         recipe.source,
@@ -87,13 +92,7 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
     )
     rank, world = start_processes(target.device)
     trainee = make_trainee(recipe, target, corpus)
-    trainer = Trainer(recipe, run, target, corpus, trainee, rank, world)
-    try:
-        trainer.start()
-        trainer.train()
-    finally:
-        trainer.trackers.close()
-    return trainer.result()
+    return Trainer(recipe, run, target, corpus, trainee, rank, world)
 
 
 class Trainer:
@@ -184,6 +183,7 @@ class Trainer:
         self.engine.backward(total * (self.world / sums[0, 1].clamp_min(1)))
         self._check_gradients()
         self.engine.step()
+        self._check_norm()
         at.step += 1
         at.loss = losses[0]
         at.tokens += sum(example.response_length for example in chosen)
@@ -212,10 +212,19 @@ class Trainer:
         return [example for example in examples if example.index % self.world == self.rank]
 
     def _check_gradients(self) -> None:
+        """Before the update, where every process holds whole gradients."""
+        if self.engine.zero_optimization_stage() == 0:
+            gradients = [p.grad for p in self.trainee.module.parameters() if p.grad is not None]
+            self._require_finite(torch.nn.utils.get_total_norm(gradients).item())
+
+    def _check_norm(self) -> None:
+        """After the update, where gradients are partitioned: DeepSpeed's own norm, which says −1 for one not finite."""
         if self.engine.zero_optimization_stage() > 0:
-            return  # partitioned: the loss check has to do
-        gradients = [p.grad for p in self.trainee.module.parameters() if p.grad is not None]
-        if not torch.nn.utils.get_total_norm(gradients).isfinite():
+            norm = float(self.engine.get_global_grad_norm() or 0.0)
+            self._require_finite(norm if norm >= 0 else math.nan)
+
+    def _require_finite(self, norm: float) -> None:
+        if not math.isfinite(norm):
             raise SpecctlError(
                 f"a gradient is not finite at step {self.at.step}", "lower optimizer.lr; the last checkpoint is intact"
             )

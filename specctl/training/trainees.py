@@ -16,6 +16,7 @@ from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, frequent_tokens
 from specctl.training.features import FeatureStore, slot_batch
+from specctl.training.schedule import ttt_stride
 
 
 class Trainee(Protocol):
@@ -52,6 +53,7 @@ class Eagle3Trainee:
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus, drafting: DraftingRecipe):
         _check_objective(recipe, "soft_ce")
         self.recipe, self.target, self.drafting = recipe, target, drafting
+        self.stride = ttt_stride(recipe, target)
         architecture = eagle3.architecture(recipe.drafter, target)
         always = frozenset(target.eos_ids)
         ids = frequent_tokens(corpus.train, architecture.draft_vocab_size, always)
@@ -63,7 +65,7 @@ class Eagle3Trainee:
 
     def batch(self, examples: list[Example]) -> Any:
         assert self.store is not None
-        return slot_batch(examples, self.store.get(examples), self.recipe.ttt_steps, self.module.t2d)
+        return slot_batch(examples, self.store.get(examples), self.recipe.ttt_steps, self.module.t2d, self.stride)
 
     def loss(self, engine: nn.Module, batch: Any) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         total, weight, steps = engine(batch, self.target.model.embedding, self.teacher_head)

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from specctl.decoding.cache import plan_rows
+from specctl.decoding.layers import DraftLinear, Linear
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.target import cpu_has_bf16
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3 import Eagle3Drafter, Shape
 from specctl.drafters.eagle3_head import Eagle3Head
@@ -36,15 +38,17 @@ def examples(target, prompts):
     return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
 
 
-def training_logits(head, target, examples):
-    """[steps][N, Vd] logits of the training-time test."""
+def training_logits(head, target, examples, stride=1):
+    """Of every step of the training-time test, {response slot: logits [Vd]}."""
     seen = []
     hook = head.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     store = FeatureStore(target, head.config.taps)
-    batch = slot_batch(examples, store.get(examples), STEPS, head.t2d)
+    batch = slot_batch(examples, store.get(examples), STEPS, head.t2d, stride)
     head(batch, target.model.embedding, target.head_weight[head.draft_ids])
     hook.remove()
-    return seen
+    rows = [list(range(len(batch.query_rows)))] + [batch.later_rows.tolist()] * (STEPS - 1)
+    parts = seen[0].split([len(part) for part in rows])
+    return [dict(zip(part, logits, strict=True)) for part, logits in zip(rows, parts, strict=True)]
 
 
 def test_every_step_of_training_equals_drafting(target, head, examples):
@@ -59,6 +63,15 @@ def test_every_step_of_training_equals_drafting(target, head, examples):
             for step, logits in enumerate(forced(drafter, target, committed, example.tokens[len(committed) :])):
                 torch.testing.assert_close(logits, seen[step][offset + slot], atol=1e-4, rtol=1e-4)
         offset += asked
+
+
+def test_rows_that_go_on_do_not_depend_on_the_others(target, head, examples):
+    """With a stride, step 0 is the same and the rows chosen for later steps get the logits they get without."""
+    every, some = (training_logits(head, target, examples, stride) for stride in (1, 3))
+    assert 0 < len(some[1]) < len(every[1]) and len(some[0]) == len(every[0])
+    for step in range(STEPS):
+        for row, logits in some[step].items():
+            torch.testing.assert_close(logits, every[step][row], atol=1e-5, rtol=1e-5)
 
 
 def forced(drafter, target, committed, following):
@@ -77,7 +90,9 @@ def forced(drafter, target, committed, following):
                 if len(following) <= step + 1:  # training has no target for what follows the last token
                     break
                 plan = plan_rows([memory.cached[0] + step], 1, device=state.device, dtype=state.dtype)
-                hidden = drafter._layer(torch.tensor([[token]]), hidden, memory.cache, plan)
+                hidden = drafter._layer(
+                    torch.tensor([[token]]), hidden, memory.cache, plan, drafter._tables(memory, STEPS)[step]
+                )
                 taken.append(drafter.head(drafter.norm(hidden))[0])
             return eagle3.DraftTree.from_chains([[]], state.device)
 
@@ -135,3 +150,19 @@ def test_same_seed_same_text_at_temperature_one(target, head, prompts):
     for prompt in prompts:
         plain = decode(target, [prompt], **options)[0]
         assert plain.output_ids == decode(target, [prompt], drafter=drafter, **options)[0].output_ids
+
+
+@pytest.mark.skipif(not cpu_has_bf16(), reason="int8 products stand in for bf16 ones only where those are native")
+def test_few_rows_are_multiplied_in_int8():
+    """Close to the exact product for a few rows, the packed bf16 product beyond; a zero output stays zero."""
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64).mul_(torch.rand(96, 1)).to(torch.bfloat16)
+    weight[5] = 0
+    linear, exact = DraftLinear(weight), Linear(weight)
+    for rows in (1, DraftLinear.FEW):
+        x = torch.randn(rows, 64).to(torch.bfloat16)
+        expected = x.float() @ weight.float().T
+        assert (linear(x) - expected).norm() < 0.02 * expected.norm()
+        assert (linear(x)[:, 5] == 0).all()
+    many = torch.randn(DraftLinear.FEW + 1, 64).to(torch.bfloat16)
+    assert torch.equal(linear(many), exact(many))

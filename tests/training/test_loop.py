@@ -114,6 +114,24 @@ def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypa
     assert [p.name for p in loop.checkpoint._found(tmp_path / "drafter.checkpoints")] == ["step-00000002"]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, stage):
+    """Under every ZeRO stage, with the checkpoint of the step before intact."""
+    real = loop.Trainer._forward
+
+    def poisoned(self, chosen):
+        total, weight, steps = real(self, chosen)
+        if self.at.step == 2:
+            total.register_hook(lambda gradient: gradient * float("nan"))
+        return total, weight, steps
+
+    monkeypatch.setattr(loop.Trainer, "_forward", poisoned)
+    options = dict(zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"))
+    with pytest.raises(SpecctlError, match="gradient is not finite at step 2"):
+        train(recipe(distilled, tmp_path, **options), tmp_path)
+    assert [p.name for p in loop.checkpoint._found(tmp_path / "drafter.checkpoints")] == ["step-00000002"]
+
+
 def test_lm_learns(distilled, tmp_path):
     options = dict(arch="lm", objective="ce", drafter=DrafterRecipe(preset="tiny"))
     result = train(recipe(distilled, tmp_path, **options), tmp_path)

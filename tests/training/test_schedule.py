@@ -1,8 +1,11 @@
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from specctl.training.schedule import Schedule
+from specctl.recipe import TrainRecipe
+from specctl.training.schedule import CPU_TOKENS, Schedule
 
 
 def schedule(shape="cosine", seconds=math.inf):
@@ -23,3 +26,18 @@ def test_a_time_limit_finishes_the_schedule_early():
     s = schedule(seconds=60.0)
     assert s.rate(20, 60.0) == pytest.approx(0.1)
     assert s.ended(20, 60.0)
+
+
+@pytest.mark.parametrize(
+    "options,per_epoch,steps",
+    [
+        ({}, 400, CPU_TOKENS // 384),  # as many passes as fill the token budget of a CPU
+        ({}, 5000, 5000),  # but every response once
+        ({"epochs": 2}, 400, 800),
+        ({"max_steps": 7}, 400, 7),
+        ({"arch": "lm"}, 400, 1200),
+    ],
+)
+def test_length_of_a_run(options, per_epoch, steps):
+    target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
+    assert Schedule.of(TrainRecipe(**options), target, per_epoch).steps == steps
