@@ -91,6 +91,7 @@ def hardware() -> Iterator[Finding]:
     from specctl.decoding.target import cpu_has_bf16
 
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {runs.usable_cores()} cores")
+    yield load(os.getloadavg()[0], torch.get_num_threads(), runs.usable_cores())
     bf16 = "yes, --dtype auto takes bf16" if cpu_has_bf16() else "no native instructions, --dtype auto takes fp32"
     amx = ", AMX" if "amx_bf16" in _cpu_flags() else ""
     yield Finding("bf16 on cpu", "ok", bf16 + amx)
@@ -105,6 +106,14 @@ def hardware() -> Iterator[Finding]:
         yield Finding("cuda", "ok", ", ".join(devices))
     else:
         yield Finding("cuda", "note", f"no device, torch {torch.__version__}", "not needed: everything runs on the CPU")
+
+
+def load(average: float, threads: int, cores: int) -> Finding:
+    """Threads of a parallel loop spin while they wait for each other: beside another busy process they crawl."""
+    text = f"{average:.1f} on {cores} cores, torch takes {threads} threads"
+    if threads > 1 and average + threads > cores + 0.5:
+        return Finding("load", "note", text, f"OMP_NUM_THREADS={max(1, int(cores - average))}, or wait for the others")
+    return Finding("load", "ok", text)
 
 
 def surroundings() -> Iterator[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,27 +21,21 @@ def start_processes(device: torch.device) -> tuple[int, int]:
     """Join the process group (one process on its own makes a group of one). Returns (rank, world size)."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        alone = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        os.environ.update(alone)
+    alone = "RANK" not in os.environ
+    if alone:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import torch.distributed as dist
 
+    backend = "gloo" if device.type == "cpu" else "nccl"
     with _stdout_to_stderr():
         import deepspeed
 
         # Its shared-memory all-reduce is compiled by a C++ compiler at first use, which a machine need not have.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not dist.is_initialized():
-            deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
+            if alone:  # no port, which another process could take in the meantime
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            deepspeed.init_distributed(dist_backend=backend, verbose=False)
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -63,3 +63,10 @@ def test_every_missing_finding_has_a_fix():
     assert doctor.package("torch", ">=2", None).fix
     assert doctor.package("torch", ">=2", "1.9").fix
     assert doctor.package("torch", ">=2", "2.13.0+cpu").state == "ok"
+
+
+def test_doctor_sees_that_the_cores_are_taken():
+    assert doctor.load(0.1, 2, 2).state == "ok"
+    assert doctor.load(4.0, 1, 2).state == "ok"
+    assert "OMP_NUM_THREADS=1" in doctor.load(1.3, 2, 2).fix
+    assert "OMP_NUM_THREADS=5" in doctor.load(3.0, 8, 8).fix

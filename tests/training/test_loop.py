@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -140,33 +141,58 @@ def test_lm_learns(distilled, tmp_path):
     assert drafters.load(result.drafter).config["family"] == "lm"
 
 
+def written(recipe, place):
+    """The recipe as a file, with what the tests set."""
+    keep = {
+        "target", "distilled", "output_dir", "drafter", "optimizer", "max_steps", "ttt_steps", "batch_tokens", "eval",
+        "checkpoint", "precision", "zero_stage",
+    }  # fmt: skip
+    file = make(place) / "recipe.yaml"
+    file.write_text(json.dumps(recipe.model_dump(mode="json", include=keep, exclude_none=True)))
+    return str(file)
+
+
+def logged(place):
+    """Losses of all runs under `place`."""
+    lines = [json.loads(line) for file in place.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
 def launch(distilled, place, processes, stage):
     """`specctl train-drafter` under torchrun; losses of all steps."""
     values = recipe(distilled, place, zero_stage=stage, max_steps=4, optimizer=OptimizerRecipe(type="adamw"))
-    file = place / "recipe.yaml"
-    make(place)
-    keep = {
-        "target",
-        "distilled",
-        "output_dir",
-        "drafter",
-        "optimizer",
-        "max_steps",
-        "ttt_steps",
-        "batch_tokens",
-        "eval",
-        "precision",
-        "zero_stage",
-    }
-    document = values.model_dump(mode="json", include=keep, exclude_none=True)
-    file.write_text(json.dumps(document))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "specctl", "train-drafter", "--recipe", str(file)]
+    command += ["-m", "specctl", "train-drafter", "--recipe", written(values, place)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for file in place.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return logged(place)
+
+
+def steps_of(place):
+    """Steps logged so far under `place`; the last line may be half written."""
+    return sum(file.read_text().count('"loss":') for file in place.glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_killed_runs_resume(distilled, tmp_path):
+    """kill -9 at three moments, then --resume to the end: the weights of an undisturbed run, bit for bit."""
+    whole = train(recipe(distilled, tmp_path / "whole", max_steps=12), tmp_path / "whole")
+    place = tmp_path / "killed"
+    file = written(recipe(distilled, place, max_steps=12), place)
+    command = [sys.executable, "-m", "specctl", "train-drafter", "--recipe", file, "--resume"]
+    options = dict(cwd=place, stdout=subprocess.DEVNULL, stderr=(place / "stderr").open("w"))
+    for steps, delay in ((1, 0.0), (4, 0.02), (8, 0.05)):  # delays reach into the writing of checkpoint and drafter
+        process = subprocess.Popen(command, **options)
+        while steps_of(place) < steps and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(delay)
+        assert process.poll() is None, (place / "stderr").read_text()[-2000:]
+        process.kill()
+        process.wait()
+    subprocess.run(command, check=True, timeout=300, **options)
+    ours, theirs = (drafters.load(path).tensors for path in (place / "drafter", whole.drafter))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.slow
