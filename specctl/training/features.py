@@ -105,13 +105,14 @@ def _groups(examples: list[Example]) -> Iterator[list[Example]]:
 
 
 def slot_batch(
-    examples: list[Example], features: list[Features], steps: int, inside: Tensor, stride: int = 1
+    examples: list[Example], features: list[Features], steps: int, inside: Tensor, stride: int = 1, phase: int = 0
 ) -> SlotBatch:
     """Pack examples for the training-time test of `steps` steps.
 
     Args:
         inside: [V] bool membership in the draft vocabulary; slots whose teacher prefers a token outside are not valid.
-        stride: every how many-th response slot goes on to steps 1, 2, … (which ones varies from batch to batch).
+        stride, phase: every `stride`-th response slot goes on to steps 1, 2, … ; which ones depends on the example and
+            `phase` alone, not on the batch, so that several processes choose what one would.
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
@@ -126,8 +127,10 @@ def slot_batch(
         query_rows += range(end - count, end)
         left += range(count, 0, -1)
         at += range(slots_of - count, slots_of)
-    phase = sum(e.index for e in examples) % stride
-    later = [[r for r in range(*span) if left[r] > 1 and (r + phase) % stride == 0] for span in query_ranges]
+    later = [
+        [first + place for place in range(count - 1) if (place + example.index + phase) % stride == 0]
+        for example, (first, _), count in zip(examples, query_ranges, queries, strict=True)
+    ]  # the last slot of a response has nothing to predict at step 1
     later_rows = [row for rows in later for row in rows]
     device = features[0].taps.device
     teacher = torch.cat([f.teacher for f in features])

@@ -30,8 +30,8 @@ class Trainee(Protocol):
         """Target features, for families that read them."""
         ...
 
-    def batch(self, examples: list[Example]) -> Any:
-        """The examples as the module's input, target features included."""
+    def batch(self, examples: list[Example], step: int) -> Any:
+        """The examples as the module's input at an optimizer step, target features included."""
         ...
 
     def loss(self, engine: nn.Module, batch: Any) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
@@ -63,9 +63,10 @@ class Eagle3Trainee:
         self.store: FeatureStore | None = FeatureStore(target, architecture.taps)
         self.teacher_head = target.head_weight[torch.tensor(ids, device=target.device)].contiguous()
 
-    def batch(self, examples: list[Example]) -> Any:
+    def batch(self, examples: list[Example], step: int) -> Any:
         assert self.store is not None
-        return slot_batch(examples, self.store.get(examples), self.recipe.ttt_steps, self.module.t2d, self.stride)
+        features = self.store.get(examples)
+        return slot_batch(examples, features, self.recipe.ttt_steps, self.module.t2d, self.stride, phase=step)
 
     def loss(self, engine: nn.Module, batch: Any) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         total, weight, steps = engine(batch, self.target.model.embedding, self.teacher_head)
@@ -88,7 +89,7 @@ class LMTrainee:
         self.target, self.drafting = target, drafting
         self.module: lm.LM = lm.build(target, recipe.drafter).to(target.device)
 
-    def batch(self, examples: list[Example]) -> dict[str, Tensor]:
+    def batch(self, examples: list[Example], step: int) -> dict[str, Tensor]:
         width = max(len(e.tokens) for e in examples)
         tokens = torch.tensor([e.tokens + [0] * (width - len(e.tokens)) for e in examples])
         places = torch.arange(width)

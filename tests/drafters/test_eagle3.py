@@ -65,6 +65,19 @@ def test_every_step_of_training_equals_drafting(target, head, examples):
         offset += asked
 
 
+def test_the_rows_that_go_on_are_chosen_example_by_example(target, head, examples):
+    """Whatever batch an example is in; every row has its turn."""
+    store = FeatureStore(target, head.config.taps)
+
+    def later(examples, phase):
+        return slot_batch(examples, store.get(examples), STEPS, head.t2d, 3, phase).later_rows.tolist()
+
+    first = examples[0].response_length - 1
+    assert later(examples, 1) == later(examples[:1], 1) + [first + row for row in later(examples[1:], 1)]
+    turns = [row for phase in range(3) for row in later(examples[:1], phase)]
+    assert sorted(turns) == list(range(first - 1))
+
+
 def test_rows_that_go_on_do_not_depend_on_the_others(target, head, examples):
     """With a stride, step 0 is the same and the rows chosen for later steps get the logits they get without."""
     every, some = (training_logits(head, target, examples, stride) for stride in (1, 3))
