@@ -46,15 +46,15 @@ class DraftLinear(Linear):
     """
 
     FEW = 3  # measured on the built-in head: beyond, the packed bf16 product is faster
+    LANES = 16  # torch's kernel has no tail: with another input width it reads past the weights
 
     def __init__(self, weight: Tensor):
         super().__init__(weight)
         self.scale: Tensor | None = None
-        if self.packed and hasattr(torch, "_weight_int8pack_mm"):
+        if self.packed and weight.shape[1] % self.LANES == 0 and hasattr(torch, "_weight_int8pack_mm"):
             wide = weight.detach().float()
-            scale = (wide.abs().amax(1) / 127).clamp_min(1e-12).to(weight.dtype)
-            self.scale = scale
-            self.int8 = (wide / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+            self.scale = (wide.abs().amax(1) / 127).clamp_min(1e-12).to(weight.dtype)
+            self.int8 = (wide / self.scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.scale is not None and x.shape[0] <= self.FEW:

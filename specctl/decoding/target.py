@@ -243,7 +243,8 @@ def keep_freed_memory() -> None:
     except (OSError, AttributeError, TypeError):
         return
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
-    mallopt(mmap_threshold, 2**30) or mallopt(mmap_threshold, 2**25)  # older versions allow no more
+    if not mallopt(mmap_threshold, 2**30):
+        mallopt(mmap_threshold, 2**25)  # older versions allow no more
     mallopt(trim_threshold, 2**31 - 1)
 
 
