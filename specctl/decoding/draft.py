@@ -69,6 +69,27 @@ def topology(parents: list[int]) -> tuple[list[int], list[int]]:
     return depth, ancestors
 
 
+@dataclass(frozen=True)
+class Score:
+    """What a drafter would have proposed for S committed tokens of one sequence, teacher-forced, at K draft depths.
+
+    At depth k the row of the token at position j is the one of a draft that began behind position j − k (the text and
+    the target's features up to there are real) and whose tokens so far were the committed ones. Parametric drafters
+    give `logits`, the others the `tokens` they would have proposed.
+
+    Attributes:
+        positions: the S positions in the sequence.
+        logits: [K, S, Vd], K = 1 where depth makes no difference; None without a distribution.
+        ids: [Vd] target id of every draft token; None = the target's own vocabulary.
+        tokens: [K, S, C] int64, the children it would have proposed, −1 = none; None where `logits` tell.
+    """
+
+    positions: range
+    logits: Tensor | None = None
+    ids: Tensor | None = None
+    tokens: Tensor | None = None
+
+
 class Drafter(Protocol):
     """Anything that proposes tokens.
 
@@ -84,6 +105,14 @@ class Drafter(Protocol):
 
     def advance(self, state: DecodeState) -> None:
         """Consume the committed positions it has not seen yet (lazy: an idle drafter catches up in one call)."""
+        ...
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Its rows at the committed positions `spans[b]` of every live sequence, at draft depths 1 .. `depths`.
+
+        Positions are those of the tokens that are predicted; each must be at least `depths` + 1 (there is text and a
+        feature to draft from) and below the length of its sequence. A span may be empty.
+        """
         ...
 
     def invalidate(self, state: DecodeState) -> None:
@@ -109,6 +138,10 @@ class NoDraft:
 
     def advance(self, state: DecodeState) -> None:
         """Nothing to consume."""
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """It proposes nothing, anywhere."""
+        return [Score(span, tokens=torch.empty(1, len(span), 0, dtype=torch.long)) for span in spans]
 
     def invalidate(self, state: DecodeState) -> None:
         """Nothing is cached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from specctl.decoding.layers import DraftLinear, RMSNorm, Rope, attend
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from specctl.errors import CheckpointError
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 
 @dataclass(frozen=True)
@@ -342,7 +345,7 @@ def default_shape(device: torch.device) -> Shape:
     return Shape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
 
 
-def shape_for(drafting: Any, device: torch.device) -> Shape:
+def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
     """The measured default with what a `DraftingRecipe` sets."""
     default = default_shape(device)
     fields = ("depth", "width", "nodes", "children", "stop_below")
@@ -350,19 +353,40 @@ def shape_for(drafting: Any, device: torch.device) -> Shape:
     return Shape(**{**vars(default), **given})
 
 
-def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor], target: Target, drafting: Any) -> Eagle3Drafter:
-    """A drafter from the contents of a checkpoint directory."""
-    head = Eagle3Head(Eagle3Config.from_dict(config["architecture"]))
-    head.load_state_dict(tensors)
+def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state as it is stored: its names are those of the published checkpoints."""
+    return state
+
+
+def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
+    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    try:
+        head = Eagle3Head(Eagle3Config.from_dict(config["architecture"]))
+        head.load_state_dict(tensors)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"eagle3 drafter: weights and architecture do not fit: {error}") from error
+    return head
+
+
+def drafter(head: Eagle3Head, target: Target, drafting: DraftingRecipe) -> Eagle3Drafter:
+    """Inference of `head`."""
     return Eagle3Drafter(head, target, shape_for(drafting, target.device))
 
 
-def config(architecture: Eagle3Config, target: dict[str, Any]) -> dict[str, Any]:
-    """What `formats.checkpoint` stores as config.json; `target` is `Target.identity`."""
-    return {"family": "eagle3", "architecture": architecture.to_dict(), "target": target}
+def config(head: Eagle3Head, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint; `target` is `Target.identity`."""
+    return {"family": "eagle3", "architecture": head.config.to_dict(), "target": target}
 
 
-def architecture(recipe: Any, target: Target) -> Eagle3Config:
+def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> Eagle3Head:
+    """A head for `target` that starts from it."""
+    shape = architecture(recipe.drafter, target)
+    head = Eagle3Head(shape, torch.tensor(frequent(shape.draft_vocab_size)), recipe.ttt_steps, recipe.ttt_decay)
+    initialise(head, target)
+    return head
+
+
+def architecture(recipe: DrafterRecipe, target: Target) -> Eagle3Config:
     """A head for `target`, shaped by a `DrafterRecipe`; what it leaves out follows the target's own layers."""
     text = target.config
     heads = recipe.num_heads or text.num_attention_heads

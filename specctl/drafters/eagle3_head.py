@@ -136,6 +136,14 @@ class Eagle3Head(nn.Module):
         self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @property
+    def steps(self) -> int:
+        return self.ttt_steps
+
+    @property
     def draft_ids(self) -> Tensor:
         """[Vd] target id of every draft token."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)

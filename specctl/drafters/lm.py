@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,24 +15,23 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache, plan_rows
-from specctl.decoding.draft import DraftTree, empty_draft
+from specctl.decoding.draft import DraftTree, Score, empty_draft
 from specctl.decoding.lean import LeanModel
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError, RecipeError
-from specctl.recipe import DrafterRecipe, DraftingRecipe
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 # Layers, hidden size, heads, intermediate size. "68m" is that of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
 PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
 
 
 class LM(nn.Module):
-    """The drafter as a trainable module; `target` is the identity of the target whose vocabulary it has."""
+    """The drafter as a trainable module."""
 
-    def __init__(self, config: LlamaConfig, target: dict[str, Any]):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.target = target
         self.model = LlamaForCausalLM(config)
         self.model.model.rotary_emb = _Rotary(config)
 
@@ -57,8 +57,13 @@ class _Rotary(LlamaRotaryEmbedding):
         return self
 
 
-def build(target: Target, recipe: DrafterRecipe) -> LM:
-    """A new drafter for `target` with random weights: a preset, each of whose sizes the recipe may override.
+def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
+    """A new drafter for `target` with random weights."""
+    return LM(architecture(recipe.drafter, target))
+
+
+def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
+    """A preset, each of whose sizes the recipe may override.
 
     Raises:
         RecipeError: an unknown preset, sizes that do not divide, or a field that this family does not have.
@@ -76,7 +81,7 @@ def build(target: Target, recipe: DrafterRecipe) -> LM:
             f"lm drafter: {heads} heads of {kv_heads} kv heads do not fit hidden size {hidden}",
             hint="hidden_size must be a multiple of 2·num_heads, num_heads one of num_kv_heads",
         )
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=hidden,
         intermediate_size=recipe.intermediate_size or intermediate,
@@ -88,34 +93,31 @@ def build(target: Target, recipe: DrafterRecipe) -> LM:
         eos_token_id=sorted(target.eos_ids),
         pad_token_id=target.tokenizer.pad_token_id,
     )
-    return LM(config, target.identity)
 
 
-def config(model: LM) -> dict[str, Any]:
-    """What `formats.checkpoint` stores as config.json."""
-    return {"family": "lm", "architecture": model.model.config.to_diff_dict(), "target": model.target}
+def config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint; `target` is `Target.identity`."""
+    return {"family": "lm", "architecture": model.model.config.to_diff_dict(), "target": target}
 
 
-def tensors(model: LM) -> dict[str, Tensor]:
-    """What `formats.checkpoint` stores as model.safetensors, under `transformers`' own names."""
-    return model.model.state_dict()
+def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state as it is stored: under `transformers`' own names."""
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
     """The module from the contents of a checkpoint, e.g. to go on training. CheckpointError when they do not fit."""
     try:
-        model = LM(LlamaConfig(**config["architecture"]), config["target"])
+        model = LM(LlamaConfig(**config["architecture"]))
         model.model.load_state_dict(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"lm drafter: weights and architecture do not fit: {error}") from error
     return model
 
 
-def from_checkpoint(
-    config: dict[str, Any], tensors: dict[str, Tensor], target: Target, drafting: DraftingRecipe
-) -> LMDrafter:
-    """A drafter from the contents of a checkpoint directory."""
-    return LMDrafter(restore(config, tensors), target, shape_for(drafting, target.device))
+def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
+    """Inference of `model`."""
+    return LMDrafter(model, target, shape_for(drafting, target.device))
 
 
 @dataclass(frozen=True)
@@ -196,16 +198,40 @@ class LMDrafter:
         width = max(memory.unseen(b, ids) for b, ids in enumerate(texts))
         if width == 0:
             return
-        # Every sequence reads its last `width` tokens: re-reading a few costs nothing, and no row needs a padding
-        # slot, which for a finished sequence could lie behind the end of the cache. Short prompts are padded.
-        base = [max(len(ids) - width, 0) for ids in texts]
-        tokens = torch.tensor([ids[-width:] + [0] * (width - len(ids)) for ids in texts], device=state.device)
-        plan = plan_rows(base, width, device=state.device, dtype=state.dtype)
-        hidden, _ = self.model.forward(tokens, memory.cache, plan, ())
+        hidden, _ = self._read(state, width)
         last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
         memory.logits = self.model.logits(hidden[torch.arange(state.batch, device=state.device), last])
         memory.length = [len(ids) for ids in texts]
         memory.drafted = [[] for _ in texts]
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Its row before each position; whatever the depth, the text before it is the same.
+
+        One forward over the last tokens of every sequence writes the keys and values again that are there already.
+        """
+        self.advance(state)
+        width = max((len(row.ids) - span.start for row, span in zip(state.rows, spans, strict=True) if span), default=0)
+        if width == 0:
+            return [Score(span) for span in spans]
+        hidden, base = self._read(state, width + 1)
+        scores = []
+        for b, (start, span) in enumerate(zip(base, spans, strict=True)):
+            at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
+            scores.append(Score(span, self.model.logits(hidden[b, at]).unsqueeze(0)))
+        return scores
+
+    def _read(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
+        """Hidden states [B, width, H] of every sequence's last `width` tokens, and the position of the first of each.
+
+        Re-reading a few costs nothing, and no row needs a padding slot, which for a finished sequence could lie behind
+        the end of the cache. Short prompts are padded.
+        """
+        memory: _Memory = state.memory[self]
+        texts = [row.ids for row in state.rows]
+        base = [max(len(ids) - width, 0) for ids in texts]
+        tokens = torch.tensor([ids[-width:] + [0] * (width - len(ids)) for ids in texts], device=state.device)
+        plan = plan_rows(base, width, device=state.device, dtype=state.dtype)
+        return self.model.forward(tokens, memory.cache, plan, ())[0], base
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain from the last committed token, never longer than the sequence has room for."""

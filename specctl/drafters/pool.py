@@ -4,43 +4,77 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
 
 from specctl.decoding.draft import Drafter, NoDraft
 from specctl.decoding.target import Target
 from specctl.drafters.lookup import Lookup
 from specctl.errors import CheckpointError
 from specctl.formats import checkpoint
-from specctl.recipe import DraftingRecipe
+from specctl.recipe import DraftingRecipe, TrainRecipe
 
-# Family → module, imported when a drafter of it is loaded. Each has from_checkpoint(config, tensors, target, drafting).
+# Family → module, imported when a drafter of it is loaded: a `Family`.
 FAMILIES = {"eagle3": "specctl.drafters.eagle3", "lm": "specctl.drafters.lm"}
-WEIGHTLESS = ("none", "lookup")
+WEIGHTLESS: dict[str, Callable[[DraftingRecipe], Drafter]] = {
+    "none": lambda drafting: NoDraft(),
+    "lookup": lambda drafting: Lookup(drafting.depth),
+}
+"""Drafters that are named, not loaded."""
+
+
+class Family(Protocol):
+    """What the module of a family with weights offers. `config` is the checkpoint's config.json, `tensors` its weights."""
+
+    def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The module's state dict as a checkpoint stores it."""
+        ...
+
+    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> nn.Module:
+        """The trainable module; CheckpointError where weights and architecture do not fit."""
+        ...
+
+    def drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
+        """Inference of the module, with a copy of its weights in the target's dtype."""
+        ...
+
+    def config(self, module: Any, target: dict[str, Any]) -> dict[str, Any]:
+        """config.json of a checkpoint of this module; `target` is `Target.identity`."""
+        ...
+
+    def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
+        """A new module to train, started from the target where the family can. `frequent(n)`: a draft vocabulary of the
+        n tokens most frequent in the training responses."""
+        ...
+
+
+def family(name: str) -> Family:
+    """The module of a family."""
+    return cast(Family, importlib.import_module(FAMILIES[name]))
 
 
 def load_drafter(path_or_name: str, target: Target, drafting: DraftingRecipe) -> Drafter:
-    """The drafter `none`, `lookup`, or the one in a directory, checked against its manifest and the target.
+    """A drafter without weights by its name, or the one in a directory, checked against its manifest and the target.
 
     Raises:
         CheckpointError: there is no such drafter, it is damaged, of an unknown family, or made for another target.
     """
-    if path_or_name == "none":
-        return NoDraft()
-    if path_or_name == "lookup":
-        return Lookup(drafting.depth)
+    if path_or_name in WEIGHTLESS:
+        return WEIGHTLESS[path_or_name](drafting)
     path = Path(path_or_name).expanduser()
     if not os.path.lexists(path) and path.name == path_or_name:
         raise CheckpointError(
             f"no drafter {path_or_name!r}", hint=f"give one of {', '.join(WEIGHTLESS)}, or a drafter directory"
         )
     found = checkpoint.load(path)
-    module = FAMILIES.get(found.config["family"])
-    if module is None:
-        raise CheckpointError(
-            f"drafter {path} is of family {found.config['family']!r}", hint=f"known families: {', '.join(FAMILIES)}"
-        )
+    name = found.config["family"]
+    if name not in FAMILIES:
+        raise CheckpointError(f"drafter {path} is of family {name!r}", hint=f"known families: {', '.join(FAMILIES)}")
     checkpoint.check_target(found.config, target, str(path))
-    return importlib.import_module(module).from_checkpoint(found.config, found.tensors, target, drafting)
+    return family(name).drafter(family(name).restore(found.config, found.tensors), target, drafting)
 
 
 def find_pool(directory: str | Path) -> list[Path]:

@@ -277,7 +277,7 @@ class Trainer:
             "mat": {"held-out " + "+".join(self.corpus.domains): round(at.best_mat, 3)},
             "licence": "that of the target",
         }
-        kept = {name.removeprefix("model.") if recipe.arch == "lm" else name: t for name, t in tensors.items()}
+        kept = self.trainee.tensors(tensors)
         drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
 
     def _save(self) -> None:

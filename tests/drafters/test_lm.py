@@ -20,7 +20,7 @@ HOT = Sampling(0.9, 50, 0.95)
 def model(target):
     """Random, but with logits far enough apart that the best token is no matter of rounding."""
     torch.manual_seed(0)
-    model = lm.build(target, DrafterRecipe(preset="tiny", num_kv_heads=2))
+    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny", num_kv_heads=2), target))
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.1 * torch.randn_like(weight)
@@ -43,12 +43,12 @@ class Big:
 
 def test_the_68m_preset_has_68m():
     with torch.device("meta"):
-        model = lm.build(Big(), DrafterRecipe())
+        model = lm.LM(lm.architecture(DrafterRecipe(), Big()))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(68e6, rel=0.01)
 
 
 def test_a_small_target_gets_a_small_drafter(target):
-    architecture = lm.build(target, DrafterRecipe()).model.config
+    architecture = lm.architecture(DrafterRecipe(), target)
     assert (architecture.hidden_size, architecture.vocab_size) == (192, target.vocab_size)
     assert architecture.max_position_embeddings == target.context_length
 
@@ -57,7 +57,7 @@ def test_the_recipe_overrides_the_preset(target):
     recipe = DrafterRecipe(
         preset="tiny", hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=96
     )
-    found = lm.build(target, recipe).model.config
+    found = lm.architecture(recipe, target)
     sizes = (found.hidden_size, found.num_hidden_layers, found.num_attention_heads, found.num_key_value_heads)
     assert (*sizes, found.intermediate_size, found.head_dim) == (64, 1, 2, 1, 96, 32)
 
@@ -74,7 +74,7 @@ def test_the_recipe_overrides_the_preset(target):
 )
 def test_bad_sizes(target, wrong, says):
     with pytest.raises(RecipeError, match=says):
-        lm.build(target, DrafterRecipe(**wrong))
+        lm.LM(lm.architecture(DrafterRecipe(**wrong), target))
 
 
 def batch(tokens, mask):
@@ -114,26 +114,28 @@ def test_a_batch_without_responses_has_gradients_of_zero(model):
 
 
 def test_casting_keeps_the_frequencies(target):
-    model = lm.build(target, DrafterRecipe(preset="tiny"))
+    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
     exact = model.model.model.rotary_emb.inv_freq.clone()
     model.to(torch.bfloat16).to(torch.float32)
     assert torch.equal(model.model.model.rotary_emb.inv_freq, exact)
 
 
 def test_stored_and_read(target, model, prompts, tmp_path):
-    checkpoint.save(tmp_path / "d", config=lm.config(model), tensors=lm.tensors(model), info={})
+    checkpoint.save(
+        tmp_path / "d", config=lm.config(model, target.identity), tensors=lm.published(model.state_dict()), info={}
+    )
     found = checkpoint.load(tmp_path / "d")
     checkpoint.check_target(found.config, target)
     again = lm.restore(found.config, found.tensors)
     assert torch.equal(next_logits(again, prompts[0]), next_logits(model, prompts[0]))
-    drafter = lm.from_checkpoint(found.config, found.tensors, target, DraftingRecipe(depth=2, proposal="sampled"))
+    drafter = lm.drafter(again, target, DraftingRecipe(depth=2, proposal="sampled"))
     assert (drafter.shape.depth, drafter.shape.sampled) == (2, True)
 
 
 def test_weights_of_another_size_are_refused(target, model):
-    other = lm.build(target, DrafterRecipe(preset="tiny", hidden_size=64))
+    other = lm.LM(lm.architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
     with pytest.raises(CheckpointError, match="do not fit"):
-        lm.restore(lm.config(model), lm.tensors(other))
+        lm.restore(lm.config(model, target.identity), lm.published(other.state_dict()))
 
 
 class Watched(lm.LMDrafter):
@@ -263,7 +265,7 @@ def test_invalidate_recomputes(target, model, prompts):
 
 def test_training_on_does_not_change_a_drafter(target, prompts):
     """The drafter measured during training holds a copy of its weights."""
-    model = lm.build(target, DrafterRecipe(preset="tiny"))
+    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
     drafter = lm.LMDrafter(model, target, lm.Shape(3, 0.0, False))
     options = {"sampling": GREEDY, "max_new_tokens": 4, "seeds": [0]}
     drafts = []

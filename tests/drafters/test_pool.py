@@ -17,8 +17,13 @@ DRAFTING = DraftingRecipe()
 def write(place, for_target, **changed):
     """A small `lm` drafter whose config differs in the given keys."""
     torch.manual_seed(0)
-    model = lm.build(for_target, DrafterRecipe(preset="tiny", num_layers=1))
-    return checkpoint.save(place, config={**lm.config(model), **changed}, tensors=lm.tensors(model), info={})
+    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target))
+    return checkpoint.save(
+        place,
+        config={**lm.config(model, for_target.identity), **changed},
+        tensors=lm.published(model.state_dict()),
+        info={},
+    )
 
 
 def test_by_name(target):

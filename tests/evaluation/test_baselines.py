@@ -34,12 +34,12 @@ def test_all_modes_give_the_greedy_text(target, generator):
 def test_assistants_are_the_language_models_of_a_pool(tmp_path, target):
     """A head cannot assist `generate`, a damaged drafter must not be skipped in silence."""
     assert load_assistant("lookup", target) is None
+    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
     for name, config in (
-        ("small", lm.config(lm.build(target, DrafterRecipe(preset="tiny")))),
+        ("small", lm.config(model, target.identity)),
         ("head", {"family": "eagle3", "target": target.identity}),
     ):
-        tensors = lm.tensors(lm.build(target, DrafterRecipe(preset="tiny")))
-        checkpoint.save(tmp_path / name, config=config, tensors=tensors, info={})
+        checkpoint.save(tmp_path / name, config=config, tensors=lm.published(model.state_dict()), info={})
     assistant = load_assistant(str(tmp_path / "small"), target)
     assert assistant is not None and assistant.dtype == target.dtype
     assert load_assistant(str(tmp_path / "head"), target) is None

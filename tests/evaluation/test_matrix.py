@@ -83,8 +83,13 @@ def test_the_whole_matrix(tmp_path, prompts, target, perfect, scripted):
 def test_drafters_and_assistants_of_a_recipe(tmp_path, prompts, target):
     """From paths: a language model is a drafter here and an assistant there; equal names are told apart."""
     for place in ("a/small", "b/small"):
-        model = lm.build(target, DrafterRecipe(preset="tiny"))
-        checkpoint.save(tmp_path / place, config=lm.config(model), tensors=lm.tensors(model), info={})
+        model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
+        checkpoint.save(
+            tmp_path / place,
+            config=lm.config(model, target.identity),
+            tensors=lm.published(model.state_dict()),
+            info={},
+        )
     paths = [str(tmp_path / "a/small"), str(tmp_path / "b/small")]
     made = recipe(prompts, drafters=["lookup", paths[0]], pool=tmp_path / "b", limit=1)
     result = evaluate(made, run_of(tmp_path, made), target=target)
