@@ -27,7 +27,7 @@ WEIGHTLESS: dict[str, Callable[[DraftingRecipe], Drafter]] = {
 
 
 class Family(Protocol):
-    """What the module of a family with weights offers; `config` is a checkpoint's config.json, `tensors` its weights."""
+    """The module of a family with weights. `config` is a checkpoint's config.json, `tensors` its weights."""
 
     def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The module's state dict as a checkpoint stores it."""
