@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeI
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LocalPath = Annotated[Path, Field(strict=False)]
-Arch = Literal["eagle3", "lm"]
+Arch = Literal["eagle", "eagle3", "lm"]
 
 
 def _split(value: Any) -> Any:
@@ -204,9 +204,7 @@ class TrainRecipe(WriterRecipe):
     init: LocalPath | None = None  # drafter directory to start from
     distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>
     distill: FirstDataRecipe = FirstDataRecipe()
-    objective: Literal["auto", "soft_ce", "ce"] = (
-        "auto"  # auto: eagle3 soft_ce (target distributions), lm ce (its samples)
-    )
+    objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv"] = "auto"
     ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -223,6 +221,13 @@ class TrainRecipe(WriterRecipe):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
+
+    @property
+    def distillation(self) -> str:
+        """`objective` with `auto` decided: the target's distributions for heads, its samples alone for lm."""
+        if self.objective != "auto":
+            return self.objective
+        return "ce" if self.arch == "lm" else "soft_ce"
 
     @property
     def optimizer_type(self) -> str:

@@ -57,6 +57,10 @@ class _Rotary(LlamaRotaryEmbedding):
         return self
 
 
+def prepare(model: LM, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+
+
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
     """A new drafter for `target` with random weights."""
     return LM(architecture(recipe.drafter, target))

@@ -18,7 +18,7 @@ from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 # Family → module, imported when a drafter of it is loaded: a `Family`.
-FAMILIES = {"eagle3": "specctl.drafters.eagle3", "lm": "specctl.drafters.lm"}
+FAMILIES = {"eagle": "specctl.drafters.eagle", "eagle3": "specctl.drafters.eagle3", "lm": "specctl.drafters.lm"}
 WEIGHTLESS: dict[str, Callable[[DraftingRecipe], Drafter]] = {
     "none": lambda drafting: NoDraft(),
     "lookup": lambda drafting: Lookup(drafting.depth),
@@ -43,6 +43,10 @@ class Family(Protocol):
 
     def config(self, module: Any, target: dict[str, Any]) -> dict[str, Any]:
         """config.json of a checkpoint of this module; `target` is `Target.identity`."""
+        ...
+
+    def prepare(self, module: Any, recipe: TrainRecipe) -> None:
+        """Set the module's training options (a restored one is made to decode)."""
         ...
 
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:

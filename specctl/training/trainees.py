@@ -38,6 +38,7 @@ class Trainee:
             return frequent_tokens(corpus.train, size, frozenset(target.eos_ids))
 
         self.module: Any = self.family.build(recipe, target, frequent).to(target.device)
+        self.family.prepare(self.module, recipe)
 
     def batch(self, examples: list[Example], step: int) -> Any:
         """The examples as the module's input at an optimizer step, target features included."""
