@@ -150,6 +150,8 @@ def test_an_adapter_is_small_resumes_and_leaves_its_base_alone(trained, distille
     place, _first = trained
     options = dict(
         init=place / "drafter", drafter=DrafterRecipe(), lora=LoraRecipe(enabled=True, rank=4), max_steps=4,
+        batch_tokens=10**6,  # every step sees all the data, so that their losses can be compared
+
         optimizer=OptimizerRecipe(lr=0.001),
     )  # fmt: skip
     before = drafters.fingerprint(place / "drafter")
