@@ -8,20 +8,27 @@ Only response tokens are trained on, so only response slots are queries. The pro
 which costs one projection a token; everything else (attention output, MLP, vocabulary head, loss, and all later steps)
 runs on response slots alone. A slot's later steps attend step-0 keys and its own outputs, never another slot's, so a
 sample of the slots can go on while the others stop after step 0.
+
+With `gradient_checkpointing` only the inputs of every step's layer are kept for the backward pass, and vocabulary rows
+are made, used and forgotten in parts: long samples and large vocabularies fit, for a second forward pass of both.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specctl.drafters.objectives import soft_cross_entropy
 from specctl.drafters.ttt_attention import Layout
 from specctl.drafters.ttt_attention import attention as ttt_attention
+
+LOSS_ROWS = 512  # teacher rows in a part; each belongs to a row of logits of every step
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,7 @@ class Eagle3Head(nn.Module):
         """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None when they come with a state dict)."""
         super().__init__()
         self.config, self.ttt_steps, self.ttt_decay = config, ttt_steps, ttt_decay
+        self.gradient_checkpointing = False
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -167,42 +175,29 @@ class Eagle3Head(nn.Module):
             is the first divided by the second, over however many ranks and micro-batches. Where only some rows go on
             (`later_rows`), the later steps weigh accordingly less.
         """
-        config, layer = self.config, self.midlayer
-        attention = layer.self_attn
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        layer = self.midlayer
+        step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
         hidden = self.fc(batch.features).float()
         embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
-        key = self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), batch.key_positions)
-        value = attention.v_proj(inputs).view(-1, kv_heads, dim)
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
+        key, value = self._key_and_value(inputs, batch.key_positions)
+        own: list[tuple[Tensor, Tensor]] = []
         rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
-        x, inputs, positions = hidden[slots], inputs[slots], batch.key_positions[slots]
+        x, positions = hidden[slots], batch.key_positions[slots]
         outputs, asked = [], []
         for k in range(self.ttt_steps):
             if k == 1:
                 rows, layout = batch.later_rows, batch.later_layout
                 x, slots, positions = x[rows], slots[rows], positions[rows]
-            if k:
-                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
-                tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
-                inputs = torch.cat((tokens, layer.hidden_norm(x)), -1)
-                own_keys.append(self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), positions + k))
-                own_values.append(attention.v_proj(inputs).view(-1, kv_heads, dim))
-            query = self.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
-            out = ttt_attention(query, key, value, own_keys, own_values, layout).reshape(-1, heads * dim)
-            x = x + attention.o_proj(out)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x, own = step(k, x, slots, positions, embedded, key, value, own, layout)
             outputs.append(x)
             asked.append(rows + k)
         # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
         sizes = [len(part) for part in asked]
         at = torch.cat(asked)
-        step = torch.arange(self.ttt_steps, device=at.device).repeat_interleave(torch.tensor(sizes, device=at.device))
-        valid = (batch.left[at - step] > step) & batch.inside[at]
-        logits = self.lm_head(self.norm(torch.cat(outputs)))
-        losses = soft_cross_entropy(logits, self._teacher(batch.teacher, target_head)[at], valid)
+        steps = torch.arange(self.ttt_steps, device=at.device).repeat_interleave(torch.tensor(sizes, device=at.device))
+        valid = (batch.left[at - steps] > steps) & batch.inside[at]
+        losses = self._losses(torch.cat(outputs), batch.teacher, at, valid, target_head)
         by_step = [
             (part.sum(), count.sum()) for part, count in zip(losses.split(sizes), valid.split(sizes), strict=True)
         ]
@@ -214,6 +209,56 @@ class Eagle3Head(nn.Module):
             weight,
             torch.stack([torch.stack((loss.detach(), count.to(loss.dtype))) for loss, count in by_step]),
         )
+
+    def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""
+        attention, shape = self.midlayer.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
+        return self.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
+
+    def _step(
+        self,
+        k: int,
+        x: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        embedded: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+        layout: Layout,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The layer at step k, for rows x [n, H] at `slots` [n]; `own` are their keys and values of steps 1 … k−1.
+
+        Returns (its output, `own` of steps 1 … k).
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        heads, dim = self.config.num_heads, self.config.head_dim
+        # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
+        tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
+        inputs = torch.cat((tokens, layer.hidden_norm(x)), -1)
+        if k:
+            own = [*own, self._key_and_value(inputs, positions + k)]
+        query = self.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
+        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
+        x = x + attention.o_proj(out.reshape(-1, heads * dim))
+        return x + layer.mlp(layer.post_attention_layernorm(x)), own
+
+    def _losses(self, x: Tensor, teacher: Tensor, at: Tensor, valid: Tensor, target_head: Tensor) -> Tensor:
+        """[n] losses of layer outputs x [n, H] against rows `at` [n] of the teacher."""
+        if not self.gradient_checkpointing:
+            return self._vocabulary_losses(x, teacher, at, valid, target_head)
+        # Sorted by teacher row, so that a part makes the probabilities of its teacher rows once for all steps.
+        at, order = at.sort(stable=True)
+        teachers = teacher.split(LOSS_ROWS)
+        sizes = (at // LOSS_ROWS).bincount(minlength=len(teachers)).tolist()
+        parts = zip(
+            x[order].split(sizes), teachers, (at % LOSS_ROWS).split(sizes), valid[order].split(sizes), strict=True
+        )
+        losses = [checkpoint(self._vocabulary_losses, *part, target_head, use_reentrant=False) for part in parts]
+        return torch.cat(losses)[order.argsort()]
+
+    def _vocabulary_losses(self, x: Tensor, teacher: Tensor, at: Tensor, valid: Tensor, target_head: Tensor) -> Tensor:
+        return soft_cross_entropy(self.lm_head(self.norm(x)), self._teacher(teacher, target_head)[at], valid)
 
     @torch.no_grad()
     def _teacher(self, hidden: Tensor, target_head: Tensor) -> Tensor:

@@ -109,4 +109,9 @@ def make_trainee(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Trainee
     if recipe.objective not in ("auto", *allowed):
         raise RecipeError(f"arch {recipe.arch} trains with {' or '.join(allowed)}, not {recipe.objective}")
     kind = LMTrainee if recipe.arch == "lm" else FeatureTrainee
-    return kind(recipe, target, corpus)
+    trainee = kind(recipe, target, corpus)
+    if recipe.gradient_checkpointing:
+        if not hasattr(trainee.module, "gradient_checkpointing"):
+            raise RecipeError(f"arch {recipe.arch} has no gradient checkpointing", "set gradient_checkpointing=false")
+        trainee.module.gradient_checkpointing = True
+    return trainee
