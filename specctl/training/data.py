@@ -6,12 +6,13 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specctl.decoding.target import Target
 from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
+from specctl.progress import log, warn
 
 WINDOW = 8  # batches whose documents are sorted by length together: little padding, still shuffled
 
@@ -44,13 +45,16 @@ def load_corpus(directory: Path, target: Target, *, max_length: int, held_out: f
     """Read a distilled directory.
 
     A prompt is held out when the hash of its id falls into the first `held_out` fraction, so the split never changes
-    when data is added; at most `prompts` of them are kept, the others are trained on.
+    when data is added; at most `prompts` of them are kept, the others are trained on. Of a handful of prompts that may
+    be none: acceptance is not measured then. Where it would be all, none is held out.
 
     Raises:
         DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
     """
     examples: list[Example] = []
+    spared: list[Example] = []
     aside: dict[str, list[int]] = {}
+    short = 0
     digest = hashlib.sha256()
     domains: dict[str, None] = {}
     for record in store.read(directory):
@@ -63,15 +67,29 @@ def load_corpus(directory: Path, target: Target, *, max_length: int, held_out: f
         domains[record["domain"]] = None
         key = record["prompt_id"]
         share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
+        tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
+        example = Example(len(examples), key, tokens, len(record["prompt_ids"]))
+        # A slot needs the token after it and the target's distribution after that: two response tokens at least.
+        usable = example.response_length >= 2
         if key in aside or (share < held_out and len(aside) < prompts):
             aside[key] = record["prompt_ids"]
-            continue
-        tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
-        # A slot needs the token after it and the target's distribution after that: two response tokens at least.
-        if len(tokens) - len(record["prompt_ids"]) >= 2:
-            examples.append(Example(len(examples), key, tokens, len(record["prompt_ids"])))
+            spared += [example] * usable
+        elif usable:
+            examples.append(example)
+        else:
+            short += 1
+    if short:
+        log(f"{short} responses are left out: fewer than two tokens, or none within max_length {max_length}")
+    if spared and not examples:
+        warn(f"all {len(aside)} prompts of {directory} would be held out: training on them, mat is not measured")
+        examples, aside = [replace(example, index=i) for i, example in enumerate(spared)], {}
+    elif examples and not aside:
+        warn(f"no prompt of {directory} is held out: mat is not measured; distil more, or raise eval.fraction")
     if not examples:
-        raise DataError(f"{directory} holds no response of two tokens or more", "distil more prompts")
+        raise DataError(
+            f"{directory} holds no response of two tokens or more within max_length {max_length}",
+            "distil more prompts, or raise max_length",
+        )
     return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains))
 
 

@@ -80,7 +80,7 @@ def _autocast(module: nn.Module, recipe: TrainRecipe) -> None:
     device = next(module.parameters()).device
     dtype = compute_dtype(recipe, device)
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    module.forward = cast(module.forward)  # type: ignore[method-assign]
+    module.forward = cast(module.forward)
 
 
 def compute_dtype(recipe: TrainRecipe, device: torch.device) -> torch.dtype:

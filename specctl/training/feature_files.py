@@ -3,8 +3,8 @@
     <features.dir>/<key>/manifest.json                what the features are of; the key is its digest
                          0of2-00003.safetensors       a shard of rank 0 of 2
 
-Features are a function of target and data, not of the drafter, so they are kept beside the data by default, and all runs
-over the same sequences read the same ones. Another target, other taps or other data make another key.
+Features are a function of target and data, not of the drafter, so they are kept beside the data by default, and every
+run over the same sequences reads the same ones. Another target, other taps or other data make another key.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from specctl.training.trainees import Trainee, make_trainee
 @dataclass(frozen=True)
 class TrainResult:
     """The result document. `tokens_per_s` counts response tokens over the time spent in training steps; `mat` and
-    `acceptance_by_position` are those of the kept drafter on the held-out prompts."""
+    `acceptance_by_position` are those of the kept drafter on the held-out prompts; NaN (null in JSON) without any."""
 
     arch: str
     domain: str
@@ -139,6 +139,7 @@ class Trainer:
                 last = self.schedule.ended(at.step, at.seconds)
                 if at.step % recipe.eval.every == 0 or last:
                     self._evaluate()
+                    dist.barrier()
                 stopping = self._any_interrupt()
                 if at.step % recipe.checkpoint.every == 0 or last or stopping:
                     self._save()
@@ -227,6 +228,9 @@ class Trainer:
         tensors = weights(self.engine)
         if self.rank == 0:
             at = self.at
+            if not self.corpus.held_out:  # nothing to choose by: the last one is kept
+                self._write(tensors)
+                return
             decoded = self._decode(tensors)
             passes = sum(d.target_passes for d in decoded)
             mat = sum(d.decoded_tokens for d in decoded) / passes if passes else 1.0
@@ -236,12 +240,9 @@ class Trainer:
             if mat > at.best_mat:
                 at.best_mat, at.best_acceptance = mat, acceptance
                 self._write(tensors)
-        dist.barrier()
 
     def _decode(self, tensors: dict[str, torch.Tensor]) -> list[Decoded]:
         prompts = self.corpus.held_out
-        if not prompts:
-            return []
         drafter = self.trainee.drafter(tensors)
         return decode(
             self.target,
@@ -260,7 +261,7 @@ class Trainer:
             "recipe": at.recipe,
             "steps": at.step,
             "train_tokens": at.tokens,
-            "mat": {"held-out " + "+".join(self.corpus.domains): round(at.best_mat, 3)},
+            "mat": {"held-out " + "+".join(self.corpus.domains): round(at.best_mat, 3)} if at.best_mat else {},
             "licence": "that of the target",
         }
         kept = self.trainee.tensors(tensors)
@@ -279,7 +280,7 @@ class Trainer:
             train_tokens=at.tokens,
             tokens_per_s=at.tokens / at.seconds if at.seconds else 0.0,
             final_loss=at.loss,
-            mat=at.best_mat,
+            mat=at.best_mat or math.nan,
             acceptance_by_position=at.best_acceptance,
             drafter=str(self.recipe.output),
         )
