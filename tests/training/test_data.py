@@ -1,7 +1,6 @@
 import pytest
 
 from specctl.distillation import store
-
 from specctl.errors import CheckpointError, DataError
 from specctl.training import data
 from specctl.training.data import Example, batches, frequent_tokens, load_corpus

@@ -1,5 +1,7 @@
 """Precision: products in bf16, weights and optimizer state in fp32, whatever DeepSpeed does."""
 
+import math
+
 import pytest
 import torch
 
@@ -29,13 +31,13 @@ def floats(state):
     return {t.dtype for values in state.values() for t in values.values() if torch.is_tensor(t) and t.numel() > 1}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_products_over_fp32_weights(distilled, tmp_path, monkeypatch, stage, checkpointing):
+@pytest.mark.parametrize(("stage", "checkpointing"), [(0, True), (1, False), (2, False), (3, True)])
+def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatch, stage, checkpointing):
     """Under every ZeRO stage. DeepSpeed asks for the autocast of the GPU and switches off what it finds outside of its
     engine; here it is told that of the CPU, which is what happens on a GPU."""
     real = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: real(*device or ("cpu",)))
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
     values = recipe(distilled, tmp_path, precision="bf16", zero_stage=stage, gradient_checkpointing=checkpointing)
     trainer = loop.make_trainer(values, Run(tmp_path))
     seen = set()
@@ -47,13 +49,13 @@ def test_bf16_products_over_fp32_weights(distilled, tmp_path, monkeypatch, stage
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
     optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
     assert floats(optimizer.state) == {torch.float32}
-    assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
     kept = drafters.load(tmp_path / "drafter").tensors
     assert {t.dtype for t in kept.values() if t.is_floating_point()} == {torch.float32}
 
 
-def test_without_held_out_prompts_the_last_weights_are_kept(distilled, tmp_path):
+def test_without_held_out_prompts_the_last_weights_are_kept(distilled, target, tmp_path, monkeypatch):
     """Not those of the first evaluation, and no `mat` is claimed."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
     values = recipe(distilled, tmp_path, precision="fp32")
     values = values.model_copy(update={"eval": HeldOutRecipe(every=1, fraction=1e-9)})
     trainer = loop.make_trainer(values, Run(tmp_path))
@@ -63,4 +65,4 @@ def test_without_held_out_prompts_the_last_weights_are_kept(distilled, tmp_path)
     assert found.info["steps"] == 2 and found.info["mat"] == {}
     last = trainer.trainee.module.state_dict()
     assert all(torch.equal(found.tensors[name], last[name]) for name in last)
-    assert trainer.result().mat != trainer.result().mat  # NaN
+    assert math.isnan(trainer.result().mat)

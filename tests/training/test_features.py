@@ -81,8 +81,11 @@ def train(distilled, place, mode, **changes):
     return losses, drafters.load(place / "drafter").tensors
 
 
-def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(distilled, tmp_path, monkeypatch, small_shards):
+def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
+    distilled, target, tmp_path, monkeypatch, small_shards
+):
     """Bitwise in fp32; the cached run is stopped once while it writes features and once after a step."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
     runs = {mode: train(distilled, tmp_path / mode, mode) for mode in ("memory", "online")}
     place = tmp_path / "cached"
     compute, computed = FeatureStore._compute, []
