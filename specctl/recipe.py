@@ -185,10 +185,14 @@ class OptimizerRecipe(Section):
 
 
 class FeatureRecipe(Section):
-    """Target features: kept on disk when they fit into `budget_gb`, else recomputed in the loop."""
+    """Target features: kept in memory or on disk (`cached`), or recomputed for every batch (`online`).
 
-    mode: Literal["auto", "cached", "online"] = "auto"
+    `auto` is memory where they fit into `budget_gb` (of each process), else the disk where `dir` is given and has room.
+    """
+
+    mode: Literal["auto", "memory", "cached", "online"] = "auto"
     budget_gb: PositiveFloat = 2.0
+    dir: LocalPath | None = None  # None = beside the distilled data: runs on the same data share them
 
 
 class HeldOutRecipe(Section):
@@ -255,10 +259,11 @@ class TrainRecipe(WriterRecipe):
     max_minutes: PositiveFloat | None = None
     batch_tokens: PositiveInt | None = None  # response tokens a step, over all processes; None = measured per device
     max_length: PositiveInt = 2048
+    gradient_checkpointing: bool = False  # less memory for long samples and large vocabularies, more time
     features: FeatureRecipe = FeatureRecipe()
     eval: HeldOutRecipe = HeldOutRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of matrix products; weights are and stay fp32
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
@@ -333,6 +338,12 @@ class TrainRecipe(WriterRecipe):
         if self.each and self.distilled is not None:
             raise ValueError("each domain has its own data: `distilled` and `each` exclude each other")
         return self
+
+    @property
+    def features_dir(self) -> Path:
+        """Where target features go that are kept on disk."""
+        data = self.corpus or self.distilled or distilled_dir(self.data.domain)
+        return self.features.dir or data.with_name(data.name + ".features")
 
 
 class EvalRecipe(CommandRecipe):

@@ -31,6 +31,9 @@ class EagleHead(DraftHead):
     def layer(self) -> HeadLayer:
         return cast(HeadLayer, self.layers[0])
 
+    def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
+        return F.linear(x.to(target_head.dtype), target_head)
+
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Regression and distillation loss over the response slots of a batch.
 
@@ -55,7 +58,6 @@ class EagleHead(DraftHead):
         query = self.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
         predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
-        logits = F.linear(predicted.to(target_head.dtype), target_head)
-        losses, valid = self.losses(logits, [rows], batch, target_head)
+        losses, valid = self.losses(predicted, [rows], batch, target_head)
         regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1)
         return self.sums(CLASSIFICATION * losses + regression * valid, valid, [len(rows)])

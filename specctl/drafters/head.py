@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
 from specctl.drafters.objectives import distillation_loss
 from specctl.drafters.ttt_attention import Layout
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
+
+LOSS_ROWS = 512  # teacher rows in a part; each belongs to a row of logits of every step
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,11 @@ class HeadLayer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`."""
+    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`.
+
+    With `gradient_checkpointing` vocabulary rows are made, used and forgotten in parts, and made again for the backward
+    pass: long samples and large vocabularies fit.
+    """
 
     d2t: Tensor
     t2d: Tensor
@@ -144,7 +151,7 @@ class DraftHead(nn.Module):
         `stored`: they are part of the checkpoint."""
         super().__init__()
         self.config = config
-        self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
+        self.steps, self.decay, self.objective, self.gradient_checkpointing = 1, 1.0, "soft_ce", False
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
         member[ids] = True
@@ -170,10 +177,12 @@ class DraftHead(nn.Module):
         low, high = x.chunk(2, -1)
         return x * cos + torch.cat((-high, low), -1) * sin
 
-    def losses(
-        self, logits: Tensor, rows: list[Tensor], batch: SlotBatch, target_head: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Losses and whether they count, both [Σ n_k], of the `logits` of all steps one after the other.
+    def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
+        """Draft vocabulary logits [n, Vd] of layer outputs x [n, H]."""
+        raise NotImplementedError
+
+    def losses(self, x: Tensor, rows: list[Tensor], batch: SlotBatch, target_head: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and whether they count, both [Σ n_k], of the layer's outputs x [Σ n_k, H] of all steps.
 
         Args:
             rows: of each step k, which of the N response slots its n_k rows are.
@@ -183,11 +192,26 @@ class DraftHead(nn.Module):
         row = torch.cat(rows)
         at, valid = row + step, batch.left[row] > step
         if self.objective == "ce":
-            labels = batch.labels[at]
-            valid = valid & self.t2d[labels]
-            return distillation_loss("ce", logits, torch.searchsorted(self.draft_ids, labels), valid), valid
-        valid = valid & batch.inside[at]
-        return distillation_loss(self.objective, logits, self._teacher(batch.teacher, target_head)[at], valid), valid
+            inside, teacher = self.t2d[batch.labels], torch.searchsorted(self.draft_ids, batch.labels)
+        else:
+            inside, teacher = batch.inside, batch.teacher
+        valid = valid & inside[at]
+        if not self.gradient_checkpointing:
+            return self._losses(x, teacher, at, valid, target_head), valid
+        # Sorted by teacher row, so that a part makes the probabilities of its teacher rows once for all steps.
+        at, order = at.sort(stable=True)
+        teachers = teacher.split(LOSS_ROWS)
+        sizes = (at // LOSS_ROWS).bincount(minlength=len(teachers)).tolist()
+        parts = zip(
+            x[order].split(sizes), teachers, (at % LOSS_ROWS).split(sizes), valid[order].split(sizes), strict=True
+        )
+        losses = [checkpoint(self._losses, *part, target_head, use_reentrant=False) for part in parts]
+        return torch.cat(losses)[order.argsort()], valid
+
+    def _losses(self, x: Tensor, teacher: Tensor, at: Tensor, valid: Tensor, target_head: Tensor) -> Tensor:
+        """[n] losses of layer outputs x [n, H] against rows `at` [n] of the teacher."""
+        known = teacher if self.objective == "ce" else self._teacher(teacher, target_head)
+        return distillation_loss(self.objective, self.logits(x, target_head), known[at], valid)
 
     @torch.no_grad()
     def _teacher(self, hidden: Tensor, target_head: Tensor) -> Tensor:

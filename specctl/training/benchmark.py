@@ -46,9 +46,15 @@ def main() -> None:
     parser.add_argument("--distilled", type=Path, required=True)
     parser.add_argument("--arch", default="eagle3", choices=get_args(Arch))
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        recipe = TrainRecipe(distilled=options.distilled, arch=options.arch, output_dir=Path(place) / "drafter")
+        recipe = TrainRecipe(
+            distilled=options.distilled,
+            arch=options.arch,
+            output_dir=Path(place) / "drafter",
+            gradient_checkpointing=options.gradient_checkpointing,
+        )
         trainer = make_trainer(recipe, Run(Path(place)))
         started = time.perf_counter()
         trainer.start()

@@ -149,4 +149,9 @@ class LMTrainee(Trainee):
 def make_trainee(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Trainee:
     """The trainee of `recipe.arch`, drafting with the measured defaults of its family."""
     kind = LMTrainee if recipe.arch == "lm" else FeatureTrainee
-    return kind(recipe, target, corpus)
+    trainee = kind(recipe, target, corpus)
+    if recipe.gradient_checkpointing:
+        if not hasattr(trainee.module, "gradient_checkpointing"):
+            raise RecipeError(f"arch {recipe.arch} has no gradient checkpointing", "set gradient_checkpointing=false")
+        trainee.module.gradient_checkpointing = True
+    return trainee
