@@ -77,6 +77,17 @@ def load_drafter(path_or_name: str, target: Target, drafting: DraftingRecipe) ->
     return family(name).drafter(family(name).restore(found.config, found.tensors), target, drafting)
 
 
+def domains_of(path_or_name: str) -> list[str]:
+    """The domains that the drafter in a directory was made for, as its drafter.json says; none for one by name.
+
+    Raises CheckpointError where drafter.json cannot be read.
+    """
+    if path_or_name in WEIGHTLESS:
+        return []
+    named = checkpoint.read_info(path_or_name).get("domain") or []
+    return [named] if isinstance(named, str) else [str(domain) for domain in named]
+
+
 def find_pool(directory: str | Path) -> list[Path]:
     """Every drafter directory at or below `directory`, sorted by path.
 
@@ -93,7 +104,8 @@ def find_pool(directory: str | Path) -> list[Path]:
                 raise CheckpointError(
                     f"{Path(here) / name!r} leads out of the pool", hint="copy the drafter into the pool"
                 )
-        below[:] = [name for name in below if not name.startswith(".")]  # drafters being written or replaced
+        # Neither drafters being written or replaced, nor what training keeps beside them.
+        below[:] = [name for name in below if not name.startswith(".") and not name.endswith(checkpoint.TRAINING)]
         if checkpoint.is_drafter(Path(here)):
             found.append(Path(here))
             below.clear()

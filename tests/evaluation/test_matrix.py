@@ -202,7 +202,7 @@ def test_order_rotates(tmp_path, prompts, target):
 
     made = recipe(prompts)
     cases = [measure.Case(measure.Prompt("ab" * 16, [], "sql", ""), [1], 1)] * 3
-    measure.measure(made, run_of(tmp_path, made), cases, [contender(name) for name in "abc"], set())
+    measure.measure(made, cases, [contender(name) for name in "abc"], set(), keep=lambda records: tmp_path)
     assert "".join(asked) == "abcabc" + "abc" + "bca" + "cab"
 
 
