@@ -133,13 +133,17 @@ def measure(
     kept_at = time.monotonic()
     try:
         with progress.track("eval", total=len(todo), unit="prompts") as bar:
-            for done, (turn, seed, case) in enumerate(todo, len(questions) - len(todo)):
-                _stop_when_asked(f"{done} of {len(questions)} prompts")
+            for turn, seed, case in todo:
+                progress.interrupts.check()
                 records += _ask(recipe, case, seed, _rotated(found, turn))
                 bar.update(mat=metrics.mat([record.decoded for record in records if record.drafter in shown]))
                 if time.monotonic() - kept_at > KEEP_EVERY_S:
                     keep(records)
                     kept_at = time.monotonic()
+    except Interrupted as stop:
+        done = len({record.question for record in records})
+        hint = f"continue with --resume --output-dir {keep(records).parent}"
+        raise Interrupted(f"{stop.message} after {done} of {len(questions)} prompts", hint=hint) from None
     finally:
         keep(records)
     return records
@@ -159,10 +163,3 @@ def _ask(recipe: EvalRecipe, case: Case, seed: int, found: Sequence[Contender]) 
 def _rotated(found: Sequence[Contender], turn: int) -> Sequence[Contender]:
     first = turn % len(found)
     return [*found[first:], *found[:first]]
-
-
-def _stop_when_asked(done: str) -> None:
-    try:
-        progress.interrupts.check()
-    except Interrupted as stop:
-        raise Interrupted(f"{stop.message} after {done}", hint=stop.hint) from None

@@ -70,7 +70,7 @@ def test_the_png_has_the_size_of_its_figure(tmp_path):
     assert size[0] > plots.heat_map(MATRIX).get_size_inches()[0] * plots.DPI
 
 
-@pytest.mark.parametrize("name", ["$a_b", "a$b$c^{", "_^\\"])
+@pytest.mark.parametrize("name", ["$a_b", "a$^{$", "_^\\"])
 def test_names_are_no_formulas(tmp_path, name):
     """matplotlib reads $…$ as mathematics and fails on what is none."""
     matrix = MATRIX | {"drafters": [name, "x"], "best": [name] * 3, "best_macro": name}
