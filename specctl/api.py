@@ -15,8 +15,9 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl.recipe import RECIPES, CommandRecipe, WriterRecipe
+from specctl.recipe import RECIPES, CommandRecipe, EvalRecipe, WriterRecipe
 from specctl.recipe_io import Setting, resolve
+from specctl.reporting import artefacts
 from specctl.runs import Run
 
 if TYPE_CHECKING:
@@ -45,7 +46,11 @@ def train_drafter(recipe: CommandRecipe | str | Path | None = None, **overrides:
 
 def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> EvalResult:
     """Measure drafters × domains against plain decoding, with the losslessness check."""
-    return execute("eval", _recipe("eval", recipe, overrides))[0]
+    from specctl.evaluation.matrix import with_domains_of_drafters
+
+    resolved = _recipe("eval", recipe, overrides)
+    assert isinstance(resolved, EvalRecipe)
+    return execute("eval", with_domains_of_drafters(resolved))[0]
 
 
 def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
@@ -63,7 +68,9 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     run = Run.create(command, recipe, None if isinstance(recipe, WriterRecipe) else recipe.output_dir)
     module, name = FUNCTIONS[command]
     result = getattr(importlib.import_module(module), name)(recipe, run)
-    return result, run.result(dataclasses.asdict(result))
+    document = run.result(dataclasses.asdict(result))
+    artefacts.write(document, run.dir)
+    return result, document
 
 
 def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:

@@ -51,7 +51,7 @@ class DataRecipe(Section):
     """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
 
     domain: Annotated[Names, Field(min_length=1)] = ["sql"]
-    prompts: str | None = None  # JSONL file, or "-" for stdin
+    prompts: str | None = None  # JSONL file, one per domain with `{domain}` in its name, or "-" for stdin
     source: Literal["auto", "generator", "public", "unconditional"] = (
         "auto"  # unconditional: whatever the target writes
     )
@@ -66,6 +66,10 @@ class DataRecipe(Section):
                 raise ValueError("unconditional samples have no prompts")
             self.domain = ["unconditional"]
         return self
+
+    def prompts_of(self, domain: str) -> str | None:
+        """The prompts file of one domain."""
+        return self.prompts and self.prompts.replace("{domain}", domain)
 
 
 class SamplingRecipe(Section):
@@ -104,17 +108,21 @@ class CommandRecipe(Section):
     output_dir: LocalPath | None = None
 
 
-class WriterRecipe(CommandRecipe):
-    """A command that fills a directory and can continue where it stopped."""
+class ResumableRecipe(CommandRecipe):
+    """A command that can continue where it stopped."""
 
     resume: bool = False
     overwrite: bool = False
 
     @model_validator(mode="after")
-    def _one_of_resume_and_overwrite(self) -> WriterRecipe:
+    def _one_of_resume_and_overwrite(self) -> ResumableRecipe:
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other")
         return self
+
+
+class WriterRecipe(ResumableRecipe):
+    """A command whose output_dir is what it makes (data, a drafter), not the record of a run."""
 
 
 def distilled_dir(domains: list[str]) -> Path:
@@ -346,25 +354,36 @@ class TrainRecipe(WriterRecipe):
         return self.features.dir or data.with_name(data.name + ".features")
 
 
-class EvalRecipe(CommandRecipe):
-    """`specctl eval`: one row per drafter × domain; output_dir None = the run directory under ./runs."""
+class EvalRecipe(ResumableRecipe):
+    """`specctl eval`: one row per drafter × domain; output_dir None = the run directory under ./runs.
+
+    `matrix` asks for the table of `metric` over pool × domains, its picture, and the test of the diagonal; the domains
+    are then those that the drafters were made for, unless `data.domain` is given.
+    """
 
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     drafters: list[str] = []  # drafter directories, or the name of a family without weights: lookup
     pool: LocalPath | None = None  # directory of drafter directories
+    matrix: bool = False
+    metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # in the cells of the matrix
     baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
     split: Literal["train", "test"] = "test"
     limit: PositiveInt | None = 100  # prompts per domain
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     save_outputs: bool = False
-    overwrite: bool = False
 
     @model_validator(mode="after")
-    def _one_limit(self) -> EvalRecipe:
+    def _consistent(self) -> EvalRecipe:
         if self.data.limit is not None:
             raise ValueError("use `limit`, not `data.limit`")
+        if self.matrix and not self.drafters and self.pool is None:
+            raise ValueError("a matrix needs drafters: name a pool")
+        if self.matrix and self.metric == "speedup" and "vanilla" not in self.baselines:
+            raise ValueError("a matrix of speedup needs the vanilla baseline")
+        if self.resume and self.output_dir is None:
+            raise ValueError("resume needs output_dir, the directory of the run to continue")
         return self
 
 

@@ -30,6 +30,7 @@ from specctl.runs import atomic_write, make_dir, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
 REQUIRED = (CONFIG, WEIGHTS, INFO)
+TRAINING = ".checkpoints"  # what training keeps beside a drafter has its name with this behind it, and is no drafter
 FORMAT = 1
 AGAIN = "copy the drafter again or train it again with --overwrite"
 
@@ -106,6 +107,16 @@ def load(directory: str | Path) -> Checkpoint:
     return Checkpoint(config, tensors, _read_json(path / INFO), path)
 
 
+def read_info(directory: str | Path) -> dict[str, Any]:
+    """drafter.json alone: what a drafter says of itself, without its weights being read. Raises CheckpointError."""
+    return _read_json(_present(Path(directory)) / INFO)
+
+
+def fingerprint(directory: str | Path) -> str:
+    """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
+    return _sha256(_present(Path(directory)) / MANIFEST)
+
+
 def verify(directory: str | Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the first one that differs."""
     root = Path(directory)
@@ -146,7 +157,7 @@ def check_target(config: dict[str, Any], target: Target, name: str = "") -> None
         )
 
 
-def fingerprint(directory: Path) -> str:
+def weights_digest(directory: Path) -> str:
     """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
     try:
         return str(_read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])

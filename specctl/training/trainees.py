@@ -67,7 +67,7 @@ class Trainee:
         self.base = self.family.drafter(module, self.target, DraftingRecipe())
         lora.inject(module, self.recipe.lora, adaptable)
         place = os.path.relpath(directory.absolute(), self.recipe.output.absolute())
-        origin = {"path": place, "sha256": checkpoint.fingerprint(found.path)}
+        origin = {"path": place, "sha256": checkpoint.weights_digest(found.path)}
         self.origin = {"lora": self.recipe.lora.model_dump(include={"rank", "alpha"}) | {"base": origin}}
         return module
 
