@@ -258,16 +258,21 @@ def load_target(
     path: str = "auto",
 ) -> Target:
     """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where."""
-    from transformers import AutoTokenizer
-
     where = pick_device(device)
     if where.type == "cpu":
         keep_freed_memory()
     model = load_model(
         name, device=where, dtype=pick_dtype(dtype, where), revision=revision, trust_remote_code=trust_remote_code
     )
+    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    return Target(name, model, tokenizer, revision=revision, path=path)
+
+
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
+    """The tokenizer of a target. CheckpointError where there is none."""
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the tokenizer of target {name}: {str(error).splitlines()[0]}") from error
-    return Target(name, model, tokenizer, revision=revision, path=path)
