@@ -195,14 +195,28 @@ class FirstDataRecipe(Section):
     responses: PositiveInt = 2000
 
 
+class LoraRecipe(Section):
+    """Low-rank fine-tuning of the drafter in `init` (peft): y = W x + (alpha / rank) · B A x with W frozen."""
+
+    enabled: bool = False
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    modules: Names | None = None  # names of projections; None = all that the family adapts
+
+
 class TrainRecipe(WriterRecipe):
-    """`specctl train-drafter`; output_dir None = ./drafters/<domain>-<arch>."""
+    """`specctl train-drafter`; output_dir None = ./drafters/<domain>-<arch>, with -lora for an adapter.
+
+    `each` trains one drafter per domain; output_dir is then the pool's directory, None = ./drafters.
+    """
 
     data: DataRecipe = DataRecipe()
     arch: Arch = "eagle3"
+    each: bool = False
     drafter: DrafterRecipe = DrafterRecipe()
-    init: LocalPath | None = None  # drafter directory to start from
-    distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>
+    init: LocalPath | None = None  # drafter directory to start from; its sizes and draft vocabulary are kept
+    lora: LoraRecipe = LoraRecipe()
+    distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>, of several domains all
     distill: FirstDataRecipe = FirstDataRecipe()
     objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv"] = "auto"
     ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
@@ -231,20 +245,50 @@ class TrainRecipe(WriterRecipe):
 
     @property
     def optimizer_type(self) -> str:
-        """`optimizer.type` with `auto` decided."""
+        """`optimizer.type` with `auto` decided: factors of a low rank are no matrices in Muon's sense."""
         if self.optimizer.type != "auto":
             return self.optimizer.type
-        return "muon" if self.zero_stage == 0 else "adamw"
+        return "muon" if self.zero_stage == 0 and not self.lora.enabled else "adamw"
 
     @property
     def output(self) -> Path:
         """Where the drafter goes."""
-        return self.output_dir or Path("drafters") / f"{'+'.join(self.data.domain)}-{self.arch}"
+        return self.output_dir or Path("drafters") / self.name
 
     @property
-    def source(self) -> Path:
-        """Where the distilled data is."""
-        return self.distilled or distilled_dir(self.data.domain)
+    def name(self) -> str:
+        """`sql-eagle3`, `sql+math-eagle3`, `sql-eagle3-lora`."""
+        return f"{'+'.join(self.data.domain)}-{self.arch}{'-lora' if self.lora.enabled else ''}"
+
+    @property
+    def sources(self) -> list[Path]:
+        """Where the distilled data is: one directory per domain, or the one that holds their mixture."""
+        if self.distilled is not None:
+            return [self.distilled]
+        mixture = distilled_dir(self.data.domain)
+        return [mixture] if mixture.is_dir() else [distilled_dir([domain]) for domain in self.data.domain]
+
+    def one_each(self) -> list[TrainRecipe]:
+        """With `each` the recipe of every domain, else this one."""
+        if not self.each:
+            return [self]
+        pool = self.output_dir or Path("drafters")
+        alone = [
+            self.model_copy(update={"each": False, "data": self.data.model_copy(update={"domain": [domain]})})
+            for domain in self.data.domain
+        ]
+        return [recipe.model_copy(update={"output_dir": pool / recipe.name}) for recipe in alone]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainRecipe:
+        if self.lora.enabled and self.init is None:
+            raise ValueError("lora needs `init`, the drafter whose weights it adapts")
+        if self.init is not None and self.drafter.model_fields_set:
+            given = ", ".join(f"drafter.{name}" for name in sorted(self.drafter.model_fields_set))
+            raise ValueError(f"the drafter in `init` has its sizes and its draft vocabulary: leave out {given}")
+        if self.each and self.distilled is not None:
+            raise ValueError("each domain has its own data: `distilled` and `each` exclude each other")
+        return self
 
 
 class EvalRecipe(CommandRecipe):

@@ -24,7 +24,7 @@ class EagleDrafter(FeatureDrafter):
     """Inference of an `EagleHead`, whose vocabulary head is the target's."""
 
     def __init__(self, head: EagleHead, target: Target, shape: Shape):
-        super().__init__(head.config, head.layer, head.inv_freq, head.draft_ids, target, shape)
+        super().__init__(head, head.layer, target, shape)
         token, feature = self.weight(head.fc).chunk(2, -1)
         # The token's half of the fusion depends on the token alone: tabulate it.
         self.token_part = (self.embedding.to(self.dtype) @ token.T).float()
@@ -40,6 +40,10 @@ class EagleDrafter(FeatureDrafter):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden.to(self.dtype))
+
+
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Projections that a LoRA adapter may update; not the fusion, half of which is tabulated."""
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:

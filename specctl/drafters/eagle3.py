@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.layers import DraftLinear
 from specctl.decoding.target import Target
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.feature import FeatureDrafter
@@ -23,10 +22,10 @@ class Eagle3Drafter(FeatureDrafter):
     """Inference of an `Eagle3Head`."""
 
     def __init__(self, head: Eagle3Head, target: Target, shape: Shape):
-        super().__init__(head.config, head.midlayer, head.inv_freq, head.draft_ids, target, shape)
+        super().__init__(head, head.midlayer, target, shape)
         self.fc = self.linear(head.fc)
         self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)
-        self.head: DraftLinear = self.linear(head.lm_head)
+        self.head = self.linear(head.lm_head)
         # The first half of the layer's input depends on the token alone: tabulate it.
         self.token_input = self.rms_norm(head.midlayer.input_layernorm)(self.embedding.float())
 
@@ -38,6 +37,10 @@ class Eagle3Drafter(FeatureDrafter):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden))
+
+
+ADAPTABLE = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+"""Projections that a LoRA adapter may update."""
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +14,11 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import KVCache, Plan, plan_rows
 from specctl.decoding.draft import DraftTree, Score
-from specctl.decoding.layers import DraftLinear, RMSNorm, Rope, attend
+from specctl.decoding.layers import DraftLinear, Linear, RMSNorm, Rope, attend
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.head import HeadConfig, HeadLayer
+from specctl.drafters.head import DraftHead, HeadLayer
+from specctl.drafters.lora import Adapter, Part
 from specctl.drafters.tree import GrowingTree, Shape, best
 from specctl.drafters.ttt_attention import Layout, ranges
 from specctl.drafters.ttt_attention import attention as ttt_attention
@@ -43,32 +46,42 @@ class FeatureDrafter(ABC):
     committed slots the layer's own outputs serve as features.
     """
 
-    def __init__(
-        self, config: HeadConfig, layer: HeadLayer, inv_freq: Tensor, ids: Tensor, target: Target, shape: Shape
-    ):
-        """`ids` [Vd]: target id of every draft token."""
+    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: Shape):
+        config = head.config
         self.shape, self.taps, self.size = shape, config.taps, config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.device, self.dtype, self.eps = target.device, target.dtype, config.rms_norm_eps
         self.embedding = target.model.embedding
+        self._names = {module: name for name, module in head.named_modules()}
+        self._parts: dict[Linear, list[Part]] = {}
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o = self.linear(attention.o_proj)
         self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
         self.down = self.linear(mlp.down_proj)
         self.post_norm = self.rms_norm(layer.post_attention_layernorm)
-        self.ids = ids.to(self.device)
-        self._to_target = ids.tolist()
-        self._inv_freq = inv_freq.to(self.device)
+        self.ids = head.draft_ids.to(self.device)
+        self._to_target = self.ids.tolist()
+        self._inv_freq = head.inv_freq.to(self.device)
         self._rope: Rope | None = None
 
     def weight(self, module: torch.nn.Linear) -> Tensor:
         """A projection's weight where and in what the target computes."""
         return module.weight.detach().to(self.device, self.dtype)
 
-    def linear(self, *modules: torch.nn.Linear) -> DraftLinear:
+    def linear(self, *modules: torch.nn.Linear) -> Linear:
         """Projections of one input as one product."""
-        return DraftLinear(torch.cat([self.weight(module) for module in modules]))
+        product = DraftLinear(torch.cat([self.weight(module) for module in modules]))
+        self._parts[product] = [(self._names[module], module.out_features) for module in modules]
+        return product
+
+    def adapted(self, adapter: Adapter) -> Self:
+        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Linear):
+                setattr(twin, name, adapter.on(value, self._parts.get(value, []), self.device))
+        return twin
 
     def rms_norm(self, module: torch.nn.RMSNorm) -> RMSNorm:
         return RMSNorm(module.weight.detach().to(self.device), self.eps, self.dtype)

@@ -157,6 +157,14 @@ def check_target(config: dict[str, Any], target: Target, name: str = "") -> None
         )
 
 
+def fingerprint(directory: Path) -> str:
+    """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
+    try:
+        return str(_read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=AGAIN) from error
+
+
 def is_drafter(path: Path) -> bool:
     """Whether a directory claims to be a drafter; it may still be damaged."""
     return any((path / name).is_file() for name in (MANIFEST, INFO))

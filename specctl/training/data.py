@@ -40,11 +40,11 @@ class Corpus:
     domains: list[str]
 
 
-def load_corpus(directory: Path, target: Target, *, max_length: int, held_out: float, prompts: int) -> Corpus:
-    """Read a distilled directory.
+def load_corpus(directories: list[Path], target: Target, *, max_length: int, held_out: float, prompts: int) -> Corpus:
+    """Read distilled directories, in order.
 
     A prompt is held out when the hash of its id falls into the first `held_out` fraction, so the split never changes
-    when data is added; at most `prompts` of them are kept, the others are trained on.
+    when data is added; at most `prompts` of them are kept, as many of each directory, the others are trained on.
 
     Raises:
         DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
@@ -53,25 +53,28 @@ def load_corpus(directory: Path, target: Target, *, max_length: int, held_out: f
     aside: dict[str, list[int]] = {}
     digest = hashlib.sha256()
     domains: dict[str, None] = {}
-    for record in store.read(directory):
-        if record["target"] != target.identity["vocab_hash"]:
-            raise CheckpointError(
-                f"{directory} was distilled by a target with another vocabulary than {target.name}",
-                "distil again with this --target",
-            )
-        digest.update(record["id"].encode())
-        domains[record["domain"]] = None
-        key = record["prompt_id"]
-        share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
-        if key in aside or (share < held_out and len(aside) < prompts):
-            aside[key] = record["prompt_ids"]
-            continue
-        tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
-        # A slot needs the token after it and the target's distribution after that: two response tokens at least.
-        if len(tokens) - len(record["prompt_ids"]) >= 2:
-            examples.append(Example(len(examples), key, tokens, len(record["prompt_ids"])))
+    for number, directory in enumerate(directories, 1):
+        quota = prompts * number // len(directories)
+        for record in store.read(directory):
+            if record["target"] != target.identity["vocab_hash"]:
+                raise CheckpointError(
+                    f"{directory} was distilled by a target with another vocabulary than {target.name}",
+                    "distil again with this --target",
+                )
+            digest.update(record["id"].encode())
+            domains[record["domain"]] = None
+            key = record["prompt_id"]
+            share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
+            if key in aside or (share < held_out and len(aside) < quota):
+                aside[key] = record["prompt_ids"]
+                continue
+            tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
+            # A slot needs the token after it and the target's distribution after that: two response tokens at least.
+            if len(tokens) - len(record["prompt_ids"]) >= 2:
+                examples.append(Example(len(examples), key, tokens, len(record["prompt_ids"])))
     if not examples:
-        raise DataError(f"{directory} holds no response of two tokens or more", "distil more prompts")
+        names = ", ".join(map(str, directories))
+        raise DataError(f"{names}: no response of two tokens or more", "distil more prompts")
     return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains))
 
 

@@ -84,7 +84,7 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     target = load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     corpus = load_corpus(
-        recipe.source,
+        recipe.sources,
         target,
         max_length=min(recipe.max_length, target.context_length),
         held_out=recipe.eval.fraction,

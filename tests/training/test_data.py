@@ -28,7 +28,7 @@ def test_draft_vocabulary_holds_the_end_token_and_the_most_frequent():
 
 
 def test_held_out_prompts_are_not_trained_on(distilled, target):
-    corpus = load_corpus(distilled, target, max_length=2048, held_out=0.3, prompts=4)
+    corpus = load_corpus([distilled], target, max_length=2048, held_out=0.3, prompts=4)
     assert len(corpus.held_out) == 4
     trained = {tuple(e.tokens[: e.prompt_length]) for e in corpus.train}
     assert not trained & {tuple(prompt) for prompt in corpus.held_out}
@@ -38,9 +38,9 @@ def test_held_out_prompts_are_not_trained_on(distilled, target):
 def test_data_of_another_target_is_refused(distilled, target, monkeypatch):
     monkeypatch.setitem(target.identity, "vocab_hash", "0" * 16)
     with pytest.raises(CheckpointError, match="another vocabulary"):
-        load_corpus(distilled, target, max_length=2048, held_out=0.1, prompts=4)
+        load_corpus([distilled], target, max_length=2048, held_out=0.1, prompts=4)
 
 
 def test_nothing_to_train_on(distilled, target):
     with pytest.raises(DataError, match="no response"):
-        load_corpus(distilled, target, max_length=8, held_out=0.1, prompts=4)
+        load_corpus([distilled], target, max_length=8, held_out=0.1, prompts=4)
