@@ -4,8 +4,8 @@ Tensors without a prefix: fc, midlayer.*, norm, lm_head, d2t (int64 [Vd], **offs
 (bool [V]); `embed_tokens` is optional (engines share the target's). A full draft vocabulary has neither d2t nor t2d.
 
 Feature layers. hidden_states[k] is the output of layer k − 1. Without a key everybody taps [2], [n//2] and [n−3]. With
-one, vLLM reads the top-level `eagle_aux_hidden_state_layer_ids` as k, SGLang the one below `eagle_config` as k − 1; both
-collect in the order of the layers, whatever order the list has.
+one, vLLM reads the top-level `eagle_aux_hidden_state_layer_ids` as k, SGLang the one below `eagle_config` as k − 1;
+both collect in the order of the layers, whatever order the list has.
 """
 
 from __future__ import annotations

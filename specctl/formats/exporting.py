@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from specctl.decoding.target import load_tokenizer
+from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.formats import checkpoint, foreign, registry, roundtrip
 from specctl.formats.head import Facts, Files, Head
@@ -40,7 +41,7 @@ class ExportResult:
 
 
 def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
-    """Write `recipe.drafter` for `recipe.to`, whole or not at all.
+    """Write `recipe.drafter` (a LoRA adapter merged into its base) for `recipe.to`, whole or not at all.
 
     Raises:
         UsageError: no drafter named, the place is taken, or that format has no room for the family.
@@ -48,7 +49,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     """
     if recipe.drafter is None:
         raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
-    found = checkpoint.load(recipe.drafter)
+    found = pool.whole(checkpoint.load(recipe.drafter))
     head = Head(found.config["family"], found.config["architecture"], found.tensors)
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None
@@ -63,7 +64,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     commands = registry.commands(recipe.to, head.family, place, facts, recipe.tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
-        record = {"drafter": str(found.path.absolute()), "to": recipe.to, "target": found.config["target"]}
+        record = {"drafter": str(recipe.drafter.absolute()), "to": recipe.to, "target": found.config["target"]}
         atomic_write(draft / RECORD, to_json(record | {"commands": commands}, indent=2) + "\n")
         difference = (
             roundtrip.check(head, read_back(draft, recipe.to, head, facts), recipe.tokens) if recipe.check else None

@@ -30,7 +30,7 @@ def read(found: Foreign, facts: Facts) -> Head:
     if rows != facts.vocab_size:
         raise found.refuse("vocab_size", rows, f"the target's, {facts.vocab_size}: engines compare them, too")
     tensors = {name: tensor for name, tensor in found.tensors.items() if not name.endswith(".inv_freq")}
-    tensors.setdefault("lm_head.weight", embedding)  # tied: two names in our files
+    tensors.setdefault("lm_head.weight", embedding.clone())  # tied: ours are two
     ignored = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
     config = LlamaConfig(**{key: value for key, value in found.config.items() if key not in ignored})
     config.tie_word_embeddings = False

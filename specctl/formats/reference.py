@@ -1,7 +1,7 @@
 """Medusa and Hydra heads as their own repositories read them (FasterDecoding/Medusa, zankner/Hydra).
 
-Both load one pickle, `medusa_lm_head.pt` or `hydra_lm_head.pt` (Medusa's trainer writes safetensors, its loader does not
-look for them), and take every shape from the target's configuration. Neither vLLM nor SGLang serves these files.
+Both load one pickle, `medusa_lm_head.pt` or `hydra_lm_head.pt` (Medusa's trainer writes safetensors, its loader does
+not look for them), and take every shape from the target's configuration. Neither vLLM nor SGLang serves these files.
 """
 
 from __future__ import annotations
