@@ -1,5 +1,7 @@
 """Small random drafters of every family, and the logits that they have here."""
 
+import functools
+
 import pytest
 import torch
 
@@ -107,6 +109,7 @@ def text(target, prompts):
 def ours(target, prompts, text):
     """`ours(directory)` → logits [STEPS, V] of draft steps 1 … behind the committed text, by our own drafter."""
 
+    @functools.cache
     def score(directory):
         drafter = pool.load_drafter(str(directory), target, DraftingRecipe())
         ids, committed = text
