@@ -52,10 +52,20 @@ class DataRecipe(Section):
 
     domain: Annotated[Names, Field(min_length=1)] = ["sql"]
     prompts: str | None = None  # JSONL file, or "-" for stdin
-    source: Literal["auto", "generator", "public"] = "auto"
+    source: Literal["auto", "generator", "public", "unconditional"] = (
+        "auto"  # unconditional: whatever the target writes
+    )
     limit: PositiveInt | None = None  # prompts per domain
     max_rejected: Fraction = 0.01
     seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _unconditional(self) -> DataRecipe:
+        if self.source == "unconditional":
+            if self.prompts is not None:
+                raise ValueError("unconditional samples have no prompts")
+            self.domain = ["unconditional"]
+        return self
 
 
 class SamplingRecipe(Section):
@@ -126,6 +136,13 @@ class DistillRecipe(WriterRecipe):
     max_response_tokens: PositiveInt | None = None  # stop after so many in all
 
     @model_validator(mode="after")
+    def _unconditional(self) -> DistillRecipe:
+        """Without a prompt every greedy text is the same; the target's own distribution is that of temperature 1."""
+        if self.data.source == "unconditional" and "temperatures" not in self.model_fields_set:
+            self.temperatures = [1.0]
+        return self
+
+    @model_validator(mode="after")
     def _shard_in_range(self) -> DistillRecipe:
         index, count = map(int, self.shard.split("/"))
         if index >= count:
@@ -142,6 +159,7 @@ class DrafterRecipe(Section):
     """Size of a new draft head; None = what the architecture derives from the target."""
 
     preset: str | None = None
+    base: str | None = None  # lm: a published causal LM with the target's vocabulary to start from
     hidden_size: PositiveInt | None = None
     intermediate_size: PositiveInt | None = None
     num_heads: PositiveInt | None = None
@@ -204,6 +222,13 @@ class LoraRecipe(Section):
     modules: Names | None = None  # names of projections; None = all that the family adapts
 
 
+class PretrainRecipe(Section):
+    """First stage of lm on general text, before the domain: unconditional samples of the target, or a corpus."""
+
+    responses: PositiveInt | None = None  # unconditional samples
+    corpus: LocalPath | None = None  # JSONL with `text`, or plain text, instead
+
+
 class TrainRecipe(WriterRecipe):
     """`specctl train-drafter`; output_dir None = ./drafters/<domain>-<arch>, with -lora for an adapter.
 
@@ -217,7 +242,9 @@ class TrainRecipe(WriterRecipe):
     init: LocalPath | None = None  # drafter directory to start from; its sizes and draft vocabulary are kept
     lora: LoraRecipe = LoraRecipe()
     distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>, of several domains all
+    corpus: LocalPath | None = None  # general text to train on (lm) instead of distilled data
     distill: FirstDataRecipe = FirstDataRecipe()
+    pretrain: PretrainRecipe = PretrainRecipe()
     objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv"] = "auto"
     ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
@@ -279,8 +306,25 @@ class TrainRecipe(WriterRecipe):
         ]
         return [recipe.model_copy(update={"output_dir": pool / recipe.name}) for recipe in alone]
 
+    def first_stage(self) -> TrainRecipe | None:
+        """The recipe of `pretrain`: general text, written to ./drafters/general-<arch>; None without it."""
+        if self.pretrain == PretrainRecipe():
+            return None
+        data = DataRecipe(source="unconditional", limit=self.pretrain.responses, seed=self.data.seed)
+        changes = {"pretrain": PretrainRecipe(), "corpus": self.pretrain.corpus, "data": data, "each": False}
+        return self.model_copy(update={**changes, "output_dir": Path("drafters") / f"general-{self.arch}"})
+
+    def second_stage(self, first: TrainRecipe) -> TrainRecipe:
+        """This recipe, started from what `first` writes."""
+        changes = {"pretrain": PretrainRecipe(), "init": first.output, "drafter": DrafterRecipe()}
+        return self.model_copy(update=changes)
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainRecipe:
+        if self.arch != "lm" and (self.corpus or self.pretrain != PretrainRecipe()):
+            raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch lm")
+        if self.pretrain != PretrainRecipe() and self.init is not None:
+            raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
         if self.lora.enabled and self.init is None:
             raise ValueError("lora needs `init`, the drafter whose weights it adapts")
         if self.init is not None and self.drafter.model_fields_set:

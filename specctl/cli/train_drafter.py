@@ -38,7 +38,10 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     plan.check_data(recipe.data)
     if recipe.init is not None and not (recipe.init / "config.json").is_file():
         raise CheckpointError(f"init: {recipe.init} is not a drafter directory: it has no config.json")
-    recipes = recipe.one_each()
+    general = recipe.first_stage()
+    recipes = (recipe if general is None else recipe.second_stage(general)).one_each()
+    if general is not None and not (general.output / "config.json").is_file():  # one that is there serves again
+        recipes.insert(0, general)
     for one in recipes:
         plan.check_output(one.output, resume=recipe.resume, overwrite=recipe.overwrite)
     first = {path: data for one in recipes for path, data in distil_first(one).items()}
@@ -50,8 +53,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
             api.execute("distill", missing)
         documents = [api.execute("train-drafter", one)[1] for one in recipes]
     if not recipe.each:
-        return output.result(documents[0], fields, brief=documents[0]["drafter"])
-    pool = str(recipes[0].output.parent)
+        return output.result(documents[-1], fields, brief=documents[-1]["drafter"])
+    pool = str(recipes[-1].output.parent)
     output.result({"command": "train-drafter", "pool": pool, "drafters": documents}, show_pool, brief=pool)
 
 
@@ -62,7 +65,7 @@ def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:
     """
     return {
         source: first
-        for source, domains in zip(recipe.sources, _domains(recipe), strict=True)
+        for source, domains in zip(recipe.sources, _domains(recipe), strict=False)
         if (first := _missing(recipe, source, domains)) is not None
     }
 
@@ -70,6 +73,8 @@ def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:
 def _domains(recipe: TrainRecipe) -> list[list[str]]:
     """The domains of each of `recipe.sources`."""
     every = recipe.data.domain
+    if recipe.corpus is not None:
+        return []
     return [every] if len(recipe.sources) == 1 else [[domain] for domain in every]
 
 

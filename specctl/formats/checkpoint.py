@@ -68,7 +68,7 @@ def save(
     place = Path(directory).absolute()
     check_free(place, overwrite)
     with staged(place) as draft:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, draft / WEIGHTS)
+        save_file(separate(tensors), draft / WEIGHTS)
         _sync(draft / WEIGHTS)
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
@@ -168,6 +168,17 @@ def fingerprint(directory: Path) -> str:
 def is_drafter(path: Path) -> bool:
     """Whether a directory claims to be a drafter; it may still be damaged."""
     return any((path / name).is_file() for name in (MANIFEST, INFO))
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, and tied weights twice: safetensors refuses memory that two names share."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return found
 
 
 def check_free(place: Path, overwrite: bool) -> None:

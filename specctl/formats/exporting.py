@@ -99,7 +99,7 @@ def read_back(directory: Path, to: str, head: Head, facts: Facts) -> Head:
 
 
 def _write(files: Files, directory: Path, facts: Facts, trust_remote_code: bool) -> None:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in files.tensors.items()}
+    tensors = checkpoint.separate(files.tensors)
     if files.weights.endswith(".safetensors"):
         save_file(tensors, directory / files.weights, metadata={"format": "pt"})  # transformers asks for it
     else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters import lora, pool
+from specctl.drafters import lm, lora, pool
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.formats import checkpoint
@@ -122,19 +122,27 @@ class FeatureTrainee(Trainee):
 
 
 class LMTrainee(Trainee):
-    """Small decoders: cross-entropy on the responses' tokens; the target is not run."""
+    """Small decoders. Cross-entropy on the responses' tokens runs no target; the other objectives do."""
 
-    def batch(self, examples: list[Example], step: int) -> dict[str, Tensor]:
+    def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
+        super().__init__(recipe, target, corpus)
+        if recipe.distillation != "ce":
+            self.store = FeatureStore(target, ())
+
+    def batch(self, examples: list[Example], step: int) -> lm.LMBatch:
         width = max(len(e.tokens) for e in examples)
         tokens = torch.tensor([e.tokens + [0] * (width - len(e.tokens)) for e in examples])
         places = torch.arange(width)
-        start = torch.tensor([[e.prompt_length] for e in examples])
+        # A response's first token follows the prompt's last, whose distribution is not among the features.
+        skipped = 0 if self.store is None else 1
+        start = torch.tensor([[e.prompt_length + skipped] for e in examples])
         stop = torch.tensor([[len(e.tokens)] for e in examples])
         mask = (places >= start) & (places < stop)
-        return {"tokens": tokens.to(self.target.device), "mask": mask.to(self.target.device)}
+        teacher = None if self.store is None else torch.cat([f.teacher for f in self.store.get(examples)])
+        return lm.LMBatch(tokens.to(self.target.device), mask.to(self.target.device), teacher)
 
     def loss(self, engine: nn.Module, batch: Any) -> Loss:
-        total, weight = engine(batch)
+        total, weight = engine(batch, None if self.store is None else self.target.head_weight)
         return total, weight, [(total.detach(), weight)]
 
 

@@ -94,3 +94,22 @@ def test_contradictions_are_refused(specctl, calls, argv, says):
     done = specctl("train-drafter", *argv)
     assert done.code in (2, 4) and says in done.err
     assert calls == []
+
+
+def test_the_first_stage_comes_first_and_serves_again(specctl, calls, tmp_path):
+    argv = ["train-drafter", "--arch", "lm", "--domain", "sql", "pretrain.responses=50"]
+    assert specctl(*argv).code == 0
+    assert [(command, recipe.data.domain) for command, recipe in calls] == [
+        ("distill", ["unconditional"]),
+        ("distill", ["sql"]),
+        ("train-drafter", ["unconditional"]),
+        ("train-drafter", ["sql"]),
+    ]
+    assert calls[0][1].temperatures == [1.0] and calls[0][1].data.limit == 50
+    assert calls[2][1].output == calls[3][1].init == Path("drafters/general-lm")
+    calls.clear()
+    general = tmp_path / "drafters/general-lm"
+    general.mkdir(parents=True)
+    (general / "config.json").write_text("{}")
+    assert specctl(*argv).code == 0
+    assert [recipe.data.domain for command, recipe in calls if command == "train-drafter"] == [["sql"]]

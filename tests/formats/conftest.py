@@ -48,11 +48,11 @@ def modules(target, family, **options):
     if family == "eagle":
         return randomised(EagleHead(shape(target, taps=(target.num_layers,), **options)))
     if family == "lm":
-        from transformers import LlamaConfig
+        from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
         positions = dict(max_position_embeddings=target.context_length, eos_token_id=sorted(target.eos_ids))
-        return randomised(LM(LlamaConfig(vocab_size=target.vocab_size, **sizes, **positions)))
+        return randomised(LM(LlamaForCausalLM(LlamaConfig(vocab_size=target.vocab_size, **sizes, **positions))))
     common = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size)
     common |= dict(draft_heads=STEPS, taps=(target.num_layers,))
     if family == "medusa":
