@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from specctl import api
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats import checkpoint, exporting, registry, roundtrip
+from specctl.formats import checkpoint, exporting, roundtrip
 from specctl.formats.head import Head
 from specctl.recipe import ExportRecipe
 from tests.formats import consumers
@@ -180,9 +180,3 @@ def test_the_python_function_and_a_target_that_is_another_model(make, tmp_path, 
     assert result.output == "exported/eagle3-vllm"
     with pytest.raises(CheckpointError, match="hidden_size"):
         api.export(drafter=str(drafter), target__name=tiny_directory("llama"), output_dir="two")
-
-
-def test_every_family_and_format_has_a_reader():
-    assert {registry.written_as(to, family) for to, family in (("speculators", "eagle3"), ("vllm", "lm"))} <= set(
-        registry.READERS
-    )
