@@ -15,7 +15,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl.recipe import RECIPES, CommandRecipe, EvalRecipe, WriterRecipe
+from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, WriterRecipe
 from specctl.recipe_io import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run
@@ -23,7 +23,9 @@ from specctl.runs import Run
 if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
     from specctl.evaluation.compare import GenerateResult
+    from specctl.evaluation.importing import ImportResult
     from specctl.evaluation.matrix import EvalResult
+    from specctl.formats.exporting import ExportResult
     from specctl.training.loop import TrainResult
 
 FUNCTIONS = {
@@ -31,6 +33,8 @@ FUNCTIONS = {
     "train-drafter": ("specctl.training.loop", "train_drafter"),
     "eval": ("specctl.evaluation.matrix", "evaluate"),
     "generate": ("specctl.evaluation.compare", "generate"),
+    "export": ("specctl.formats.exporting", "export"),
+    "import": ("specctl.evaluation.importing", "import_head"),
 }
 
 
@@ -58,14 +62,25 @@ def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
     return execute("generate", _recipe("generate", recipe, overrides))[0]
 
 
+def export(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ExportResult:
+    """Write a drafter as vLLM, SGLang, speculators or a reference repository reads it."""
+    return execute("export", _recipe("export", recipe, overrides))[0]
+
+
+def import_head(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ImportResult:
+    """Convert someone else's head into a drafter of ours, and try it on a few prompts."""
+    return execute("import", _recipe("import", recipe, overrides))[0]
+
+
 def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     """Run a resolved recipe in a run directory of its own. Returns the result dataclass and the result document."""
     if recipe.resources.threads:
         import torch
 
         torch.set_num_threads(recipe.resources.threads)
-    # A writer's output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
-    run = Run.create(command, recipe, None if isinstance(recipe, WriterRecipe) else recipe.output_dir)
+    makers = (WriterRecipe, ConverterRecipe)
+    # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
+    run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
     module, name = FUNCTIONS[command]
     result = getattr(importlib.import_module(module), name)(recipe, run)
     document = run.result(dataclasses.asdict(result))

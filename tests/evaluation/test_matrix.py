@@ -285,7 +285,7 @@ def test_records_that_cannot_be_read(tmp_path, prompts, target):
 def pool_of(tmp_path, target):
     """Two specialists and a generalist, as small as they get."""
     for name, domains in (("sql-lm", ["sql"]), ("chat-lm", ["chat"]), ("all-lm", ["chat", "sql"])):
-        model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), target))
+        model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), target)))
         config, tensors = lm.config(model, target.identity), lm.published(model.state_dict())
         checkpoint.save(tmp_path / "pool" / name, config=config, tensors=tensors, info={"domain": domains})
     return tmp_path / "pool"
