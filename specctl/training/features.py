@@ -116,7 +116,7 @@ def slot_batch(
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
-    slot_ranges, query_ranges = _ranges(slots), _ranges(queries)
+    slot_ranges, query_ranges = ranges(slots), ranges(queries)
     token_rows: list[int] = []
     query_rows: list[int] = []
     left: list[int] = []
@@ -146,11 +146,11 @@ def slot_batch(
         inside=torch.cat((inside[best], inside.new_zeros(tail))),
         left=torch.tensor(left, device=device),
         layout=Layout(slot_ranges, query_ranges, at),
-        later_layout=Layout(slot_ranges, _ranges([len(rows) for rows in later]), [at[row] for row in later_rows]),
+        later_layout=Layout(slot_ranges, ranges([len(rows) for rows in later]), [at[row] for row in later_rows]),
     )
 
 
-def _ranges(sizes: list[int]) -> list[tuple[int, int]]:
+def ranges(sizes: list[int]) -> list[tuple[int, int]]:
     """Consecutive row ranges of the given sizes."""
     ends = list(accumulate(sizes))
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
