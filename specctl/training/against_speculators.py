@@ -52,7 +52,7 @@ def serve(make: Callable[[], Side]) -> None:
 
 
 def peak_memory() -> int:
-    """Bytes this process has been resident with at most."""
+    """Bytes this process has been resident with at most; on Linux no less than its parent had been when it began."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)
 
 

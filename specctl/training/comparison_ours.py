@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -33,13 +34,14 @@ def shared(place: Path) -> Path:
     return place / "shared.safetensors"
 
 
-def trainer_for(place: Path, distilled: Path, variant: str) -> Trainer:
-    """A trainer on the first `DOCUMENTS` examples of `distilled`, without features.
+def trainer_for(place: Path, distilled: Path, variant: str, dtype: Literal["auto", "fp32"] = "auto") -> Trainer:
+    """A trainer on the first `DOCUMENTS` examples of `distilled`, without features; `dtype` of target and products.
 
     `like` is what both sides can do: AdamW, every response position in every step of the training-time test, and a
     vocabulary head that is not trained, as in `speculators`. `default` is the default recipe.
     """
-    recipe = TrainRecipe(target=TargetRecipe(device="cpu"), distilled=distilled, output_dir=place / "drafter")
+    target = TargetRecipe(device="cpu", dtype=dtype)
+    recipe = TrainRecipe(target=target, precision=dtype, distilled=distilled, output_dir=place / "drafter")
     if variant == LIKE:
         recipe = recipe.model_copy(update={"optimizer": OptimizerRecipe(type="adamw"), "ttt_stride": 1})
     trainer = make_trainer(recipe, Run(place))
@@ -104,17 +106,19 @@ def read_features(file: Path) -> dict[int, Features]:
     return found
 
 
+def losses(trainer: Trainer) -> list[float]:
+    """Mean loss on the first batch by step of the training-time test."""
+    first = batches(trainer.corpus.train, trainer.batch_tokens, seed=trainer.recipe.data.seed, epoch=0)[0]
+    with torch.no_grad():
+        _, _, steps = trainer._forward(first)
+    return [(loss / weight).item() for loss, weight in steps]
+
+
 def our_side(place: Path, distilled: Path, variant: str) -> Side:
     """The trainer's own step."""
     trainer = trainer_for(place, distilled, variant)
     assert isinstance(trainer.trainee, FeatureTrainee)
     trainer.trainee.store.kept = read_features(shared(place))
-
-    def losses() -> list[float]:
-        first = batches(trainer.corpus.train, trainer.batch_tokens, seed=trainer.recipe.data.seed, epoch=0)[0]
-        with torch.no_grad():
-            _, _, steps = trainer._forward(first)
-        return [(loss / weight).item() for loss, weight in steps]
 
     def step() -> int:
         before = trainer.at.tokens
@@ -122,7 +126,7 @@ def our_side(place: Path, distilled: Path, variant: str) -> Side:
             trainer._step(bar)
         return trainer.at.tokens - before
 
-    return Side(losses, step)
+    return Side(lambda: losses(trainer), step)
 
 
 def main() -> None:
