@@ -28,7 +28,7 @@ from specctl.training.comparison_ours import DEFAULT, LIKE, shared
 
 WARM_UP = 2  # steps of every side before the clock runs
 TURN = 3  # steps until it is the next side's turn
-BUDGET_S = 200  # no turn begins after so many seconds, however slow the machine
+BUDGET_S = 150  # no turn begins after so many seconds, however slow the machine
 TOLERANCE = 2e-3  # of losses, relative: bf16 products in another order, teacher and residual stream rounded elsewhere
 
 PACKED, SINGLE = "packed", "single"
@@ -62,18 +62,21 @@ def compare(distilled: Path, python: Path, steps: int) -> dict[str, Measured]:
 
     Raises:
         UsageError: it has not.
-        SpecctlError: a side failed, or the losses before the first step differ.
+        SpecctlError: a side failed, or the sides differ in threads or in their losses before the first step.
     """
     require_speculators(python)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         ours = [sys.executable, "-m", "specctl.training.comparison_ours", place, str(distilled)]
         # Isolated (-I): the script's own folder, where names of the standard library occur, stays off its path.
         theirs = [str(python), "-I", against_speculators.__file__, str(shared(Path(place)))]
-        subprocess.run([*ours, "write", str(WARM_UP + steps)], check=True, env=environment())
+        if subprocess.run([*ours, "write", str(WARM_UP + steps)], env=environment()).returncode:
+            raise SpecctlError("the target features could not be computed; what went wrong is above")
         commands = {name: [*theirs, name] if name in (PACKED, SINGLE) else [*ours, name] for name in NAMES}
         sides = {name: stack.enter_context(started(command)) for name, command in commands.items()}
         measured = {name: Measured(**answer(side)) for name, side in sides.items()}
         require_equal(measured[LIKE].losses, measured[PACKED].losses)
+        if len({one.threads for one in measured.values()}) > 1:
+            raise SpecctlError("the sides run on different numbers of threads")
         deadline = time.monotonic() + BUDGET_S
         with track("benchmark", total=WARM_UP + steps, unit="steps") as bar:
             for turn in [WARM_UP, *turns(steps)]:
