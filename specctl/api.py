@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
     from specctl.evaluation.compare import GenerateResult
     from specctl.evaluation.matrix import EvalResult
-    from specctl.training.loop import TrainResult
+    from specctl.training.outcome import TrainResult
 
 FUNCTIONS = {
     "distill": ("specctl.distillation.generate", "distill"),

@@ -73,9 +73,11 @@ FLAGS: dict[str, Flag] = {
     "top_p": Flag(("sampling.top_p",), float, "Nucleus; 1 is off."),
     "top_k": Flag(("sampling.top_k",), int, "0 is off."),
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
-    "arch": Flag(("arch",), str, "Drafter architecture: eagle3 or lm."),
-    "drafter": Flag(("drafter",), str, "Drafter directory, or lookup.", metavar="PATH"),
-    "drafters": Flag(("drafters",), list[str], "Drafter directory, or lookup; repeatable.", _names, metavar="PATH"),
+    "arch": Flag(("arch",), str, "Drafter architecture: eagle3, lm or retrieval."),
+    "drafter": Flag(("drafter",), str, "Drafter directory, or lookup or suffix.", metavar="PATH"),
+    "drafters": Flag(
+        ("drafters",), list[str], "Drafter directory, or lookup or suffix; repeatable.", _names, metavar="PATH"
+    ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),

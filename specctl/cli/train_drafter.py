@@ -76,12 +76,22 @@ def steps(recipe: TrainRecipe, first: DistillRecipe | None) -> list[str]:
     """What `train-drafter` would do, in words."""
     from specctl.cli import distill, plan
 
-    lengths = {"epochs": recipe.epochs, "steps": recipe.max_steps, "minutes": recipe.max_minutes}
-    until = " or ".join(f"{length:g} {name}" for name, length in lengths.items() if length) or "the default length"
     ready = [plan.check_target(recipe.target), f"read distilled data from {recipe.source}"]
     return [
         *(distill.steps(first) if first else ready),
+        *(_collecting(recipe) if recipe.arch == "retrieval" else _training(recipe)),
+        f"write the drafter to {recipe.output}",
+    ]
+
+
+def _collecting(recipe: TrainRecipe) -> list[str]:
+    return ["index the responses, without training", f"measure mat on {recipe.eval.prompts} held-out prompts"]
+
+
+def _training(recipe: TrainRecipe) -> list[str]:
+    lengths = {"epochs": recipe.epochs, "steps": recipe.max_steps, "minutes": recipe.max_minutes}
+    until = " or ".join(f"{length:g} {name}" for name, length in lengths.items() if length) or "the default length"
+    return [
         f"train {recipe.arch} for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
-        f"write the drafter to {recipe.output}",
     ]

@@ -10,31 +10,29 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from specctl.decoding.draft import Drafter, NoDraft
+from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters.lookup import Lookup
+from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError
 from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 # Family → module, imported when a drafter of it is loaded: a `Family`.
-FAMILIES = {"eagle3": "specctl.drafters.eagle3", "lm": "specctl.drafters.lm"}
-WEIGHTLESS: dict[str, Callable[[DraftingRecipe], Drafter]] = {
-    "none": lambda drafting: NoDraft(),
-    "lookup": lambda drafting: Lookup(drafting.depth),
+FAMILIES = {
+    "eagle3": "specctl.drafters.eagle3",
+    "lm": "specctl.drafters.lm",
+    "retrieval": "specctl.drafters.retrieval",
 }
-"""Drafters that are named, not loaded."""
 
 
 class Family(Protocol):
-    """The module of a family with weights. `config` is a checkpoint's config.json, `tensors` its weights."""
+    """The module of a family that is kept in directories; its drafters are restored to a `module` and draft with it.
 
-    def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The module's state dict as a checkpoint stores it."""
-        ...
+    `config` is a checkpoint's config.json, `tensors` its model.safetensors.
+    """
 
-    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> nn.Module:
-        """The trainable module; CheckpointError where weights and architecture do not fit."""
+    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+        """What was trained or collected; CheckpointError where tensors and architecture do not fit."""
         ...
 
     def drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
@@ -43,6 +41,14 @@ class Family(Protocol):
 
     def config(self, module: Any, target: dict[str, Any]) -> dict[str, Any]:
         """config.json of a checkpoint of this module; `target` is `Target.identity`."""
+        ...
+
+
+class TrainableFamily(Family, Protocol):
+    """A family whose modules are `nn.Module`s and learn by gradients."""
+
+    def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The module's state dict as a checkpoint stores it."""
         ...
 
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
@@ -54,6 +60,11 @@ class Family(Protocol):
 def family(name: str) -> Family:
     """The module of a family."""
     return cast(Family, importlib.import_module(FAMILIES[name]))
+
+
+def trainable(name: str) -> TrainableFamily:
+    """The module of a family that learns by gradients."""
+    return cast(TrainableFamily, family(name))
 
 
 def load_drafter(path_or_name: str, target: Target, drafting: DraftingRecipe) -> Drafter:

@@ -32,7 +32,7 @@ class Trainee:
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         self.recipe, self.target = recipe, target
-        self.family = pool.family(recipe.arch)
+        self.family = pool.trainable(recipe.arch)
 
         def frequent(size: int) -> list[int]:
             return frequent_tokens(corpus.train, size, frozenset(target.eos_ids))
