@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from itertools import islice
 
-from specctl.drafters.trie import ESCAPE, Follower
+from specctl.drafters.trie import Follower
+
+# Set aside for each kind of follower seen, for those not seen yet (PPM), over the squared length of the match: the only
+# token seen behind a match of 1 / 2 / 3 / 4 / more tokens is the next one in 20 / 61 / 68 / 66 / 92 % of the cases, on
+# sql, code and summarization together. With one share for all lengths, short matches of the text crowd out a store: 9 %
+# fewer tokens a pass of code, 2 % of sql.
+UNSEEN = 4.0
 
 
 class SuffixAutomaton:
@@ -88,23 +94,30 @@ class SuffixAutomaton:
 
 
 class Match:
-    """A state of an automaton as the place from which a draft reads on."""
+    """`length` tokens that led to a state of an automaton, as the place from which a draft reads on."""
 
-    def __init__(self, automaton: SuffixAutomaton, state: int):
-        self.automaton, self.state = automaton, state
+    def __init__(self, automaton: SuffixAutomaton, state: int, length: int):
+        self.automaton, self.state, self.length = automaton, state, length
+
+    @classmethod
+    def of(cls, automaton: SuffixAutomaton) -> Match:
+        """The longest suffix of the text that occurred before."""
+        return cls(automaton, automaton.match, automaton.length[automaton.match])
 
     def followers(self, limit: int) -> list[Follower]:
         """The `limit` tokens seen last behind this match, whatever their number: O(limit).
 
         At the end of the text it goes on behind the text's own match: there the text runs into its own copy.
         """
-        automaton = self.automaton
-        state = self.state if automaton.next[self.state] else automaton.match
-        if state == 0:
+        automaton, state, length = self.automaton, self.state, self.length
+        if state == automaton.last:
+            state = automaton.match
+            length = automaton.length[state]
+        if length == 0:
             return []
         count = automaton.count[state]
-        weight = automaton.total[state] + ESCAPE * len(count)
+        weight = automaton.total[state] + UNSEEN / length**2 * len(count)
         return [
-            Follower(token, count[token] / weight, Match(automaton, automaton.next[state][token]))
+            Follower(token, count[token] / weight, Match(automaton, automaton.next[state][token], length + 1))
             for token in islice(reversed(count), limit)
         ]

@@ -11,14 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specctl.drafters.trie import ESCAPE, Follower
+from specctl.drafters.trie import Follower
 
 SEPARATOR = -1  # behind every document: no context holds it, no draft crosses it
 LONGEST = 16  # tokens of context that are looked up; a power of two
-# Shorter contexts are added until so many occurrences are found. Tokens a pass with a store of 400 responses and 14
-# nodes, for 1 / 8 / 32 / 128 of them: sql 2.71 / 2.88 / 2.90 / 2.91, code 2.12 / 2.31 / 2.32 / 2.31, summarization 2.43
-# / 2.78 / 2.87 / 2.84.
+# Shorter contexts are added until so many occurrences are found. Tokens a pass with a store of 400 responses, the text
+# and 14 nodes, for 1 / 8 / 32 / 128 of them: sql 3.37 / 3.49 / 3.49 / 3.51, code 3.78 / 3.91 / 3.87 / 3.86,
+# summarization 2.50 / 2.74 / 2.82 / 2.88.
 ENOUGH = 32
+# Set aside for each kind of follower found, for those not seen yet (PPM): what stood there once is no certainty.
+UNSEEN = 0.5
 SAMPLE = 64  # occurrences that are read of one context, evenly spaced: 512 tell no more
 
 
@@ -51,7 +53,7 @@ class Datastore:
         self._text: NDArray[np.int32] = tokens.numpy()
         self._order: NDArray[np.int32] = suffixes.numpy()
         # Slices of an array compare token by token, as bisect wants it.
-        self._tokens, self._suffixes = array("i", tokens.tolist()), array("i", suffixes.tolist())
+        self._tokens, self._suffixes = array("i", self._text.tobytes()), array("i", self._order.tobytes())
 
     @classmethod
     def of(cls, documents: Iterable[list[int]]) -> Datastore:
@@ -102,7 +104,7 @@ class Occurrences:
         for row in self.rows:
             if self.depth < len(row):
                 groups.setdefault(row[self.depth], []).append(row)
-        weight = len(self.rows) + ESCAPE * len(groups)
+        weight = len(self.rows) + UNSEEN * len(groups)
         groups.pop(SEPARATOR, None)
         best = sorted(groups.items(), key=lambda item: -len(item[1]))[:limit]
         return [Follower(token, len(rows) / weight, Occurrences(rows, self.depth + 1)) for token, rows in best]

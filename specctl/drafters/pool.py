@@ -26,9 +26,10 @@ FAMILIES = {
 
 
 class Family(Protocol):
-    """The module of a family that is kept in directories; its drafters are restored to a `module` and draft with it.
+    """The Python module of a family whose drafters are kept in directories.
 
-    `config` is a checkpoint's config.json, `tensors` its model.safetensors.
+    `module` is what one of them holds, weights or a datastore; `config` is a checkpoint's config.json, `tensors` its
+    model.safetensors.
     """
 
     def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:

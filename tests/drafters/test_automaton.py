@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specctl.drafters.automaton import Match, SuffixAutomaton
-from specctl.drafters.trie import ESCAPE
+from specctl.drafters.automaton import UNSEEN, Match, SuffixAutomaton
 
 TEXT = st.lists(st.integers(0, 2), max_size=24)
 
@@ -112,21 +111,29 @@ def test_linear_in_memory_and_work(ids, monkeypatch):
 def test_nothing_to_match(ids):
     automaton = automaton_of(ids)
     assert automaton.match == 0
-    assert Match(automaton, automaton.match).followers(3) == []
+    assert Match.of(automaton).followers(3) == []
 
 
 def test_the_last_seen_followers_with_their_shares():
     """Behind 1 stood 2, 3, 2 and 4; the last two kinds seen are asked for."""
     automaton = automaton_of([1, 2, 1, 3, 1, 2, 1, 4, 9, 1])
-    found = Match(automaton, automaton.match).followers(2)
-    # "1 2" is counted behind "1" twice, 3 and 4 once.
-    weight = 4 + 3 * ESCAPE
+    found = Match.of(automaton).followers(2)
+    weight = 4 + 3 * UNSEEN
     assert [(follower.token, follower.probability) for follower in found] == [(4, 1 / weight), (2, 2 / weight)]
+
+
+def test_a_longer_match_is_trusted_more():
+    """Each token of the draft is part of the match behind which the next one stands."""
+    automaton = automaton_of([1, 2, 3, 4, 8, 1, 2])
+    (three,) = Match.of(automaton).followers(1)
+    (four,) = three.behind.followers(1)
+    assert (three.token, three.probability) == (3, 1 / (1 + UNSEEN / 4))
+    assert (four.token, four.probability) == (4, 1 / (1 + UNSEEN / 9))
 
 
 def test_a_periodic_text_goes_on():
     automaton = automaton_of([5, 6, 5, 6, 5])
-    place, read = Match(automaton, automaton.match), []
+    place, read = Match.of(automaton), []
     for _ in range(7):
         (follower,) = place.followers(1)
         read.append(follower.token)

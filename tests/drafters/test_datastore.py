@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specctl.drafters import datastore
-from specctl.drafters.datastore import LONGEST, SEPARATOR, Datastore, suffix_array
-from specctl.drafters.trie import ESCAPE, Shape, grow
+from specctl.drafters.datastore import LONGEST, SEPARATOR, UNSEEN, Datastore, suffix_array
+from specctl.drafters.trie import Shape, grow
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=4)
 
@@ -55,10 +55,10 @@ def test_counts_by_hand(monkeypatch):
     found = Datastore.of([[1, 2, 3, 4], [9, 1, 2], [1, 2, 3, 5]]).find([8, 1, 2], 4)
     assert len(found.rows) == 3
     (three,) = found.followers(5)
-    assert (three.token, three.probability) == (3, 2 / (3 + 2 * ESCAPE))
+    assert (three.token, three.probability) == (3, 2 / (3 + 2 * UNSEEN))
     four, five = three.behind.followers(5)
     assert (four.token, five.token) == (4, 5)
-    assert four.probability == five.probability == 1 / (2 + 2 * ESCAPE)
+    assert four.probability == five.probability == 1 / (2 + 2 * UNSEEN)
     assert four.behind.followers(5) == []
 
 

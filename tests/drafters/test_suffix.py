@@ -17,7 +17,7 @@ def scratch(ids, corpus, shape):
     """The tree behind `ids`, from an automaton that saw nothing else."""
     automaton = SuffixAutomaton()
     automaton.extend(ids)
-    places = [Match(automaton, automaton.match)]
+    places = [Match.of(automaton)]
     return grow(places if corpus is None else [*places, corpus.find(ids, DEPTH)], shape)
 
 
