@@ -15,12 +15,13 @@ from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.trie import Place, Shape, first_level, grow
 
-# × plain decoding of the built-in target on a CPU (20 prompts each, one thread; sql, code, summarization):
+# × plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each, one thread of a busy
+# machine, where equal drafts differ by up to 20 %):
 #   chain of 7     text 1.55 2.16 1.18   with a store of 400 responses 2.30 2.99 1.68   (lookup 1.54 1.80 1.20)
 #    7 nodes       text 1.58 1.80 1.15   with the store 2.94 2.82 1.86
 #   14 nodes       text 1.63 2.09 1.01   with the store 2.71 2.95 1.74
-# The 14 yield 2 to 10 % (text) and 8 to 17 % (store) more tokens a pass, and cost as much. Not measured on a GPU, where
-# rows are cheap.
+# The 14 yield up to 9 % (text) and 8 to 17 % (store) more tokens a pass, and cost as much. A chain of 7 yields as much
+# from the text, 2 to 16 % less from a store. Not measured on a GPU, where rows are cheap.
 NODES = {"cpu": 7, "cuda": 30}
 DEPTH, CHILDREN = 16, 5
 
