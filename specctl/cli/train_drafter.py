@@ -52,7 +52,7 @@ def distil_first(recipe: TrainRecipe) -> DistillRecipe | None:
     Raises UsageError where the data was named by the user, or where several processes would each write it.
     """
     from specctl.distillation import store
-    from specctl.recipe import DistillRecipe
+    from specctl.recipe import DistillRecipe, SamplingRecipe
 
     if store.exists(recipe.source):
         held = store.summary(recipe.source)
@@ -67,8 +67,14 @@ def distil_first(recipe: TrainRecipe) -> DistillRecipe | None:
         domains = ",".join(recipe.data.domain)
         raise UsageError(f"no distilled data in {recipe.source}", hint=f"run specctl distill --domain {domains} first")
     data = recipe.data.model_copy(update={"limit": recipe.data.limit or recipe.distill.responses})
+    longest = recipe.distill.max_new_tokens
     return DistillRecipe(
-        target=recipe.target, data=data, resources=recipe.resources, output_dir=recipe.source, resume=recipe.resume
+        target=recipe.target,
+        data=data,
+        sampling=SamplingRecipe(max_new_tokens=longest) if longest else SamplingRecipe(),
+        resources=recipe.resources,
+        output_dir=recipe.source,
+        resume=recipe.resume,
     )
 
 
