@@ -98,6 +98,7 @@ class ResourceRecipe(Section):
     threads: PositiveInt | None = None
     gpus: PositiveInt | None = None  # of all nodes together
     gpu: Gpu | None = None
+    processes: PositiveInt | None = None  # None = one for each GPU, or one in all with target.device_map
 
 
 class CommandRecipe(Section):

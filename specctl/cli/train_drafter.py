@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -15,7 +17,10 @@ from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, TrainRecipe
+    from specctl.training.estimate import Texts
 
+PROMPT_TOKENS = 128  # assumed of prompts that nobody has rendered yet
+PROMPT_SAMPLE = 200  # records whose prompts are measured
 FLAGS = ("arch", "domain", "prompts", "data_limit", *TARGET, "seed", "log", "output_dir", "resume", "overwrite")
 
 
@@ -37,7 +42,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         raise CheckpointError(f"init: {recipe.init} is not a drafter directory: it has no config.json")
     first = distil_first(recipe)
     if dry_run:
-        return plan.show("train-drafter", recipe, steps(recipe, first))
+        expected = estimate(recipe, first)
+        return plan.show("train-drafter", recipe, steps(recipe, first) + expected.lines, estimate=expected.document)
     with library_output():
         if first is not None:
             progress.log(f"no finished data in {recipe.source}: distilling from {first.data.limit} prompts first")
@@ -76,6 +82,49 @@ def distil_first(recipe: TrainRecipe) -> DistillRecipe | None:
         output_dir=recipe.source,
         resume=recipe.resume,
     )
+
+
+class Expected(NamedTuple):
+    """The estimate in words, and as a document; None where there is none, and the words say why."""
+
+    lines: list[str]
+    document: dict[str, Any] | None
+
+
+def estimate(recipe: TrainRecipe, first: DistillRecipe | None) -> Expected:
+    """Memory, disk and time of the training, as far as they follow from configurations."""
+    from specctl.cli import plan
+    from specctl.decoding.target import load_config
+    from specctl.drafters.pool import FAMILIES
+    from specctl.training.estimate import estimate
+    from specctl.training.machine import machine_for
+
+    where, machine = plan.local_target(recipe.target), machine_for(recipe)
+    if recipe.arch not in FAMILIES:
+        return Expected([f"no estimate: {recipe.arch} has no weights to train"], None)
+    if where is None:
+        cached = f"its config.json in the Hugging Face cache (hf download {recipe.target.name} config.json)"
+        return Expected([f"no estimate: that of target {recipe.target.name} needs {cached}"], None)
+    if machine is None:
+        return Expected(["no estimate: this GPU is not in the table; set resources.gpu to the nearest one"], None)
+    config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
+    found = estimate(recipe, config, machine, texts(recipe, first))
+    return Expected(found.lines, asdict(found))
+
+
+def texts(recipe: TrainRecipe, first: DistillRecipe | None) -> Texts:
+    """What is known of the data; of data that is still to be distilled a guess, responses of half their longest."""
+    from specctl.distillation import store
+    from specctl.training.estimate import Texts
+
+    if first is not None:
+        assert first.data.limit is not None
+        number = first.data.limit * len(first.data.domain) * first.samples_per_prompt
+        return Texts(number, first.sampling.max_new_tokens / 2, PROMPT_TOKENS, counted=False)
+    held = store.summary(recipe.source)
+    prompts = [len(record["prompt_ids"]) for record in islice(store.read(recipe.source), PROMPT_SAMPLE)]
+    mean = held.response_tokens / max(1, held.responses)
+    return Texts(held.responses, max(1.0, mean), sum(prompts) / max(1, len(prompts)), counted=True)
 
 
 def steps(recipe: TrainRecipe, first: DistillRecipe | None) -> list[str]:

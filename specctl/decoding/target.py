@@ -225,6 +225,11 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     return config
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory here."""
+    return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+
+
 def _where(name: str) -> str:
     if name == "builtin":
         return str(builtin_path())
