@@ -1,9 +1,9 @@
 """Steps through `transformers`' own forward, for architectures that the lean step does not cover.
 
 The model writes into our preallocated cache through transformers' cache-layer interface and takes our 4-D mask, so
-rollback, trees and ragged batches work exactly as on the lean path. So does a model whose layers `accelerate` has spread
-over several GPUs: its hooks carry the rows from one to the next, keys and values stay where their layer is, and what
-leaves this file is on the device of the embedding.
+rollback, trees and ragged batches work exactly as on the lean path. So does a model whose layers `accelerate` has
+spread over several GPUs: its hooks carry the rows from one to the next, keys and values stay where their layer is, and
+what leaves this file is on the device of the embedding.
 """
 
 from __future__ import annotations

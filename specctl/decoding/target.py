@@ -275,13 +275,14 @@ def load_model(
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
-            f"target {name} does not fit the memory of the GPUs of this process", "more GPUs, or raise target.max_memory"
+            f"target {name} does not fit the memory of the GPUs of this process",
+            "more GPUs, or raise target.max_memory",
         )
     return model.eval()
 
 
 def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:
-    """Arguments of `from_pretrained`. A map spreads over this process' GPUs only: over what is free, or `max_memory`."""
+    """Arguments of `from_pretrained`. A map spreads over this process' GPUs only: what is free, or `max_memory`."""
     if find_spec("accelerate") is None:
         if device_map is None:
             return {}

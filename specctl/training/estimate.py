@@ -1,8 +1,8 @@
 """What `train-drafter` will take, from the recipe and the target's configuration alone: memory, disk, time.
 
 Nothing is measured and no weights are read: target and drafter are built on torch's meta device and counted. The sums
-are those of this code base (fp32 master weights, autocast, no gradient accumulation). The guesses in them, which are the
-share of a device's peak that is reached and the length of texts that do not exist yet, are part of the result.
+are those of this code base (fp32 master weights, autocast, no gradient accumulation). The guesses in them, the share of
+a device's peak that is reached and the length of texts that do not exist yet, are part of the result.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from specctl.decoding import lean
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
 from specctl.training.machine import DEVICES, GB, Machine
@@ -23,6 +24,7 @@ from specctl.training.schedule import Schedule, batch_tokens, ttt_stride
 HEADROOM = 0.9  # of a GPU's memory: the CUDA context, buffers of the collectives and fragmentation take the rest
 FORWARD_TOKENS = 16_384  # at most, padding included, in one forward of the target
 HEAD_ROWS = 4096  # at most, of target logits at a time
+STEP_SECONDS = 0.05  # a step on GPUs takes at least so long: launching kernels, exchanging gradients, the host's part
 JSON_BYTES = 12  # of a token in a distilled record: its id as a number, and the text
 
 
@@ -76,10 +78,10 @@ class Estimate:
         origin = "" if self.texts_counted else " (assumed)"
         fit = "fits" if self.fits else "does NOT fit; what helps: " + "; ".join(self.advice)
         return [
-            f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} in "
-            f"the drafter; {self.responses:,} responses{origin} of {self.response_tokens / self.responses:.0f} tokens",
-            f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {_time(self.hours)} on {self.gpus} × {self.gpu} at "
-            f"{self.utilisation:.0%} of peak (an assumption); distillation and acceptance checks not included",
+            f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
+            f"in the drafter; {self.responses:,} responses of {self.response_tokens / self.responses:.0f} tokens{origin}",
+            f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {_time(self.hours)} on {self.gpus} × {self.gpu} "
+            f"at {self.utilisation:.0%} of peak (an assumption); distillation and acceptance checks not included",
             f"estimate: {sum(self.memory_gb.values()):.3g} of {self.memory_limit_gb:.3g} GB memory per {per} "
             f"({_sizes(self.memory_gb)}): {fit}",
             f"estimate: {sum(self.disk_gb.values()):.3g} GB on disk ({_sizes(self.disk_gb)})",
@@ -98,19 +100,24 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
 
     features = texts.tokens * feature_bytes(drafter, outline, texts)
     budget = recipe.features.budget_gb * 2**30 * machine.processes
-    mode = recipe.features.mode
+    mode: str = recipe.features.mode
     if mode == "auto":
         mode = "memory" if features <= budget else "online"
     flops = steps * batch * drafter_flops(drafter, passes, texts)
     if features:
         flops += 2 * outline.active * texts.length * (steps * batch if mode == "online" else texts.tokens)
 
+    seconds = max(flops / machine.flops, steps * STEP_SECONDS if machine.gpu != "cpu" else 0)
+
     tokens = batch / machine.processes
+    compute = machine.dtype(recipe.precision)
     memory = {
         "target": outline.parameters * outline.dtype.itemsize / machine.shards,
         "drafter": state_bytes(drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
-        "activations": activation_bytes(drafter, tokens, passes, texts, machine.dtype(recipe.precision)),
+        "activations": activation_bytes(drafter, tokens, passes, texts, compute),
     }
+    if compute.itemsize < 4:
+        memory["autocast"] = parameters * compute.itemsize  # a copy of the weights
     if features:
         kept = features / machine.processes if mode == "memory" else 0
         memory["features"] = tokens * feature_bytes(drafter, outline, texts) + kept
@@ -135,7 +142,7 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
         texts_counted=texts.counted,
         steps=steps,
         flops=flops,
-        hours=min(flops / machine.flops / 3600, (recipe.max_minutes or float("inf")) / 60),
+        hours=min(seconds / 3600, (recipe.max_minutes or float("inf")) / 60),
         memory_gb={name: size / GB for name, size in memory.items()},
         memory_limit_gb=machine.memory_gb,
         fits=room >= 0,
@@ -187,8 +194,8 @@ def state_bytes(drafter: nn.Module, kind: str, stage: int, processes: int) -> fl
 def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Texts, dtype: torch.dtype) -> float:
     """What a step over `tokens` response tokens keeps for its backward pass.
 
-    Input and output of every product, fp32 inputs of norms; at the vocabulary head also the gradient that the loss makes
-    ahead, and the teacher's row in fp32 and in `dtype`. Autocast keeps a copy of the weights.
+    Input and output of every product, fp32 inputs of norms; at the vocabulary head also the gradient that the loss
+    makes ahead, and the teacher's row in fp32 and in `dtype`.
     """
     size = dtype.itemsize
     row = 0.0
@@ -199,8 +206,7 @@ def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Te
                 row += module.out_features * (size * (passes + 1) + 4)
         elif "norm" in type(module).__name__.lower():
             row += 8 * passes * sum(p.numel() for p in module.parameters())
-    copy = size * sum(p.numel() for p in drafter.parameters()) if size < 4 else 0
-    return copy + row * tokens * (1 if reads_features(drafter) else texts.length)
+    return row * tokens * (1 if reads_features(drafter) else texts.length)
 
 
 def forward_bytes(outline: Outline, machine: Machine) -> float:
@@ -209,9 +215,10 @@ def forward_bytes(outline: Outline, machine: Machine) -> float:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     inner = getattr(config, "intermediate_size", None) or 4 * width
-    cache = outline.num_layers * 2 * heads * dim * size
-    states = outline.num_layers * width * size if machine.shards > 1 else 0  # transformers returns all of them
-    row = cache + states + 3 * inner * size + 12 * width
+    layer = 2 * heads * dim * size
+    if machine.shards > 1 or lean.why_not(config):
+        layer += width * size  # transformers returns the states of all layers
+    row = layer * outline.num_layers / machine.shards + 3 * inner * size + 12 * width
     return FORWARD_TOKENS * row + HEAD_ROWS * outline.vocab_size * (size + 4)
 
 
@@ -219,13 +226,14 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
     """Recipe keys that make it fit, the one for the largest part first; `room` is negative: bytes that are missing."""
     of_batch = memory["activations"] + memory.get("features", 0)
     fitting = int(batch * (1 + room / of_batch)) // 64 * 64
-    knobs = {"target": "target.device_map=auto with several GPUs for a process"}
+    spread = "fewer processes, so that each has more GPUs for its target"
+    knobs = {"target": spread if machine.shards > 1 else "target.device_map=auto and several GPUs for each process"}
     if machine.processes > 1 and recipe.zero_stage < 3:
         knobs["drafter"] = f"zero_stage={recipe.zero_stage + 1}"
     if fitting > 0:
         knobs["activations"] = f"batch_tokens={fitting} (it is {batch})"
     ordered = sorted(knobs, key=lambda name: -memory.get(name, 0))
-    return [knobs[name] for name in ordered if name in memory] + [f"more memory than a {machine.gpu} has"] * (not knobs)
+    return [knobs[name] for name in ordered]
 
 
 def _count(number: int) -> str:

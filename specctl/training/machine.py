@@ -30,7 +30,9 @@ DEVICES = {
     "h200": Device(989, 141),
     "l40s": Device(362, 48),
     "rtx4090": Device(165, 24),
-    "cpu": Device(0.4, None, 0.07),  # of one core with AVX512-BF16; the share is what the built-in target's head reaches
+    "cpu": Device(
+        0.4, None, 0.07
+    ),  # of one core with AVX512-BF16; the share is what the built-in target's head reaches
 }
 """By the names of `resources.gpu`."""
 PRODUCTS = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200", "L40S": "l40s", "RTX 4090": "rtx4090"}
@@ -38,9 +40,10 @@ PRODUCTS = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200", "L40S": "l40
 
 @dataclass(frozen=True)
 class Machine:
-    """`gpus` devices `gpu` (on a CPU: cores) in `processes` processes. `memory_gb`: of a GPU, or a process' part of RAM.
+    """`gpus` devices `gpu` (on a CPU: cores) in `processes` processes.
 
-    Where a process has several GPUs, its target is spread over them and they work one after the other.
+    `memory_gb` is that of one GPU, or a process' part of the CPU's. Where a process has several GPUs, its target is
+    spread over them and they work one after the other.
     """
 
     gpu: str

@@ -34,7 +34,7 @@ class Outline:
     norm_weight: Tensor
     model: Any
     dtype: torch.dtype
-    device: torch.device = torch.device("meta")
+    device: torch.device
     eos_ids: frozenset[int] = frozenset()
     tokenizer: Any = field(default_factory=lambda: SimpleNamespace(bos_token_id=None, pad_token_id=None))
 
@@ -61,6 +61,7 @@ class Outline:
             norm_weight=torch.empty(embedding.shape[1], device="meta"),
             model=SimpleNamespace(embedding=embedding.detach()),
             dtype=dtype,
+            device=torch.device("meta"),
         )
 
     def drafter(self, recipe: TrainRecipe) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The estimate of `train-drafter --dry-run`, for the targets of the papers: from their configurations, without network."""
+"""The estimate of `train-drafter --dry-run`, for the targets of the papers, from their configurations, offline."""
 
 import json
 import os

@@ -64,7 +64,9 @@ def test_a_map_of_one_device_changes_nothing(prompts):
 
 
 def test_without_accelerate_the_package_is_named(monkeypatch):
-    monkeypatch.setattr(targets, "find_spec", lambda name: None if name == "accelerate" else importlib.util.find_spec(name))
+    monkeypatch.setattr(
+        targets, "find_spec", lambda name: None if name == "accelerate" else importlib.util.find_spec(name)
+    )
     with pytest.raises(UsageError, match="accelerate"):
         load_target("builtin", device_map="auto")
     assert load_target("builtin", device="cpu").device == CPU
@@ -84,7 +86,9 @@ def test_a_target_that_spills_out_of_the_gpus_is_refused(monkeypatch):
         load_target("builtin", device="cpu")
 
 
-@pytest.mark.parametrize("wrong", [dict(device="cpu", device_map="auto"), dict(max_memory="9GiB"), dict(device_map="x")])
+@pytest.mark.parametrize(
+    "wrong", [dict(device="cpu", device_map="auto"), dict(max_memory="9GiB"), dict(device_map="x")]
+)
 def test_contradictions_are_recipe_errors(wrong):
     with pytest.raises(ValueError):
         TargetRecipe(**wrong)
