@@ -75,11 +75,11 @@ class Estimate:
     def lines(self) -> list[str]:
         """In words."""
         per = "process" if self.gpu == "cpu" else "GPU"
-        origin = "" if self.texts_counted else " (assumed)"
+        length = f"{self.response_tokens / self.responses:.0f} tokens{'' if self.texts_counted else ' (assumed)'}"
         fit = "fits" if self.fits else "does NOT fit; what helps: " + "; ".join(self.advice)
         return [
             f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
-            f"in the drafter; {self.responses:,} responses of {self.response_tokens / self.responses:.0f} tokens{origin}",
+            f"in the drafter; {self.responses:,} responses of {length}",
             f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {_time(self.hours)} on {self.gpus} × {self.gpu} "
             f"at {self.utilisation:.0%} of peak (an assumption); distillation and acceptance checks not included",
             f"estimate: {sum(self.memory_gb.values()):.3g} of {self.memory_limit_gb:.3g} GB memory per {per} "
