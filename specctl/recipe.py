@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeI
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LocalPath = Annotated[Path, Field(strict=False)]
-Arch = Literal["eagle3", "lm"]
+Arch = Literal["eagle3", "hydra", "medusa", "lm"]
 
 
 def _split(value: Any) -> Any:
@@ -147,6 +147,7 @@ class DrafterRecipe(Section):
     num_heads: PositiveInt | None = None
     num_kv_heads: PositiveInt | None = None
     num_layers: PositiveInt | None = None
+    draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
 
@@ -205,7 +206,7 @@ class TrainRecipe(WriterRecipe):
     distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>
     distill: FirstDataRecipe = FirstDataRecipe()
     objective: Literal["auto", "soft_ce", "ce"] = (
-        "auto"  # auto: eagle3 soft_ce (target distributions), lm ce (its samples)
+        "auto"  # auto: ce (the target's samples) for lm, else soft_ce (its distributions)
     )
     ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device

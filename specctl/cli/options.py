@@ -73,7 +73,7 @@ FLAGS: dict[str, Flag] = {
     "top_p": Flag(("sampling.top_p",), float, "Nucleus; 1 is off."),
     "top_k": Flag(("sampling.top_k",), int, "0 is off."),
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
-    "arch": Flag(("arch",), str, "Drafter architecture: eagle3 or lm."),
+    "arch": Flag(("arch",), str, "Drafter architecture: eagle3, hydra, medusa or lm."),
     "drafter": Flag(("drafter",), str, "Drafter directory, or lookup.", metavar="PATH"),
     "drafters": Flag(("drafters",), list[str], "Drafter directory, or lookup; repeatable.", _names, metavar="PATH"),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),

@@ -18,7 +18,12 @@ from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 # Family → module, imported when a drafter of it is loaded: a `Family`.
-FAMILIES = {"eagle3": "specctl.drafters.eagle3", "lm": "specctl.drafters.lm"}
+FAMILIES = {
+    "eagle3": "specctl.drafters.eagle3",
+    "hydra": "specctl.drafters.hydra",
+    "medusa": "specctl.drafters.medusa",
+    "lm": "specctl.drafters.lm",
+}
 WEIGHTLESS: dict[str, Callable[[DraftingRecipe], Drafter]] = {
     "none": lambda drafting: NoDraft(),
     "lookup": lambda drafting: Lookup(drafting.depth),

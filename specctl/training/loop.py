@@ -200,6 +200,8 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
         mine = self._mine(chosen)
+        # A resumed run drops out what an uninterrupted one would.
+        torch.manual_seed(hash((self.recipe.data.seed, self.at.step, self.rank)))
         batch = self.trainee.batch(mine or chosen[:1], self.at.step)
         with torch.autocast(self.target.device.type, self.dtype, enabled=self.dtype != torch.float32):
             total, weight, steps = self.trainee.loss(self.engine, batch)
