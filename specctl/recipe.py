@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeI
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LocalPath = Annotated[Path, Field(strict=False)]
-Arch = Literal["eagle3", "hydra", "medusa", "lm"]
+Arch = Literal["eagle", "eagle3", "hydra", "medusa", "lm"]
 
 
 def _split(value: Any) -> Any:
@@ -52,10 +52,20 @@ class DataRecipe(Section):
 
     domain: Annotated[Names, Field(min_length=1)] = ["sql"]
     prompts: str | None = None  # JSONL file, or "-" for stdin
-    source: Literal["auto", "generator", "public"] = "auto"
+    source: Literal["auto", "generator", "public", "unconditional"] = (
+        "auto"  # unconditional: whatever the target writes
+    )
     limit: PositiveInt | None = None  # prompts per domain
     max_rejected: Fraction = 0.01
     seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _unconditional(self) -> DataRecipe:
+        if self.source == "unconditional":
+            if self.prompts is not None:
+                raise ValueError("unconditional samples have no prompts")
+            self.domain = ["unconditional"]
+        return self
 
 
 class SamplingRecipe(Section):
@@ -126,6 +136,13 @@ class DistillRecipe(WriterRecipe):
     max_response_tokens: PositiveInt | None = None  # stop after so many in all
 
     @model_validator(mode="after")
+    def _unconditional(self) -> DistillRecipe:
+        """Without a prompt every greedy text is the same; the target's own distribution is that of temperature 1."""
+        if self.data.source == "unconditional" and "temperatures" not in self.model_fields_set:
+            self.temperatures = [1.0]
+        return self
+
+    @model_validator(mode="after")
     def _shard_in_range(self) -> DistillRecipe:
         index, count = map(int, self.shard.split("/"))
         if index >= count:
@@ -142,6 +159,7 @@ class DrafterRecipe(Section):
     """Size of a new draft head; None = what the architecture derives from the target."""
 
     preset: str | None = None
+    base: str | None = None  # lm: a published causal LM with the target's vocabulary to start from
     hidden_size: PositiveInt | None = None
     intermediate_size: PositiveInt | None = None
     num_heads: PositiveInt | None = None
@@ -196,18 +214,39 @@ class FirstDataRecipe(Section):
     responses: PositiveInt = 2000
 
 
+class LoraRecipe(Section):
+    """Low-rank fine-tuning of the drafter in `init` (peft): y = W x + (alpha / rank) · B A x with W frozen."""
+
+    enabled: bool = False
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    modules: Names | None = None  # names of projections; None = all that the family adapts
+
+
+class PretrainRecipe(Section):
+    """First stage of lm on general text, before the domain: unconditional samples of the target, or a corpus."""
+
+    responses: PositiveInt | None = None  # unconditional samples
+    corpus: LocalPath | None = None  # JSONL with `text`, or plain text, instead
+
+
 class TrainRecipe(WriterRecipe):
-    """`specctl train-drafter`; output_dir None = ./drafters/<domain>-<arch>."""
+    """`specctl train-drafter`; output_dir None = ./drafters/<domain>-<arch>, with -lora for an adapter.
+
+    `each` trains one drafter per domain; output_dir is then the pool's directory, None = ./drafters.
+    """
 
     data: DataRecipe = DataRecipe()
     arch: Arch = "eagle3"
+    each: bool = False
     drafter: DrafterRecipe = DrafterRecipe()
-    init: LocalPath | None = None  # drafter directory to start from
-    distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>
+    init: LocalPath | None = None  # drafter directory to start from; its sizes and draft vocabulary are kept
+    lora: LoraRecipe = LoraRecipe()
+    distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>, of several domains all
+    corpus: LocalPath | None = None  # general text to train on (lm) instead of distilled data
     distill: FirstDataRecipe = FirstDataRecipe()
-    objective: Literal["auto", "soft_ce", "ce"] = (
-        "auto"  # auto: ce (the target's samples) for lm, else soft_ce (its distributions)
-    )
+    pretrain: PretrainRecipe = PretrainRecipe()
+    objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv"] = "auto"
     ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -226,21 +265,75 @@ class TrainRecipe(WriterRecipe):
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
 
     @property
+    def distillation(self) -> str:
+        """`objective` with `auto` decided: the target's distributions for heads, its samples alone for lm."""
+        if self.objective != "auto":
+            return self.objective
+        return "ce" if self.arch == "lm" else "soft_ce"
+
+    @property
     def optimizer_type(self) -> str:
-        """`optimizer.type` with `auto` decided."""
+        """`optimizer.type` with `auto` decided: factors of a low rank are no matrices in Muon's sense."""
         if self.optimizer.type != "auto":
             return self.optimizer.type
-        return "muon" if self.zero_stage == 0 else "adamw"
+        return "muon" if self.zero_stage == 0 and not self.lora.enabled else "adamw"
 
     @property
     def output(self) -> Path:
         """Where the drafter goes."""
-        return self.output_dir or Path("drafters") / f"{'+'.join(self.data.domain)}-{self.arch}"
+        return self.output_dir or Path("drafters") / self.name
 
     @property
-    def source(self) -> Path:
-        """Where the distilled data is."""
-        return self.distilled or distilled_dir(self.data.domain)
+    def name(self) -> str:
+        """`sql-eagle3`, `sql+math-eagle3`, `sql-eagle3-lora`."""
+        return f"{'+'.join(self.data.domain)}-{self.arch}{'-lora' if self.lora.enabled else ''}"
+
+    @property
+    def sources(self) -> list[Path]:
+        """Where the distilled data is: one directory per domain, or the one that holds their mixture."""
+        if self.distilled is not None:
+            return [self.distilled]
+        mixture = distilled_dir(self.data.domain)
+        return [mixture] if mixture.is_dir() else [distilled_dir([domain]) for domain in self.data.domain]
+
+    def one_each(self) -> list[TrainRecipe]:
+        """With `each` the recipe of every domain, else this one."""
+        if not self.each:
+            return [self]
+        pool = self.output_dir or Path("drafters")
+        alone = [
+            self.model_copy(update={"each": False, "data": self.data.model_copy(update={"domain": [domain]})})
+            for domain in self.data.domain
+        ]
+        return [recipe.model_copy(update={"output_dir": pool / recipe.name}) for recipe in alone]
+
+    def first_stage(self) -> TrainRecipe | None:
+        """The recipe of `pretrain`: general text, written to ./drafters/general-<arch>; None without it."""
+        if self.pretrain == PretrainRecipe():
+            return None
+        data = DataRecipe(source="unconditional", limit=self.pretrain.responses, seed=self.data.seed)
+        changes = {"pretrain": PretrainRecipe(), "corpus": self.pretrain.corpus, "data": data, "each": False}
+        return self.model_copy(update={**changes, "output_dir": Path("drafters") / f"general-{self.arch}"})
+
+    def second_stage(self, first: TrainRecipe) -> TrainRecipe:
+        """This recipe, started from what `first` writes."""
+        changes = {"pretrain": PretrainRecipe(), "init": first.output, "drafter": DrafterRecipe()}
+        return self.model_copy(update=changes)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainRecipe:
+        if self.arch != "lm" and (self.corpus or self.pretrain != PretrainRecipe()):
+            raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch lm")
+        if self.pretrain != PretrainRecipe() and self.init is not None:
+            raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
+        if self.lora.enabled and self.init is None:
+            raise ValueError("lora needs `init`, the drafter whose weights it adapts")
+        if self.init is not None and self.drafter.model_fields_set:
+            given = ", ".join(f"drafter.{name}" for name in sorted(self.drafter.model_fields_set))
+            raise ValueError(f"the drafter in `init` has its sizes and its draft vocabulary: leave out {given}")
+        if self.each and self.distilled is not None:
+            raise ValueError("each domain has its own data: `distilled` and `each` exclude each other")
+        return self
 
 
 class EvalRecipe(CommandRecipe):

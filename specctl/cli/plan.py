@@ -17,7 +17,7 @@ def check_data(data: DataRecipe) -> None:
     """The domains exist, and so does the prompts file. Raises UsageError, DataError."""
     from specctl import data_prep
 
-    for name in data.domain:
+    for name in data.domain if data.source != "unconditional" else ():
         data_prep.get(name)
     if data.prompts not in (None, "-") and not Path(str(data.prompts)).is_file():
         raise DataError(f"no prompts file {data.prompts}", hint="JSONL with `prompt` or `messages`, or - for stdin")

@@ -105,8 +105,11 @@ class Rope:
         if plan.contiguous and len(plan.base) == 1:
             start, count = plan.base[0], plan.positions.shape[1]
             return self._wide(self.cos.narrow(0, start, count), self.sin.narrow(0, start, count), heads, untouched)
-        rows = plan.positions.reshape(-1)
-        return self._wide(self.cos[rows], self.sin[rows], heads, untouched)
+        return self.rows(plan.positions.reshape(-1), heads, untouched)
+
+    def rows(self, positions: Tensor, heads: int, untouched: int) -> tuple[Tensor, Tensor]:
+        """The table for rows at any `positions` [N]."""
+        return self._wide(self.cos[positions], self.sin[positions], heads, untouched)
 
     def ahead(self, base: list[int], steps: int, heads: int, untouched: int) -> list[tuple[Tensor, Tensor]]:
         """The tables of `steps` forwards of one row per sequence, at positions base, base + 1, … ."""

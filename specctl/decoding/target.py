@@ -92,6 +92,17 @@ class Target:
         )
         return list(encoded["input_ids"])
 
+    def opening(self) -> list[int]:
+        """Ids that a document of this target begins with: what the chat layout puts before a user's first words, or the
+        token that begins every text. Behind them the target writes as it pleases (Magpie, Xu et al. 2024)."""
+        if getattr(self.tokenizer, "chat_template", None) is not None:
+            one, other = (self.render([{"role": "user", "content": text}]) for text in ("a", "1"))
+            same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+            if same:
+                return one[:same]
+        begin = self.tokenizer.bos_token_id
+        return [begin if begin is not None else min(self.eos_ids)]
+
     @torch.inference_mode()
     def prefill(
         self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = ()
@@ -232,6 +243,16 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype, revision=
     return model.eval()
 
 
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
+    """The tokenizer of a model. CheckpointError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load the tokenizer of {name}: {str(error).splitlines()[0]}") from error
+
+
 def keep_freed_memory() -> None:
     """Let glibc reuse freed blocks instead of returning them to the kernel.
 
@@ -258,16 +279,11 @@ def load_target(
     path: str = "auto",
 ) -> Target:
     """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where."""
-    from transformers import AutoTokenizer
-
     where = pick_device(device)
     if where.type == "cpu":
         keep_freed_memory()
     model = load_model(
         name, device=where, dtype=pick_dtype(dtype, where), revision=revision, trust_remote_code=trust_remote_code
     )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot load the tokenizer of target {name}: {str(error).splitlines()[0]}") from error
+    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     return Target(name, model, tokenizer, revision=revision, path=path)

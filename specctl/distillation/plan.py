@@ -64,6 +64,8 @@ def plan(recipe: DistillRecipe, target: Target, prompts: list[Prompt], rejection
 
 def _render(recipe: DistillRecipe, target: Target, prompt: Prompt, rejections: Rejections) -> list[int] | None:
     """Prompt ids; None, and a rejection, where the template refuses the messages or no room is left for an answer."""
+    if not prompt.messages:
+        return target.opening()
     try:
         ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
     except TemplateError as error:

@@ -28,7 +28,7 @@ EXPECTED = 'one JSON object a line, {"prompt": "…"} or {"messages": [{"role": 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation waiting for the target's answer."""
+    """One conversation waiting for the target's answer; without messages the target begins it, too."""
 
     id: str  # stable hash of the messages: the same prompt has the same id in every file
     messages: list[dict[str, str]]
@@ -104,6 +104,9 @@ def prompt_id(messages: list[dict[str, str]]) -> str:
 
 def _candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections) -> Iterator[Prompt | None]:
     """One item per line of the source; None where the line was rejected."""
+    if data.source == "unconditional":
+        numbers = range(data.limit or GENERATED_PROMPTS)
+        return (Prompt(prompt_id([{split: f"{data.seed}/{n}"}]), [], domain, f"sample {n}") for n in numbers)
     if data.prompts is not None:
         return _from_file(str(data.prompts), domain, rejections)
     from specctl import data_prep

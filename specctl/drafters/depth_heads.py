@@ -7,53 +7,45 @@ x_{i+2+k}. Every head has a vocabulary matrix of its own, as in the published fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.decoding.target import Target
-from specctl.drafters.eagle3_head import SlotBatch
-from specctl.drafters.objectives import soft_cross_entropy
-from specctl.recipe import DrafterRecipe
+from specctl.drafters.head import DraftHead, HeadConfig, SlotBatch, head_config
+from specctl.errors import RecipeError
+from specctl.recipe import DrafterRecipe, TrainRecipe
 
 DRAFT_HEADS = 4  # of both papers' released heads
 
 
 @dataclass(frozen=True)
-class HeadsConfig:
-    """Shape of a set of heads. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
+class DepthConfig(HeadConfig):
+    """Shape of a set of heads: `draft_heads` of `num_layers` each. The rest is that of a layer which they may share."""
 
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
     draft_heads: int
     num_layers: int
-    taps: tuple[int, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"taps": list(self.taps)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{**values, "taps": tuple(values["taps"])})
 
 
-def common_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str, Any]:
-    """The fields of a `HeadsConfig` for `target`; the published files know no smaller draft vocabulary than its own."""
-    return {
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "draft_vocab_size": min(recipe.vocab_size or target.vocab_size, target.vocab_size),
-        "draft_heads": recipe.draft_heads or DRAFT_HEADS,
-        "num_layers": recipe.num_layers or layers,
+def depth_config(recipe: DrafterRecipe, target: Target, layers: int) -> DepthConfig:
+    """Heads for `target`. By default the draft vocabulary is the target's own: the published files know no other.
+
+    Raises RecipeError where the recipe asks for other features.
+    """
+    if recipe.taps is not None:
+        raise RecipeError(
+            "these heads read the target's last hidden state", hint="leave drafter.taps out, or use eagle3"
+        )
+    known = vars(head_config(recipe, target)) | {
         "taps": (target.num_layers,),
+        "draft_vocab_size": min(recipe.vocab_size or target.vocab_size, target.vocab_size),
     }
+    return DepthConfig(**known, draft_heads=recipe.draft_heads or DRAFT_HEADS, num_layers=recipe.num_layers or layers)
 
 
-def draft_ids(config: HeadsConfig, frequent: Callable[[int], list[int]]) -> Tensor | None:
+def draft_ids(config: HeadConfig, frequent: Callable[[int], list[int]]) -> Tensor | None:
     """Of a draft vocabulary smaller than the target's: its most frequent tokens (`pool.Family.build`)."""
     size = config.draft_vocab_size
     return torch.tensor(frequent(size)) if size < config.vocab_size else None
@@ -73,59 +65,35 @@ class ResBlock(nn.Module):
         return self.res_connection(x) + F.silu(self.linear(x))
 
 
-class DepthHeads(nn.Module):
-    """Base of the modules: the draft vocabulary, and what the trainer asks for."""
+class DepthHeads(DraftHead):
+    """Base of the modules."""
 
-    d2t: Tensor
-    t2d: Tensor
+    config: DepthConfig
 
-    def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None, decay: float = 1.0):
-        """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None when they come with a state dict)."""
-        super().__init__()
-        self.config, self.decay = config, decay
-        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
-        member = torch.zeros(config.vocab_size, dtype=torch.bool)
-        member[ids] = True
-        # As in EAGLE-3 files, which are the only ones to know them: they are stored where they say something.
-        partial = config.draft_vocab_size < config.vocab_size
-        self.register_buffer("d2t", ids - torch.arange(config.draft_vocab_size), persistent=partial)
-        self.register_buffer("t2d", member, persistent=partial)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.taps
-
-    @property
-    def steps(self) -> int:
-        return self.config.draft_heads
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """[Vd] target id of every draft token."""
-        return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+    def __init__(self, config: DepthConfig, draft_ids: Tensor | None = None):
+        # The published files have no draft vocabulary: it is stored where it says something.
+        super().__init__(config, draft_ids, stored=config.draft_vocab_size < config.vocab_size)
+        self.steps = config.draft_heads
 
     def distil(self, logits: Iterable[Tensor], batch: SlotBatch, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Soft cross-entropy of every head's logits [N, Vd], one after another, to the target's distributions.
+        """The sums of `DraftHead.sums` over every head's logits [n_k, Vd], computed one after another.
 
-        All N response slots train all heads (`later_rows` is not used: a head has its own weights, and what one learns
-        is no use to another).
-
-        Returns:
-            (Σ_k decay^k Σ loss, Σ_k decay^k · valid slots, [heads, 2] sums of (loss, valid slots) per head).
+        Args:
+            logits: of head 0 at all N response slots, of the others at `later_rows`.
         """
-        with torch.no_grad():
-            teacher = F.linear(batch.teacher.to(target_head.dtype), target_head)
-            teacher = teacher.float().softmax(-1).to(teacher.dtype)
-        rows = len(batch.query_rows)
-        sums = []
+        teacher = self.teacher(batch, target_head)
+        losses, valid = [], []
         for k, z in enumerate(logits):
-            valid = (batch.left > k) & batch.inside[k : k + rows]
-            losses = soft_cross_entropy(z, teacher[k : k + rows], valid)
-            sums.append(torch.stack((losses.sum(), valid.sum().to(losses.dtype))))
-        by_head = torch.stack(sums)
-        decay = self.decay ** torch.arange(len(sums), device=by_head.device)
-        total, weight = decay.to(by_head.dtype) @ by_head
-        return total, weight.detach(), by_head.detach()
+            row = batch.later_rows if k else torch.arange(len(z), device=z.device)
+            loss, used = self.losses_at(z, row, torch.tensor(k, device=z.device), batch, teacher)
+            losses.append(loss)
+            valid.append(used)
+        return self.sums(torch.cat(losses), torch.cat(valid), [len(part) for part in losses])
+
+
+def prepare(module: DepthHeads, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    module.decay, module.objective = recipe.ttt_decay, recipe.distillation
 
 
 @torch.no_grad()

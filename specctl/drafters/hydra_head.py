@@ -10,96 +10,65 @@ here, where that module is stored once (`hydra_mlp.K.3`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from specctl.decoding.layers import Rope
-from specctl.drafters.depth_heads import DepthHeads, HeadsConfig, ResBlock
-from specctl.drafters.eagle3_head import SlotBatch
-from specctl.drafters.ttt_attention import Layout, attention
+from specctl.drafters.depth_heads import DepthConfig, DepthHeads, ResBlock
+from specctl.drafters.head import HeadLayer, SlotBatch
+from specctl.drafters.ttt_attention import attention as ttt_attention
 
 
-@dataclass(frozen=True)
-class HydraConfig(HeadsConfig):
-    """The heads, and the decoder layer of the prefix attention."""
+class PrefixLayer(HeadLayer):
+    """A Llama decoder layer."""
 
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
+    def __init__(self, config: DepthConfig):
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Prefix(nn.Module):
-    """A decoder layer and a norm over the target's last states; `transformers`' modules hold the parameters."""
+    """The layer, and the norm behind it."""
 
-    inv_freq: Tensor
-
-    def __init__(self, config: HydraConfig):
+    def __init__(self, config: DepthConfig):
         super().__init__()
-        self.config = config
-        shape = LlamaConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        shape._attn_implementation = "eager"
-        self.layers = nn.ModuleList([LlamaDecoderLayer(shape, 0)])
+        self.layers = nn.ModuleList([PrefixLayer(config)])
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
 
-    def forward(self, states: Tensor, positions: Tensor, rows: Tensor, layout: Layout) -> Tensor:
-        """p [N, H] of the slots `rows` [N] among the states [M, H] of all; the others are keys and values only."""
-        layer: Any = self.layers[0]
-        part, dim = layer.self_attn, self.config.head_dim
-        x = states.float()
-        normed = layer.input_layernorm(x)
-        key = part.k_proj(normed).unflatten(-1, (-1, dim))
-        value = part.v_proj(normed).unflatten(-1, (-1, dim))
-        query = part.q_proj(normed[rows]).unflatten(-1, (-1, dim))
-        rope = Rope.of(self.inv_freq, positions, key.dtype)
-        cos, sin = rope.cos.unsqueeze(1), rope.sin.unsqueeze(1)
-        query, key = Rope.rotate(query, (cos[rows], sin[rows])), Rope.rotate(key, (cos, sin))
-        x = x[rows] + part.o_proj(attention(query, key, value, [], [], layout).flatten(1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x)
+    @property
+    def layer(self) -> PrefixLayer:
+        return cast(PrefixLayer, self.layers[0])
 
 
 class HydraHeads(DepthHeads):
     """Parameters carry the names of the published `hydra_lm_head` ("prefix-mlp", grounded)."""
 
-    config: HydraConfig
-
-    def __init__(self, config: HydraConfig, draft_ids: Tensor | None = None, decay: float = 1.0, dropout: float = 0.0):
-        super().__init__(config, draft_ids, decay)
+    def __init__(self, config: DepthConfig, draft_ids: Tensor | None = None):
+        super().__init__(config, draft_ids)
         size = config.hidden_size
         self.prefix_embeding_layer = Prefix(config)  # the published spelling
-        self.hydra_mlp = nn.ModuleList()
+        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
         for k in range(config.draft_heads):
-            again = [nn.Dropout(dropout), ResBlock(size)] if config.num_layers > 1 else []
-            self.hydra_mlp.append(nn.Sequential(nn.Dropout(dropout), ResBlock(size, k + 2), *again))
-        self.hydra_lm_head = nn.ModuleList(
-            [
-                nn.Sequential(nn.Dropout(dropout), nn.Linear(size, config.draft_vocab_size))
-                for _ in range(config.draft_heads)
-            ]
-        )
+            again = [nn.Dropout(0.0), ResBlock(size)] if config.num_layers > 1 else []
+            self.hydra_mlp.append(nn.Sequential(nn.Dropout(0.0), ResBlock(size, k + 2), *again))
+            self.hydra_lm_head.append(nn.Sequential(nn.Dropout(0.0), nn.Linear(size, config.draft_vocab_size)))
+
+    def prefix(self, batch: SlotBatch) -> Tensor:
+        """p [N, H] of the response slots; the others are keys and values only."""
+        layer, dim = self.prefix_embeding_layer.layer, self.config.head_dim
+        part, rows = layer.self_attn, batch.query_rows
+        x = batch.features.float()
+        inputs = layer.input_layernorm(x)
+        key = self.rope(part.k_proj(inputs).unflatten(-1, (-1, dim)), batch.key_positions)
+        value = part.v_proj(inputs).unflatten(-1, (-1, dim))
+        query = self.rope(part.q_proj(inputs[rows]).unflatten(-1, (-1, dim)), batch.key_positions[rows])
+        out = layer.leave(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
+        return self.prefix_embeding_layer.norm(out)
 
     def head(self, k: int, inputs: Tensor) -> Tensor:
-        """Logits [N, Vd] of head k from its inputs [N, (k + 2)·H]."""
+        """Logits [n, Vd] of head k from its inputs [n, (k + 2)·H]."""
         mlp: Any = self.hydra_mlp[k]
         x = mlp[:2](inputs)
         for _ in range(self.config.num_layers - 1):
@@ -107,17 +76,19 @@ class HydraHeads(DepthHeads):
         return self.hydra_lm_head[k](x)
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of all heads over a batch, tokens teacher-forced; see `DepthHeads.distil`.
+        """Loss of all heads over a batch, tokens teacher-forced; returns as `DraftHead.sums`.
 
         Args:
             embedding: [V, H] the target's (frozen) token embedding.
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
         """
-        slots = batch.query_rows
-        inputs = [self.prefix_embeding_layer(batch.features, batch.key_positions, slots, batch.layout)]
-        for k in range(self.config.draft_heads):
-            # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
-            tokens = batch.key_tokens[(slots + k).clamp_max(len(batch.key_tokens) - 1)]
-            inputs.append(F.embedding(tokens, embedding).float())
-        logits = (self.head(k, torch.cat(inputs[: k + 2], -1)) for k in range(self.config.draft_heads))
-        return self.distil(logits, batch, target_head)
+        prefix, slots = self.prefix(batch), batch.query_rows
+
+        def inputs(k: int) -> Tensor:
+            rows = batch.later_rows if k else slice(None)
+            # Slot s + j holds token x_{s+j+1}; past the end of a document the row is no longer valid.
+            ahead = slots[rows].unsqueeze(1) + torch.arange(k + 1, device=slots.device)
+            tokens = batch.key_tokens[ahead.clamp_max(len(batch.key_tokens) - 1)]
+            return torch.cat((prefix[rows], F.embedding(tokens, embedding).float().flatten(1)), -1)
+
+        return self.distil((self.head(k, inputs(k)) for k in range(self.config.draft_heads)), batch, target_head)

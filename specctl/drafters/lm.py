@@ -10,16 +10,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache, plan_rows
 from specctl.decoding.draft import DraftTree, Score, empty_draft
-from specctl.decoding.lean import LeanModel
+from specctl.decoding.hf import HFModel
+from specctl.decoding.lean import LeanModel, why_not
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState
-from specctl.decoding.target import Target
+from specctl.decoding.target import Model, Target, load_model, load_tokenizer, vocab_hash
+from specctl.drafters.lora import Adapter
+from specctl.drafters.objectives import distillation_loss
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
@@ -27,39 +29,96 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
 
 
+ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Projections that a LoRA adapter may update."""
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The products of a lean layer and the projections that they fuse."""
+
+
 class LM(nn.Module):
-    """The drafter as a trainable module."""
+    """The drafter as a trainable module around a causal LM of `transformers`."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
-        self.model = LlamaForCausalLM(config)
-        self.model.model.rotary_emb = _Rotary(config)
+        self.model = model
+        self.objective = "ce"
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of the response tokens of `tokens` [B, S], given everything before them.
+    def forward(self, batch: LMBatch, target_head: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Loss of the response tokens, given everything before them: (sum of the losses, number of them), for the
+        caller to normalise over ranks and micro-batches.
 
-        `mask` [B, S] is true at the tokens to be predicted. Padding stands at the right: causal attention never sees
-        it. Returns (sum of the losses, number of them), for the caller to normalise over ranks and micro-batches.
+        Padding stands at the right: causal attention never sees it. `target_head` [V, Ht] turns the batch's teacher
+        states into the target's distributions, which every objective but "ce" needs.
         """
-        tokens, wanted = batch["tokens"], batch["mask"][:, 1:].bool()
-        hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
-        logits = self.model.lm_head(hidden[wanted])
-        return F.cross_entropy(logits.float(), tokens[:, 1:][wanted], reduction="sum"), wanted.sum()
+        wanted = batch.mask[:, 1:]
+        hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+        logits = self.model.get_output_embeddings()(hidden[wanted])
+        if batch.teacher is None or target_head is None:
+            teacher = batch.tokens[:, 1:][wanted]
+        else:
+            with torch.no_grad():
+                width = min(logits.shape[-1], len(target_head))
+                teacher = F.linear(batch.teacher.to(target_head.dtype), target_head[:width]).float().softmax(-1)
+                logits = logits[:, :width]
+        weight = torch.ones(len(logits), device=logits.device)
+        return distillation_loss(self.objective, logits, teacher, weight).sum(), wanted.sum()
 
 
-class _Rotary(LlamaRotaryEmbedding):
-    """Keeps its frequencies in fp32 when the model is cast: in bf16 they are radians off after some hundred tokens."""
+@dataclass(frozen=True)
+class LMBatch:
+    """Documents padded at the right.
 
-    def _apply(self, fn, recurse=True):
-        exact = self.inv_freq
-        super()._apply(fn, recurse)
-        self.register_buffer("inv_freq", exact.to(self.inv_freq.device), persistent=False)
-        return self
+    Attributes:
+        tokens: [B, S].
+        mask: [B, S] bool, true at the N tokens to be predicted.
+        teacher: [N, Ht] target hidden states (after the final norm) that predict those tokens.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    teacher: Tensor | None = None
+
+
+def cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """`model.to(device, dtype)`, its rotary frequencies left in fp32: in bf16 they are radians off after some hundred
+    tokens."""
+    exact = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    model.to(device, dtype)  # type: ignore[arg-type]
+    for name, buffer in exact.items():
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module).register_buffer(last, buffer.to(device), persistent=False)
+    return model
+
+
+def prepare(model: LM, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    model.objective = recipe.distillation
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
-    """A new drafter for `target` with random weights."""
-    return LM(architecture(recipe.drafter, target))
+    """A new drafter for `target`: a preset with random weights, or the causal LM that `drafter.base` names."""
+    if recipe.drafter.base is None:
+        return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
+    return LM(_base(recipe.drafter, target))
+
+
+def _base(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:
+    """A published small model. CheckpointError where it has another vocabulary than the target."""
+    name = str(recipe.base)
+    sizes = recipe.model_fields_set - {"base"}
+    if sizes:
+        raise RecipeError(f"drafter.base has its own sizes: leave out {', '.join(sorted(sizes))}")
+    if vocab_hash(load_tokenizer(name)) != target.identity["vocab_hash"]:
+        raise CheckpointError(
+            f"{name} and target {target.name} have different vocabularies",
+            "a small model of the target's own family, such as Qwen3-0.6B for Qwen3-8B",
+        )
+    return load_model(name, device=target.device, dtype=torch.float32)
 
 
 def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
@@ -108,11 +167,11 @@ def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
     """The module from the contents of a checkpoint, e.g. to go on training. CheckpointError when they do not fit."""
     try:
-        model = LM(LlamaConfig(**config["architecture"]))
-        model.model.load_state_dict(tensors)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config["architecture"]))
+        model.load_state_dict(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"lm drafter: weights and architecture do not fit: {error}") from error
-    return model
+    return LM(model)
 
 
 def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
@@ -178,7 +237,31 @@ class LMDrafter:
 
     def __init__(self, model: LM, target: Target, shape: Shape):
         self.shape = shape
-        self.model = LeanModel(copy.deepcopy(model.model).requires_grad_(False).to(target.device, target.dtype))
+        own = cast(copy.deepcopy(model.model).requires_grad_(False), target.device, target.dtype).eval()
+        self.model: Model = HFModel(own) if why_not(own.config) else LeanModel(own)
+        self.vocab_size, self.intermediate_size = target.vocab_size, getattr(own.config, "intermediate_size", 0)
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        """How many outputs each projection of a fused product has."""
+        model = self.model
+        assert isinstance(model, LeanModel)
+        inner, kv = self.intermediate_size, model.kv_heads * model.head_dim
+        size = (model.hidden_size,)
+        return {"qkv": (model.heads * model.head_dim, kv, kv), "o": size, "gate_up": (inner, inner), "down": size}
+
+    def adapted(self, adapter: Adapter) -> LMDrafter:
+        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
+        if not isinstance(self.model, LeanModel):
+            raise CheckpointError("LoRA adapters run on the lean step only", "merge the adapter: train without --lora")
+        twin, model = copy.copy(self), copy.copy(self.model)
+        twin.model, model.layers = model, [copy.copy(layer) for layer in model.layers]
+        for number, layer in enumerate(model.layers):
+            for fused, names in FUSED.items():
+                sizes = zip(names, self.outputs[fused], strict=True)
+                parts = [(f"model.layers.{number}.{name}", size) for name, size in sizes]
+                setattr(layer, fused, adapter.on(getattr(layer, fused), parts, model.device))
+        return twin
 
     def invalidate(self, state: DecodeState) -> None:
         """Forget keys and values; the next `advance` recomputes them from the text."""
@@ -200,7 +283,7 @@ class LMDrafter:
             return
         hidden, _ = self._read(state, width)
         last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
-        memory.logits = self.model.logits(hidden[torch.arange(state.batch, device=state.device), last])
+        memory.logits = self._logits(hidden[torch.arange(state.batch, device=state.device), last])
         memory.length = [len(ids) for ids in texts]
         memory.drafted = [[] for _ in texts]
 
@@ -217,7 +300,7 @@ class LMDrafter:
         scores = []
         for b, (start, span) in enumerate(zip(base, spans, strict=True)):
             at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
-            scores.append(Score(span, self.model.logits(hidden[b, at]).unsqueeze(0)))
+            scores.append(Score(span, self._logits(hidden[b, at]).unsqueeze(0)))
         return scores
 
     def _read(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
@@ -265,8 +348,16 @@ class LMDrafter:
             hidden, _ = self.model.forward(drawn.unsqueeze(1), memory.cache, plan, ())
             for fed, token in zip(memory.drafted, picked, strict=True):
                 fed.append(token)
-            logits = self.model.logits(hidden[:, 0])
+            logits = self._logits(hidden[:, 0])
         return DraftTree.from_chains(chains, state.device, _stacked(rows) if sampled else None)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the target's vocabulary; models of one family pad theirs to different sizes."""
+        logits = self.model.logits(hidden)
+        missing = self.vocab_size - logits.shape[-1]
+        if missing <= 0:
+            return logits[..., : self.vocab_size]
+        return F.pad(logits, (0, missing), value=float("-inf"))
 
     def _best(self, logits: Tensor) -> tuple[Tensor, list[float]]:
         """The most probable tokens [B], and their probabilities (1 when nobody asks)."""

@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters import depth_heads
 from specctl.drafters.depth_drafter import DepthDrafter
-from specctl.drafters.depth_heads import DepthHeads, HeadsConfig, ResBlock, common_shape, draft_ids, start_from_target
-from specctl.drafters.eagle3_head import SlotBatch
-from specctl.drafters.static_tree import Shape
-from specctl.errors import CheckpointError, RecipeError
+from specctl.drafters.depth_heads import DepthConfig, DepthHeads, ResBlock, depth_config, draft_ids, start_from_target
+from specctl.drafters.feature_layer import last_slots
+from specctl.drafters.head import SlotBatch, restored
+from specctl.drafters.tree import Shape, shape_for
+from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 ACCURACY = (0.55, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01, 0.008, 0.006)
@@ -24,8 +27,8 @@ ACCURACY = (0.55, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01, 0.008, 0.006)
 class MedusaHeads(DepthHeads):
     """Head k is a `ResBlock` and a vocabulary matrix."""
 
-    def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None, decay: float = 1.0):
-        super().__init__(config, draft_ids, decay)
+    def __init__(self, config: DepthConfig, draft_ids: Tensor | None = None):
+        super().__init__(config, draft_ids)
         self.blocks = nn.ModuleList([ResBlock(config.hidden_size) for _ in range(config.draft_heads)])
         self.lm_head = nn.ModuleList(
             [nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(config.draft_heads)]
@@ -36,9 +39,11 @@ class MedusaHeads(DepthHeads):
         return self.lm_head[k](self.blocks[k](states))
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of all heads over a batch; see `DepthHeads.distil`. `embedding` is not read: tokens play no part."""
+        """Loss of all heads over a batch, as `DraftHead.sums`; tokens play no part and `embedding` is not read."""
         states = batch.features[batch.query_rows].float()
-        return self.distil((self.head(k, states) for k in range(self.config.draft_heads)), batch, target_head)
+        later = states[batch.later_rows]
+        logits = (self.head(k, later if k else states) for k in range(self.config.draft_heads))
+        return self.distil(logits, batch, target_head)
 
 
 class MedusaDrafter(DepthDrafter):
@@ -50,11 +55,29 @@ class MedusaDrafter(DepthDrafter):
         super().__init__(module, target, shape, ACCURACY)
         blocks: Any = module.blocks
         heads: Any = module.lm_head
-        self.blocks = [self._linear(block.linear) for block in blocks]
-        self.heads = [self._linear(head) for head in heads]
+        self.blocks = [self.linear(block.linear) for block in blocks]
+        self.heads = [self.linear(head) for head in heads]
 
-    def _logits(self, k: int, states: Tensor, tokens: Tensor) -> Tensor:
+    def logits(self, k: int, states: Tensor, tokens: Tensor) -> Tensor:
         return self.heads[k](states + F.silu(self.blocks[k](states)))
+
+    def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
+        return last_slots(state, width)
+
+    def last(self, state: DecodeState) -> Tensor:
+        return last_slots(state, 1)[0]
+
+    def advance(self, state: DecodeState) -> None:
+        """Nothing to consume."""
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Nothing is cached."""
+
+
+ADAPTABLE = ("linear",)
+"""Projections that a LoRA adapter may update."""
+
+prepare = depth_heads.prepare
 
 
 def default_shape(device: torch.device) -> Shape:
@@ -64,32 +87,36 @@ def default_shape(device: torch.device) -> Shape:
     return Shape(depth=5, width=16, nodes=60, children=10, stop_below=0.0)
 
 
+# In the published `medusa_lm_head` head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
+PLACES = {"blocks": "0", "lm_head": "1"}
+
+
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: under the names of the published `medusa_lm_head`."""
+    """The module's state as it is stored: `blocks.K.` as `K.0.` and `lm_head.K.` as `K.1.`."""
     return {_published(name): tensor for name, tensor in state.items()}
 
 
 def _published(name: str) -> str:
-    """There head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`."""
     part, _, rest = name.partition(".")
     head, _, leaf = rest.partition(".")
-    return f"{head}.{('blocks', 'lm_head').index(part)}.{leaf}" if rest else name
+    return f"{head}.{PLACES[part]}.{leaf}" if part in PLACES else name
+
+
+def _ours(name: str) -> str:
+    head, _, rest = name.partition(".")
+    place, _, leaf = rest.partition(".")
+    part = next((part for part, known in PLACES.items() if known == place), None)
+    return f"{part}.{head}.{leaf}" if part else name
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
     """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    try:
-        module = MedusaHeads(HeadsConfig.from_dict(config["architecture"]))
-        ours = {_published(name): name for name in module.state_dict()}
-        module.load_state_dict({ours.get(name, name): tensor for name, tensor in tensors.items()})
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"medusa drafter: weights and architecture do not fit: {error}") from error
-    return module
+    return restored(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, DepthConfig)
 
 
 def drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
     """Inference of `module`."""
-    return MedusaDrafter(module, target, default_shape(target.device).given(drafting))
+    return MedusaDrafter(module, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(module: MedusaHeads, target: dict[str, Any]) -> dict[str, Any]:
@@ -103,10 +130,10 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
     Raises:
         RecipeError: more than one layer, which the published format has no place for.
     """
-    shape = HeadsConfig(**common_shape(recipe.drafter, target, layers=1))
+    shape = depth_config(recipe.drafter, target, layers=1)
     if shape.num_layers != 1:
         raise RecipeError("a medusa head has one layer", hint="leave drafter.num_layers out, or train hydra")
-    module = MedusaHeads(shape, draft_ids(shape, frequent), recipe.ttt_decay)
+    module = MedusaHeads(shape, draft_ids(shape, frequent))
     heads: Any = module.lm_head
     for head in heads:
         start_from_target(head, module.draft_ids, target)

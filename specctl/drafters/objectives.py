@@ -1,46 +1,107 @@
-"""Distillation objectives: the target's distribution p against the drafter's q."""
+"""Distillation objectives: the target's distribution p against the drafter's q = softmax(z), row by row.
+
+DistillSpec (Zhou et al. 2024, arXiv 2310.08461) compares them; which is best depends on the task.
+
+ce        −log q(x)                    x: the token the target sampled
+soft_ce   −Σ p log q
+kl        Σ p log(p / q)               soft_ce less the entropy of p: the same gradient, zero when q = p
+reverse_kl  Σ q log(q / p)
+tv        ½ Σ |p − q|                  1 − acceptance probability (Leviathan et al. 2023, Corollary 3.6)
+log_tv    −log(1 − tv)                 −log of the acceptance probability
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK = 128  # rows at a time: their fp32 work fits the second-level cache of a core
+TINY = 1e-9  # stands in for a teacher's zero where its logarithm is taken
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """−Σ_v p log q of every row, with the gradient softmax(z)·Σp − p computed in the same pass, kept in the logits'
-    dtype.
+def _soft_ce(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    lse = z.logsumexp(-1)
+    return lse * p.sum(-1) - torch.linalg.vecdot(p, z), z.sub(lse.unsqueeze(-1)).exp_().sub_(p)
 
-    Autograd through log_softmax would keep two fp32 [N, V] tensors and read them four more times.
+
+def _kl(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    loss, slope = _soft_ce(z, p)
+    return loss + torch.xlogy(p, p).sum(-1), slope
+
+
+def _reverse_kl(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    log_q = z.log_softmax(-1)
+    q, ratio = log_q.exp(), log_q - p.clamp_min(TINY).log()
+    loss = torch.linalg.vecdot(q, ratio)
+    return loss, q * (ratio - loss.unsqueeze(-1))
+
+
+def _tv(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    q = z.softmax(-1)
+    difference = q - p
+    sign = difference.sign().mul_(0.5)
+    return 0.5 * difference.abs().sum(-1), q * (sign - torch.linalg.vecdot(q, sign).unsqueeze(-1))
+
+
+def _log_tv(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    loss, slope = _tv(z, p)
+    accepted = (1 - loss).clamp_min(TINY)
+    return -accepted.log(), slope / accepted.unsqueeze(-1)
+
+
+def _ce(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    lse = z.logsumexp(-1)
+    slope = z.sub(lse.unsqueeze(-1)).exp_()
+    at = label.unsqueeze(-1)
+    loss = lse - z.gather(-1, at).squeeze(-1)
+    return loss, slope.scatter_add_(-1, at, slope.new_full(at.shape, -1.0))
+
+
+OBJECTIVES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "ce": _ce,
+    "soft_ce": _soft_ce,
+    "kl": _kl,
+    "reverse_kl": _reverse_kl,
+    "tv": _tv,
+    "log_tv": _log_tv,
+}
+"""Name → (fp32 logits [n, Vd], teacher) ↦ (losses [n], their gradient by the logits [n, Vd])."""
+
+
+class _Distillation(torch.autograd.Function):
+    """The gradient comes with the loss, in the same pass, kept in the logits' dtype.
+
+    Autograd through softmax would keep two fp32 [N, V] tensors and read them four more times.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:
         grad = torch.empty_like(logits)
         losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
         for start in range(0, logits.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
-            z, p, w = logits[part].float(), teacher[part].float(), weight[part].float()
-            lse = z.logsumexp(-1)
-            losses[part] = w * (lse * p.sum(-1) - torch.linalg.vecdot(p, z))
-            q = z.sub(lse.unsqueeze(-1)).exp_()  # a new tensor: `float()` of fp32 logits is those logits
-            grad[part] = q.sub_(p).mul_(w.unsqueeze(-1))
+            known, w = teacher[part], weight[part].float()
+            loss, slope = OBJECTIVES[objective](logits[part].float(), known.float() if known.ndim == 2 else known)
+            losses[part] = w * loss
+            grad[part] = slope.mul_(w.unsqueeze(-1))
         ctx.save_for_backward(grad)
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = ctx.saved_tensors
-        return grad * grads[0].unsqueeze(-1).to(grad.dtype), None, None
+        return grad * grads[0].unsqueeze(-1).to(grad.dtype), None, None, None
 
 
-def soft_cross_entropy(logits: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """[N] losses weight_n · (−Σ_v teacher_nv log softmax(logits_n)_v) in fp32.
+def distillation_loss(objective: str, logits: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+    """[N] losses in fp32, row n times weight_n.
 
     Args:
-        logits: [N, Vd]; teacher: [N, Vd] rows that sum to one; weight: [N] (bool or float).
+        logits: [N, Vd].
+        teacher: [N, Vd] target probabilities, rows that sum to one; for "ce" the tokens [N] int64.
+        weight: [N], bool or float.
     """
-    return _SoftCrossEntropy.apply(logits, teacher, weight)
+    return _Distillation.apply(logits, teacher, weight, objective)

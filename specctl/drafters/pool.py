@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from specctl.decoding.draft import Drafter, NoDraft
 from specctl.decoding.target import Target
 from specctl.drafters.lookup import Lookup
+from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError
 from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 # Family → module, imported when a drafter of it is loaded: a `Family`.
 FAMILIES = {
+    "eagle": "specctl.drafters.eagle",
     "eagle3": "specctl.drafters.eagle3",
     "hydra": "specctl.drafters.hydra",
     "medusa": "specctl.drafters.medusa",
@@ -32,7 +35,10 @@ WEIGHTLESS: dict[str, Callable[[DraftingRecipe], Drafter]] = {
 
 
 class Family(Protocol):
-    """The module of a family with weights. `config` is a checkpoint's config.json, `tensors` its weights."""
+    """The module of a family with weights. `config` is a checkpoint's config.json, `tensors` its weights.
+
+    A family whose drafters have `adapted(adapter)` names the projections of its module in `ADAPTABLE`.
+    """
 
     def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The module's state dict as a checkpoint stores it."""
@@ -50,6 +56,10 @@ class Family(Protocol):
         """config.json of a checkpoint of this module; `target` is `Target.identity`."""
         ...
 
+    def prepare(self, module: Any, recipe: TrainRecipe) -> None:
+        """Set the module's training options (a restored one is made to decode)."""
+        ...
+
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
         """A new module to train, started from the target where the family can. `frequent(n)`: a draft vocabulary of the
         n tokens most frequent in the training responses."""
@@ -61,25 +71,75 @@ def family(name: str) -> Family:
     return cast(Family, importlib.import_module(FAMILIES[name]))
 
 
-def load_drafter(path_or_name: str, target: Target, drafting: DraftingRecipe) -> Drafter:
+def load_drafter(
+    path_or_name: str, target: Target, drafting: DraftingRecipe, bases: dict[str, Drafter] | None = None
+) -> Drafter:
     """A drafter without weights by its name, or the one in a directory, checked against its manifest and the target.
+
+    Args:
+        bases: the bases of LoRA adapters loaded so far, by fingerprint. Give one dictionary to all drafters of a pool,
+            and adapters of one base share its weights.
 
     Raises:
         CheckpointError: there is no such drafter, it is damaged, of an unknown family, or made for another target.
     """
     if path_or_name in WEIGHTLESS:
         return WEIGHTLESS[path_or_name](drafting)
-    path = Path(path_or_name).expanduser()
-    if not os.path.lexists(path) and path.name == path_or_name:
+    found = read_drafter(path_or_name, target)
+    if "lora" not in found.config:
+        return _drafter(found, target, drafting)
+    bases = {} if bases is None else bases
+    base = find_base(found)
+    key = checkpoint.fingerprint(base.path)
+    if key not in bases:
+        bases[key] = _drafter(base, target, drafting)
+    return bases[key].adapted(Adapter.of(found.config, found.tensors))  # type: ignore[attr-defined]
+
+
+def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:
+    """The contents of a drafter directory for `target`. Raises CheckpointError as `load_drafter`."""
+    path = Path(directory).expanduser()
+    if not os.path.lexists(path) and path.name == str(directory):
         raise CheckpointError(
-            f"no drafter {path_or_name!r}", hint=f"give one of {', '.join(WEIGHTLESS)}, or a drafter directory"
+            f"no drafter {str(directory)!r}", hint=f"give one of {', '.join(WEIGHTLESS)}, or a drafter directory"
         )
     found = checkpoint.load(path)
     name = found.config["family"]
     if name not in FAMILIES:
         raise CheckpointError(f"drafter {path} is of family {name!r}", hint=f"known families: {', '.join(FAMILIES)}")
     checkpoint.check_target(found.config, target, str(path))
-    return family(name).drafter(family(name).restore(found.config, found.tensors), target, drafting)
+    return found
+
+
+def whole(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+    """A checkpoint that stands alone: itself, or an adapter merged into its base."""
+    if "lora" not in found.config:
+        return found
+    base = find_base(found)
+    return replace(base, tensors=Adapter.of(found.config, found.tensors).merge(base.tensors), info=found.info)
+
+
+def find_base(adapter: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+    """The drafter whose weights a LoRA adapter updates: where it was, or among the adapter's neighbours.
+
+    Raises CheckpointError where it is nowhere, or its weights are not those the adapter was trained on.
+    """
+    wanted = adapter.config["lora"]["base"]
+    here = adapter.path.absolute()
+    recorded = Path(os.path.normpath(here / wanted["path"]))
+    neighbours = sorted(path for path in here.parent.iterdir() if path != here and checkpoint.is_drafter(path))
+    for path in (recorded, *neighbours):
+        if checkpoint.is_drafter(path) and checkpoint.fingerprint(path) == wanted["sha256"]:
+            return checkpoint.load(path)
+    raise CheckpointError(
+        f"{adapter.path} is an adapter of {wanted['path']}, which is not there or has other weights",
+        hint="keep the base where it was, or put it beside the adapter",
+    )
+
+
+def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRecipe) -> Drafter:
+    module = family(found.config["family"])
+    return module.drafter(module.restore(found.config, found.tensors), target, drafting)
 
 
 def find_pool(directory: str | Path) -> list[Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -19,34 +19,15 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.draft import DraftTree
 from specctl.decoding.state import DecodeState
-from specctl.recipe import DraftingRecipe
+from specctl.drafters.tree import Shape
 
 Path = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a static tree may look like.
-
-    At most `nodes` nodes and `depth` levels; at most `width` nodes of a level have children, each the `children`
-    likeliest tokens at most. A level whose best joint probability is under `stop_below` is not drafted: a draft that
-    will be rejected costs as much as one that will not.
-    """
-
-    depth: int
-    width: int
-    nodes: int
-    children: int
-    stop_below: float
-
-    def given(self, drafting: DraftingRecipe) -> Shape:
-        """This shape with what the recipe sets."""
-        fields = ("depth", "width", "nodes", "children", "stop_below")
-        return replace(self, **{name: value for name in fields if (value := getattr(drafting, name)) is not None})
-
-
 def best_paths(shape: Shape, accuracy: Sequence[float]) -> list[Path]:
     """The paths most often accepted, best first: every beginning of the list is a tree too.
+
+    At most `shape.width` nodes of a level have children, the `shape.children` likeliest tokens at most.
 
     Args:
         accuracy: how often each rank is the target's token where its parent was; ranks beyond are not used.
@@ -113,7 +94,7 @@ class StaticTree:
         return result
 
     def grow(
-        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, stop_below: float
+        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, floor: float
     ) -> DraftTree:
         """The draft with this tree's form, cut before the first level that is not worth drafting.
 
@@ -122,13 +103,13 @@ class StaticTree:
             logits: (depth, paths) → [B, m, Vd], the next token's behind the m nodes of a depth that have children, or
                 [B, 1, Vd] where all have the same; `paths` [B, m, depth + 1] are their tokens, the root's first.
             ids: [Vd] target id of every draft token; None = the same.
-            stop_below: joint probability under which a level is not drafted.
+            floor: joint log probability of the likeliest node under which the next level is not drafted.
         """
         batch = roots.shape[0]
         paths, joint = roots.view(-1, 1, 1), torch.zeros(batch, 1, device=roots.device)
         drafted: list[Tensor] = []
         for depth, level in enumerate(self.levels):
-            if depth and stop_below > 0 and joint.max().item() < math.log(stop_below):
+            if depth and floor > -math.inf and joint.max().item() < floor:
                 break
             gain, index = kernels.expand_topk(logits(depth, paths).flatten(0, 1), level.ranks)
             shape = (-1, paths.shape[1], -1)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -95,6 +96,12 @@ class _Block:
     def _make_bias(self) -> Tensor:
         hidden = torch.arange(self.width) > self.at
         return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def ranges(sizes: list[int]) -> list[tuple[int, int]]:
+    """Consecutive row ranges of the given sizes."""
+    ends = list(accumulate(sizes))
+    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _places(sizes: list[int], width: int) -> Tensor:

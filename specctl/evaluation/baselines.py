@@ -132,7 +132,7 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
     found = checkpoint.load(directory)
     if found.config["family"] != "lm":
         return None
-    return lm.restore(found.config, found.tensors).model.to(target.device, target.dtype).eval()
+    return lm.cast(lm.restore(found.config, found.tensors).model, target.device, target.dtype).eval()
 
 
 def _configuration(eos_ids: frozenset[int], sampling: Sampling) -> GenerationConfig:

@@ -77,7 +77,8 @@ def evaluate(
     assistants = {}
     if drafters is None:
         paths = _named(recipe)
-        drafters = {name: pool.load_drafter(path, target, recipe.drafting) for name, path in paths.items()}
+        bases: dict[str, Drafter] = {}
+        drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
         models = {name: load_assistant(path, target) for name, path in paths.items() if PLAIN in recipe.baselines}
         assistants = {name: model for name, model in models.items() if model is not None}
     found = contenders(recipe, target, drafters, assistants)

@@ -70,7 +70,7 @@ def save(
     draft = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(2)}.tmp")
     try:
         draft.mkdir()
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, draft / WEIGHTS)
+        save_file(_separate(tensors), draft / WEIGHTS)
         _sync(draft / WEIGHTS)
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
@@ -146,9 +146,28 @@ def check_target(config: dict[str, Any], target: Target, name: str = "") -> None
         )
 
 
+def fingerprint(directory: Path) -> str:
+    """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
+    try:
+        return str(_read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=AGAIN) from error
+
+
 def is_drafter(path: Path) -> bool:
     """Whether a directory claims to be a drafter; it may still be damaged."""
     return any((path / name).is_file() for name in (MANIFEST, INFO))
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, and tied weights twice: safetensors refuses memory that two names share."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return found
 
 
 def _check_free(place: Path, overwrite: bool) -> None:

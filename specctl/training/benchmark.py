@@ -26,7 +26,7 @@ from specctl.training.loop import Trainer, make_trainer
 PARTS = {
     "attention, forward": ("_Merged",),
     "attention, backward": ("_MergedBackward",),
-    "loss": ("_SoftCrossEntropy", "_SoftCrossEntropyBackward"),
+    "loss": ("_Distillation", "_DistillationBackward"),
     "optimizer": ("Optimizer.step#Muon.step", "Optimizer.step#AdamW.step"),
     "other matrix products": ("aten::linear", "MmBackward0", "AddmmBackward0"),
 }

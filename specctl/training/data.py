@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from pathlib import Path
 from specctl.decoding.target import Target
 from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
+from specctl.recipe import TrainRecipe
 
+HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
 WINDOW = 8  # batches whose documents are sorted by length together: little padding, still shuffled
 
 
@@ -40,11 +43,19 @@ class Corpus:
     domains: list[str]
 
 
-def load_corpus(directory: Path, target: Target, *, max_length: int, held_out: float, prompts: int) -> Corpus:
-    """Read a distilled directory.
+def load_corpus(recipe: TrainRecipe, target: Target) -> Corpus:
+    """What a recipe trains on: `corpus`, or the distilled data of its domains."""
+    limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, recipe.eval.prompts
+    if recipe.corpus is not None:
+        return load_text(recipe.corpus, target, *limits)
+    return load_distilled(recipe.sources, target, *limits)
+
+
+def load_distilled(directories: list[Path], target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:
+    """Read distilled directories, in order.
 
     A prompt is held out when the hash of its id falls into the first `held_out` fraction, so the split never changes
-    when data is added; at most `prompts` of them are kept, the others are trained on.
+    when data is added; at most `prompts` of them are kept, as many of each directory, the others are trained on.
 
     Raises:
         DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
@@ -53,26 +64,73 @@ def load_corpus(directory: Path, target: Target, *, max_length: int, held_out: f
     aside: dict[str, list[int]] = {}
     digest = hashlib.sha256()
     domains: dict[str, None] = {}
-    for record in store.read(directory):
-        if record["target"] != target.identity["vocab_hash"]:
-            raise CheckpointError(
-                f"{directory} was distilled by a target with another vocabulary than {target.name}",
-                "distil again with this --target",
-            )
-        digest.update(record["id"].encode())
-        domains[record["domain"]] = None
-        key = record["prompt_id"]
-        share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
-        if key in aside or (share < held_out and len(aside) < prompts):
-            aside[key] = record["prompt_ids"]
-            continue
-        tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
-        # A slot needs the token after it and the target's distribution after that: two response tokens at least.
-        if len(tokens) - len(record["prompt_ids"]) >= 2:
-            examples.append(Example(len(examples), key, tokens, len(record["prompt_ids"])))
+    for number, directory in enumerate(directories, 1):
+        quota = prompts * number // len(directories)
+        for record in store.read(directory):
+            if record["target"] != target.identity["vocab_hash"]:
+                raise CheckpointError(
+                    f"{directory} was distilled by a target with another vocabulary than {target.name}",
+                    "distil again with this --target",
+                )
+            digest.update(record["id"].encode())
+            domains[record["domain"]] = None
+            key = record["prompt_id"]
+            share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
+            if key in aside or (share < held_out and len(aside) < quota):
+                aside[key] = record["prompt_ids"]
+                continue
+            tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
+            # A slot needs the token after it and the target's distribution after that: two response tokens at least.
+            if len(tokens) - len(record["prompt_ids"]) >= 2:
+                examples.append(Example(len(examples), key, tokens, len(record["prompt_ids"])))
     if not examples:
-        raise DataError(f"{directory} holds no response of two tokens or more", "distil more prompts")
+        names = ", ".join(map(str, directories))
+        raise DataError(f"{names}: no response of two tokens or more", "distil more prompts")
     return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains))
+
+
+def load_text(path: Path, target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:
+    """Read general text to train on as it is: JSONL with `text`, or plain text with a blank line between documents.
+
+    Documents are cut into pieces of `max_length` tokens; the beginnings of some of those held out serve as prompts.
+
+    Raises DataError: unreadable, no line with `text`, nothing of three tokens or more.
+    """
+    examples: list[Example] = []
+    aside: list[list[int]] = []
+    digest = hashlib.sha256()
+    for number, text in enumerate(_documents(path)):
+        digest.update(text.encode())
+        ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(aside) < prompts and number % max(1, round(1 / held_out)) == 0 and len(ids) > HELD_OUT_PROMPT:
+            aside.append(ids[:HELD_OUT_PROMPT])
+            continue
+        for start in range(0, len(ids), max_length):
+            piece = ids[start : start + max_length]
+            if len(piece) >= 3:
+                examples.append(Example(len(examples), f"{path.name}:{number}", piece, 1))
+    if not examples:
+        raise DataError(f"{path} holds no text of three tokens or more", 'lines such as {"text": "…"}, or plain text')
+    return Corpus(examples, aside, digest.hexdigest()[:16], [path.stem])
+
+
+def _documents(path: Path) -> Iterator[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read text from {path}: {error}") from error
+    if path.suffix not in (".jsonl", ".json"):
+        yield from (text for text in content.split("\n\n") if text.strip())
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}: not JSON: {error.msg}", 'lines such as {"text": "…"}') from error
+        if row is not None:
+            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                raise DataError(f"{path}:{number}: no `text`", 'lines such as {"text": "…"}')
+            yield row["text"]
 
 
 def frequent_tokens(examples: list[Example], size: int, always: frozenset[int]) -> list[int]:

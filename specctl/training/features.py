@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.cache import plan_rows
 from specctl.decoding.target import Target
-from specctl.drafters.eagle3_head import SlotBatch
-from specctl.drafters.ttt_attention import Layout
+from specctl.drafters.head import SlotBatch
+from specctl.drafters.ttt_attention import Layout, ranges
 from specctl.progress import interrupts, track
 from specctl.training.data import Example
 
@@ -81,14 +80,14 @@ class FeatureStore:
         cache = target.model.new_cache(len(examples), width)
         plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
         hidden, tapped = target.model.forward(tokens.to(target.device), cache, plan, self.taps)
-        assert tapped is not None
         self.passes += sum(len(e.tokens) - 1 for e in examples)
         result = []
         for row, example in enumerate(examples):
             length = len(example.tokens)
             teacher = hidden[row, example.prompt_length : length - 1].clone()
             best = target.model.logits(teacher).float().argmax(-1).int()
-            result.append(Features(tapped[row, : length - 2].clone(), teacher, best))
+            taps = hidden.new_empty(length - 2, 0) if tapped is None else tapped[row, : length - 2].clone()
+            result.append(Features(taps, teacher, best))
         return result
 
 
@@ -116,15 +115,17 @@ def slot_batch(
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
-    slot_ranges, query_ranges = _ranges(slots), _ranges(queries)
+    slot_ranges, query_ranges = ranges(slots), ranges(queries)
     token_rows: list[int] = []
     query_rows: list[int] = []
+    labels: list[int] = []
     left: list[int] = []
     at: list[int] = []
     for example, (first, end), count in zip(examples, slot_ranges, queries, strict=True):
         slots_of = end - first
         token_rows += example.tokens[1 : slots_of + 1]
         query_rows += range(end - count, end)
+        labels += example.tokens[example.prompt_length + 1 :]
         left += range(count, 0, -1)
         at += range(slots_of - count, slots_of)
     later = [
@@ -144,13 +145,8 @@ def slot_batch(
         later_rows=torch.tensor(later_rows, dtype=torch.long, device=device),
         teacher=torch.cat((teacher, teacher.new_zeros(tail, teacher.shape[1]))),
         inside=torch.cat((inside[best], inside.new_zeros(tail))),
+        labels=torch.tensor(labels + [0] * tail, device=device),
         left=torch.tensor(left, device=device),
         layout=Layout(slot_ranges, query_ranges, at),
-        later_layout=Layout(slot_ranges, _ranges([len(rows) for rows in later]), [at[row] for row in later_rows]),
+        later_layout=Layout(slot_ranges, ranges([len(rows) for rows in later]), [at[row] for row in later_rows]),
     )
-
-
-def _ranges(sizes: list[int]) -> list[tuple[int, int]]:
-    """Consecutive row ranges of the given sizes."""
-    ends = list(accumulate(sizes))
-    return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]

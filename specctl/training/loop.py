@@ -83,13 +83,7 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
     target = load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
-    corpus = load_corpus(
-        recipe.source,
-        target,
-        max_length=min(recipe.max_length, target.context_length),
-        held_out=recipe.eval.fraction,
-        prompts=recipe.eval.prompts,
-    )
+    corpus = load_corpus(recipe, target)
     rank, world = start_processes(target.device)
     trainee = make_trainee(recipe, target, corpus)
     return Trainer(recipe, run, target, corpus, trainee, rank, world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor, nn
 
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters import pool
-from specctl.errors import RecipeError
+from specctl.drafters import lm, lora, pool
+from specctl.drafters.lora import Adapter
+from specctl.errors import CheckpointError, RecipeError
+from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, frequent_tokens
 from specctl.training.features import FeatureStore, slot_batch
@@ -33,11 +37,39 @@ class Trainee:
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         self.recipe, self.target = recipe, target
         self.family = pool.family(recipe.arch)
+        self.base: Any = None  # of an adapter: the drafter whose weights it shares
+        self.origin: dict[str, Any] = {}
+        if recipe.init is not None:
+            self.module: Any = self._restored(recipe.init)
+        else:
+            always = frozenset(target.eos_ids)
+            self.module = self.family.build(recipe, target, lambda size: frequent_tokens(corpus.train, size, always))
+        self.family.prepare(self.module, recipe)
+        self.module.to(target.device)
 
-        def frequent(size: int) -> list[int]:
-            return frequent_tokens(corpus.train, size, frozenset(target.eos_ids))
-
-        self.module: Any = self.family.build(recipe, target, frequent).to(target.device)
+    def _restored(self, directory: Path) -> nn.Module:
+        """The drafter that training starts from, its draft vocabulary kept; with `lora`, frozen and adapted."""
+        found = pool.read_drafter(directory, self.target)
+        if found.config["family"] != self.recipe.arch:
+            raise CheckpointError(
+                f"{directory} is of family {found.config['family']}, not {self.recipe.arch}",
+                f"use --arch {found.config['family']}",
+            )
+        if not self.recipe.lora.enabled:
+            start = pool.whole(found)
+            return self.family.restore(start.config, start.tensors)
+        if "lora" in found.config:
+            raise CheckpointError(f"{directory} is an adapter itself", "adapt its base, or fine-tune it without --lora")
+        adaptable = getattr(self.family, "ADAPTABLE", ())
+        if not adaptable:
+            raise RecipeError(f"drafters of family {self.recipe.arch} take no LoRA adapters", "leave --lora out")
+        module = self.family.restore(found.config, found.tensors)
+        self.base = self.family.drafter(module, self.target, DraftingRecipe())
+        lora.inject(module, self.recipe.lora, adaptable)
+        place = os.path.relpath(directory.absolute(), self.recipe.output.absolute())
+        origin = {"path": place, "sha256": checkpoint.fingerprint(found.path)}
+        self.origin = {"lora": self.recipe.lora.model_dump(include={"rank", "alpha"}) | {"base": origin}}
+        return module
 
     def batch(self, examples: list[Example], step: int) -> Any:
         """The examples as the module's input at an optimizer step, target features included."""
@@ -49,14 +81,20 @@ class Trainee:
 
     def config(self) -> dict[str, Any]:
         """config.json of the drafter directory."""
-        return self.family.config(self.module, self.target.identity)
+        return self.family.config(self.module, self.target.identity) | self.origin
 
     def tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """model.safetensors of the drafter directory, from the module's state."""
+        """model.safetensors of the drafter directory, from the module's state. Adapters are kept in bf16: peft's fp32
+        is for the optimizer."""
+        if self.base is not None:
+            updates = lora.state(self.family.published(state))
+            return {name: tensor.to(torch.bfloat16) for name, tensor in updates.items()}
         return self.family.published(state)
 
     def drafter(self, state: dict[str, Tensor]) -> Drafter:
         """A drafter with the weights of `state`, to decode with."""
+        if self.base is not None:
+            return self.base.adapted(Adapter.of(self.config(), self.tensors(state)))
         module = self.family.restore(self.config(), self.tensors(state))
         return self.family.drafter(module, self.target, DraftingRecipe())
 
@@ -84,29 +122,31 @@ class FeatureTrainee(Trainee):
 
 
 class LMTrainee(Trainee):
-    """Small decoders: cross-entropy on the responses' tokens; the target is not run."""
+    """Small decoders. Cross-entropy on the responses' tokens runs no target; the other objectives do."""
 
-    def batch(self, examples: list[Example], step: int) -> dict[str, Tensor]:
+    def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
+        super().__init__(recipe, target, corpus)
+        if recipe.distillation != "ce":
+            self.store = FeatureStore(target, ())
+
+    def batch(self, examples: list[Example], step: int) -> lm.LMBatch:
         width = max(len(e.tokens) for e in examples)
         tokens = torch.tensor([e.tokens + [0] * (width - len(e.tokens)) for e in examples])
         places = torch.arange(width)
-        start = torch.tensor([[e.prompt_length] for e in examples])
+        # A response's first token follows the prompt's last, whose distribution is not among the features.
+        skipped = 0 if self.store is None else 1
+        start = torch.tensor([[e.prompt_length + skipped] for e in examples])
         stop = torch.tensor([[len(e.tokens)] for e in examples])
         mask = (places >= start) & (places < stop)
-        return {"tokens": tokens.to(self.target.device), "mask": mask.to(self.target.device)}
+        teacher = None if self.store is None else torch.cat([f.teacher for f in self.store.get(examples)])
+        return lm.LMBatch(tokens.to(self.target.device), mask.to(self.target.device), teacher)
 
     def loss(self, engine: nn.Module, batch: Any) -> Loss:
-        total, weight = engine(batch)
+        total, weight = engine(batch, None if self.store is None else self.target.head_weight)
         return total, weight, [(total.detach(), weight)]
-
-
-OBJECTIVES = {"lm": ("ce",)}
 
 
 def make_trainee(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Trainee:
     """The trainee of `recipe.arch`, drafting with the measured defaults of its family."""
-    allowed = OBJECTIVES.get(recipe.arch, ("soft_ce",))
-    if recipe.objective not in ("auto", *allowed):
-        raise RecipeError(f"arch {recipe.arch} trains with {' or '.join(allowed)}, not {recipe.objective}")
     kind = LMTrainee if recipe.arch == "lm" else FeatureTrainee
     return kind(recipe, target, corpus)

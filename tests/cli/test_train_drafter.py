@@ -34,7 +34,7 @@ def test_it_distils_first_and_says_so(specctl, calls):
     assert [command for command, _ in calls] == ["distill", "train-drafter"]
     first = calls[0][1]
     assert (first.data.domain, first.data.limit, first.data.seed) == (["math"], 7, 5)
-    assert first.output == calls[1][1].source == Path("distilled/math")
+    assert first.output == calls[1][1].sources[0] == Path("distilled/math")
     assert "distilling" in done.err
 
 
@@ -60,3 +60,56 @@ def test_several_processes_do_not_all_distil(specctl, calls, monkeypatch):
     assert done.code == 2
     assert "specctl distill --domain sql" in done.err
     assert calls == []
+
+
+def test_each_trains_one_drafter_per_domain(specctl, calls):
+    done = specctl("train-drafter", "--domain", "sql,math", "--each", "--output-dir", "pool", "--json")
+    assert done.code == 0, done.err
+    assert [command for command, _ in calls] == ["distill", "distill", "train-drafter", "train-drafter"]
+    assert [recipe.data.domain for _, recipe in calls] == [["sql"], ["math"], ["sql"], ["math"]]
+    assert [str(recipe.output) for _, recipe in calls[2:]] == ["pool/sql-eagle3", "pool/math-eagle3"]
+    assert done.json["pool"] == "pool" and len(done.json["drafters"]) == 2
+
+
+def test_a_mixture_reads_every_domain_s_data(specctl, calls, distilled, tmp_path):
+    """What is there is used, what is missing is distilled; nothing is distilled twice for the mixture."""
+    distilled(tmp_path / "distilled/sql")
+    assert specctl("train-drafter", "--domain", "sql,math").code == 0
+    assert [command for command, _ in calls] == ["distill", "train-drafter"]
+    assert calls[0][1].data.domain == ["math"]
+    assert [str(path) for path in calls[1][1].sources] == ["distilled/sql", "distilled/math"]
+    assert str(calls[1][1].output) == "drafters/sql+math-eagle3"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--lora"], "lora needs `init`"),
+        (["--init", "nowhere"], "not a drafter directory"),
+        (["--init", "nowhere", "drafter.vocab_size=100"], "leave out drafter.vocab_size"),
+        (["--each", "distilled=d"], "exclude each other"),
+    ],
+)
+def test_contradictions_are_refused(specctl, calls, argv, says):
+    done = specctl("train-drafter", *argv)
+    assert done.code in (2, 4) and says in done.err
+    assert calls == []
+
+
+def test_the_first_stage_comes_first_and_serves_again(specctl, calls, tmp_path):
+    argv = ["train-drafter", "--arch", "lm", "--domain", "sql", "pretrain.responses=50"]
+    assert specctl(*argv).code == 0
+    assert [(command, recipe.data.domain) for command, recipe in calls] == [
+        ("distill", ["unconditional"]),
+        ("distill", ["sql"]),
+        ("train-drafter", ["unconditional"]),
+        ("train-drafter", ["sql"]),
+    ]
+    assert calls[0][1].temperatures == [1.0] and calls[0][1].data.limit == 50
+    assert calls[2][1].output == calls[3][1].init == Path("drafters/general-lm")
+    calls.clear()
+    general = tmp_path / "drafters/general-lm"
+    general.mkdir(parents=True)
+    (general / "config.json").write_text("{}")
+    assert specctl(*argv).code == 0
+    assert [recipe.data.domain for command, recipe in calls if command == "train-drafter"] == [["sql"]]

@@ -185,3 +185,16 @@ def test_generator_prompts_are_distinct_and_repeatable():
 def test_unknown_domain_without_a_file():
     with pytest.raises(UsageError, match="sql"):
         read_prompts(DataRecipe(), "sqll")
+
+
+def test_unconditional_samples_have_no_prompt_and_a_seed_each():
+    data = DataRecipe(source="unconditional", limit=5)
+    prompts = read_prompts(data, "unconditional")
+    assert data.domain == ["unconditional"]
+    assert len({prompt.id for prompt in prompts}) == 5 and all(not prompt.messages for prompt in prompts)
+    assert prompts == read_prompts(data, "unconditional")
+
+
+def test_a_document_opens_as_the_chat_layout_does(target):
+    opening = target.opening()
+    assert target.tokenizer.decode(opening) == "<|user|>\n"

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from specctl.decoding.cache import plan_rows
+from specctl.decoding.draft import DraftTree
 from specctl.decoding.layers import DraftLinear, Linear
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import cpu_has_bf16
 from specctl.drafters import eagle3
-from specctl.drafters.eagle3 import Eagle3Drafter, Shape
+from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.tree import Shape
 from specctl.recipe import DrafterRecipe
 from specctl.training.data import Example
 from specctl.training.features import FeatureStore, slot_batch
@@ -23,7 +25,8 @@ def head(target):
     torch.manual_seed(1)
     architecture = eagle3.architecture(DrafterRecipe(vocab_size=512), target)
     ids = torch.randperm(target.vocab_size)[:512].sort().values
-    head = Eagle3Head(architecture, ids, STEPS, 0.8)
+    head = Eagle3Head(architecture, ids)
+    head.steps, head.decay = STEPS, 0.8
     eagle3.initialise(head, target)
     return head
 
@@ -97,7 +100,7 @@ def forced(drafter, target, committed, following):
         def propose(self, state, budget):
             drafter.advance(state)
             memory = state.memory[drafter]
-            hidden, logits = memory.hidden, memory.logits
+            hidden, logits = memory.hidden, drafter.logits(memory.hidden)
             taken.append(logits[0])
             for step, token in enumerate(following[: STEPS - 1]):
                 if len(following) <= step + 1:  # training has no target for what follows the last token
@@ -106,8 +109,8 @@ def forced(drafter, target, committed, following):
                 hidden = drafter._layer(
                     torch.tensor([[token]]), hidden, memory.cache, plan, drafter._tables(memory, STEPS)[step]
                 )
-                taken.append(drafter.head(drafter.norm(hidden))[0])
-            return eagle3.DraftTree.from_chains([[]], state.device)
+                taken.append(drafter.logits(hidden)[0])
+            return DraftTree.from_chains([[]], state.device)
 
     # The loop draws the last committed token itself: force it by a prompt that ends before it.
     prompt = committed[:-1]
@@ -116,6 +119,64 @@ def forced(drafter, target, committed, following):
     if following:
         decode(target, [prompt], sampling=GREEDY, max_new_tokens=2, seeds=[0], drafter=Spy())
     return taken
+
+
+def scored(drafter, target, example, depths):
+    """`score` of a whole response after it was decoded plainly, in two calls that share the cache."""
+    found = []
+
+    def ask(state, draft, verdict):
+        text = state.rows[0].ids
+        for span in (range(example.prompt_length + 1, len(text) // 2), range(len(text) // 2, len(text))):
+            found.append(drafter.score(state, [span], depths)[0])
+
+    fixed = dict(sampling=GREEDY, seeds=[0], max_new_tokens=example.response_length, taps=drafter.taps)
+    decode(target, [example.tokens[: example.prompt_length]], on_round=ask, **fixed)
+    return found
+
+
+def test_score_is_the_training_time_test(target, head, examples):
+    """At every committed position and depth, the row that training saw there; in the middle of a response, too."""
+    seen = training_logits(head, target, examples[1:])
+    drafter = Eagle3Drafter(head, target, Shape(STEPS, 1, STEPS, 1, 0.0))
+    compared = 0
+    for score in scored(drafter, target, examples[1], STEPS):
+        assert torch.equal(score.ids, head.draft_ids)
+        for k in range(STEPS):
+            for place, position in enumerate(score.positions):
+                row = position - 2 - k - (examples[1].prompt_length - 1)
+                if row >= 0 and row in seen[k]:
+                    torch.testing.assert_close(score.logits[k, place], seen[k][row], atol=1e-4, rtol=1e-4)
+                    compared += 1
+    assert compared > 5 * len(seen[0])
+
+
+def test_score_of_a_batch_is_that_of_each(target, head, prompts):
+    """Ragged prompts and spans of different lengths, one of them empty."""
+    drafter = Eagle3Drafter(head, target, Shape(STEPS, 1, STEPS, 1, 0.0))
+    found = {}
+
+    def ask(state, draft, verdict):
+        spans = [
+            range(len(row.ids) - min(n, len(row.ids) - 3), len(row.ids))
+            for row, n in zip(state.rows, sizes, strict=True)
+        ]
+        for row, score in zip(state.rows, drafter.score(state, spans, 2), strict=True):
+            found[len(state.rows), row.index if len(sizes) > 1 else alone, len(row.ids)] = score.logits
+
+    fixed = dict(sampling=GREEDY, max_new_tokens=6, taps=drafter.taps, on_round=ask)
+    sizes = [4, 0, 9]
+    decode(target, prompts, seeds=[0] * 3, **fixed)
+    for alone, size in enumerate([4, 0, 9]):
+        sizes = [size]
+        decode(target, [prompts[alone]], seeds=[0], **fixed)
+    pairs = [(logits, found[1, row, length]) for (count, row, length), logits in found.items() if count == 3]
+    assert len(pairs) >= 9
+    for batched, single in pairs:
+        if single is None or single.shape[1] == 0:
+            assert batched is None or batched.shape[1] == 0
+        else:
+            torch.testing.assert_close(batched, single, atol=1e-4, rtol=1e-4)
 
 
 def test_loss_is_normalised_and_masked(target, head, examples):

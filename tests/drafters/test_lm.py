@@ -3,24 +3,30 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from specctl import kernels
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.drafters import lm
+from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.formats import checkpoint
-from specctl.recipe import DrafterRecipe, DraftingRecipe
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, own_weights, ragged
 
 HOT = Sampling(0.9, 50, 0.95)
+
+
+def lm_of(config):
+    return lm.LM(LlamaForCausalLM(config))
 
 
 @pytest.fixture(scope="module")
 def model(target):
     """Random, but with logits far enough apart that the best token is no matter of rounding."""
     torch.manual_seed(0)
-    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny", num_kv_heads=2), target))
+    model = lm_of(lm.architecture(DrafterRecipe(preset="tiny", num_kv_heads=2), target))
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.1 * torch.randn_like(weight)
@@ -43,7 +49,7 @@ class Big:
 
 def test_the_68m_preset_has_68m():
     with torch.device("meta"):
-        model = lm.LM(lm.architecture(DrafterRecipe(), Big()))
+        model = lm_of(lm.architecture(DrafterRecipe(), Big()))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(68e6, rel=0.01)
 
 
@@ -74,15 +80,11 @@ def test_the_recipe_overrides_the_preset(target):
 )
 def test_bad_sizes(target, wrong, says):
     with pytest.raises(RecipeError, match=says):
-        lm.LM(lm.architecture(DrafterRecipe(**wrong), target))
+        lm_of(lm.architecture(DrafterRecipe(**wrong), target))
 
 
 def batch(tokens, mask):
-    return {
-        "tokens": torch.tensor(tokens),
-        "mask": torch.tensor(mask),
-        "lengths": torch.tensor([len(t) for t in tokens]),
-    }
+    return lm.LMBatch(torch.tensor(tokens), torch.tensor(mask).bool())
 
 
 def test_the_loss_is_that_of_the_response_tokens(model):
@@ -114,9 +116,10 @@ def test_a_batch_without_responses_has_gradients_of_zero(model):
 
 
 def test_casting_keeps_the_frequencies(target):
-    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
+    model = lm_of(lm.architecture(DrafterRecipe(preset="tiny"), target))
     exact = model.model.model.rotary_emb.inv_freq.clone()
-    model.to(torch.bfloat16).to(torch.float32)
+    lm.cast(model.model, torch.device("cpu"), torch.bfloat16)
+    assert model.model.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(model.model.model.rotary_emb.inv_freq, exact)
 
 
@@ -133,7 +136,7 @@ def test_stored_and_read(target, model, prompts, tmp_path):
 
 
 def test_weights_of_another_size_are_refused(target, model):
-    other = lm.LM(lm.architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
+    other = lm_of(lm.architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
     with pytest.raises(CheckpointError, match="do not fit"):
         lm.restore(lm.config(model, target.identity), lm.published(other.state_dict()))
 
@@ -265,7 +268,7 @@ def test_invalidate_recomputes(target, model, prompts):
 
 def test_training_on_does_not_change_a_drafter(target, prompts):
     """The drafter measured during training holds a copy of its weights."""
-    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
+    model = lm_of(lm.architecture(DrafterRecipe(preset="tiny"), target))
     drafter = lm.LMDrafter(model, target, lm.Shape(3, 0.0, False))
     options = {"sampling": GREEDY, "max_new_tokens": 4, "seeds": [0]}
     drafts = []
@@ -296,3 +299,85 @@ def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch)
     ids = [prompts[0] * 12, *([prompts[2]] * 4)]
     decode(target, ids, sampling=HOT, max_new_tokens=[2, 90, 90, 90, 90], seeds=[1, 2, 3, 4, 5], controller=Sleep())
     assert drafter.drafts >= 2
+
+
+@pytest.mark.parametrize("objective", ["soft_ce", "tv"])
+def test_the_target_s_distribution_is_learned(target, model, prompts, objective):
+    """Every objective but ce compares the rows with the target's, at the same tokens."""
+    tokens = torch.tensor([prompts[0]])
+    hidden = target.prefill([prompts[0]], target.model.new_cache(1, len(prompts[0])))[1][0]
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, -3:] = True
+    model.objective = objective
+    loss, count = model(lm.LMBatch(tokens, mask, hidden[-4:-1]), target.head_weight)
+    model.objective = "ce"
+    p = (hidden[-4:-1] @ target.head_weight.T).softmax(-1)
+    q = torch.stack([next_logits(model, prompts[0][: len(prompts[0]) - n]) for n in (3, 2, 1)]).softmax(-1)
+    expected = -(p * q.log()).sum() if objective == "soft_ce" else 0.5 * (p - q).abs().sum()
+    assert count == 3
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.fixture
+def published_model(target, tiny_directory, tmp_path):
+    """`published_model(name, rows)`: a directory with a random model whose embedding has `rows` rows more."""
+
+    def make(name, rows):
+        model = AutoModelForCausalLM.from_pretrained(tiny_directory(name))
+        model.resize_token_embeddings(model.config.vocab_size + rows)
+        model.save_pretrained(tmp_path / name)
+        target.tokenizer.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "rows"), [("mistral", 8), ("gemma2", 0), ("llama", -4)])
+def test_a_published_model_is_a_base(target, published_model, prompts, tmp_path, name, rows):
+    """Any causal LM with the target's vocabulary, its embedding padded differently, on either kind of step."""
+    recipe = TrainRecipe(arch="lm", drafter=DrafterRecipe(base=published_model(name, rows)))
+    model = lm.build(recipe, target, None)
+    checkpoint.save(
+        tmp_path / "d", config=lm.config(model, target.identity), tensors=lm.published(model.state_dict()), info={}
+    )
+    found = checkpoint.load(tmp_path / "d")
+    drafter = lm.drafter(lm.restore(found.config, found.tensors), target, DraftingRecipe(depth=3))
+    options = dict(sampling=HOT, max_new_tokens=12, seeds=[1])
+    plain = decode(target, prompts[:1], **options)[0].output_ids
+    assert plain == decode(target, prompts[:1], drafter=drafter, **options)[0].output_ids
+
+
+def test_a_base_with_another_vocabulary_is_refused(target, published_model):
+    path = published_model("llama", 0)
+    other = AutoTokenizer.from_pretrained(path)
+    other.add_tokens(["<something else>"])
+    other.save_pretrained(path)
+    with pytest.raises(CheckpointError, match="different vocabularies"):
+        lm.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path)), target, None)
+    with pytest.raises(RecipeError, match="leave out hidden_size"):
+        lm.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path, hidden_size=8)), target, None)
+
+
+def test_an_adapter_drafts_as_its_merged_weights(target, model, prompts):
+    """Through every product of the lean step, over a prompt and a drafted chain."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = {}
+    for name, weight in lm.published(model.state_dict()).items():
+        if "_proj" in name:
+            rows, columns = weight.shape
+            down, up = torch.randn(2, columns, generator=generator), torch.randn(rows, 2, generator=generator)
+            pairs[name.removesuffix(".weight")] = (0.1 * down, 0.1 * up)
+    merged = lm_of(model.model.config)
+    merged.model.load_state_dict(Adapter(pairs).merge(lm.published(model.state_dict())))
+    base = lm.LMDrafter(model, target, lm.Shape(3, 0.0, False))
+    adapted, whole = base.adapted(Adapter(pairs)), lm.LMDrafter(merged, target, lm.Shape(3, 0.0, False))
+    assert adapted.model.layers[0].qkv.base is base.model.layers[0].qkv
+    options = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0])
+    seen = {}
+    for drafter in (adapted, whole, base):
+        decode(
+            target, prompts[:1], drafter=drafter, **options,
+            on_round=lambda state, draft, verdict, d=drafter: seen.setdefault(d, state.memory[d].logits.clone()),
+        )  # fmt: skip
+    torch.testing.assert_close(seen[adapted], seen[whole], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(seen[adapted], seen[base], atol=1e-2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from specctl.decoding.draft import NoDraft
 from specctl.drafters import lm
@@ -17,7 +18,7 @@ DRAFTING = DraftingRecipe()
 def write(place, for_target, **changed):
     """A small `lm` drafter whose config differs in the given keys."""
     torch.manual_seed(0)
-    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target))
+    model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target)))
     return checkpoint.save(
         place,
         config={**lm.config(model, for_target.identity), **changed},

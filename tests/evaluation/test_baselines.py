@@ -1,6 +1,7 @@
 """`transformers` generate as a baseline: same text, and time and passes that mean what ours mean."""
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -34,7 +35,7 @@ def test_all_modes_give_the_greedy_text(target, generator):
 def test_assistants_are_the_language_models_of_a_pool(tmp_path, target):
     """A head cannot assist `generate`, a damaged drafter must not be skipped in silence."""
     assert load_assistant("lookup", target) is None
-    model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
+    model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny"), target)))
     for name, config in (
         ("small", lm.config(model, target.identity)),
         ("head", {"family": "eagle3", "target": target.identity}),

@@ -6,6 +6,7 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import LlamaForCausalLM
 
 from specctl import progress
 from specctl.decoding.loop import decode
@@ -83,7 +84,7 @@ def test_the_whole_matrix(tmp_path, prompts, target, perfect, scripted):
 def test_drafters_and_assistants_of_a_recipe(tmp_path, prompts, target):
     """From paths: a language model is a drafter here and an assistant there; equal names are told apart."""
     for place in ("a/small", "b/small"):
-        model = lm.LM(lm.architecture(DrafterRecipe(preset="tiny"), target))
+        model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny"), target)))
         checkpoint.save(
             tmp_path / place,
             config=lm.config(model, target.identity),

@@ -12,11 +12,13 @@ from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
-from specctl.drafters import lm
+from specctl.drafters import eagle, lm
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3 import Shape as Eagle3Shape
-from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.head import HeadConfig
 from specctl.drafters.lookup import Lookup
+from specctl.drafters.tree import Shape as Eagle3Shape
+from specctl.recipe import TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, own_weights, perfect, ragged
 
 NEW = 20
@@ -28,7 +30,7 @@ TAPS = (2, 5, 7)
 
 def random_eagle3(target, shape):
     torch.manual_seed(0)
-    config = Eagle3Config(
+    config = HeadConfig(
         hidden_size=target.hidden_size,
         intermediate_size=64,
         num_heads=4,
@@ -43,6 +45,11 @@ def random_eagle3(target, shape):
     )
     head = Eagle3Head(config, 3 * torch.arange(500))
     return Eagle3Drafter(head, target, shape)
+
+
+def random_eagle(target, shape):
+    torch.manual_seed(0)
+    return eagle.EagleDrafter(eagle.build(TrainRecipe(arch="eagle"), target, None), target, shape)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,7 @@ DRAFTERS = {
     "lookup": lambda target, texts: Lookup(),
     "lm": lambda target, texts: lm.LMDrafter(own_weights(target, 0.1), target, lm.Shape(4, 0.1, False)),
     "lm itself": lambda target, texts: lm.LMDrafter(own_weights(target), target, lm.Shape(5, 0.0, False)),
+    "eagle": lambda target, texts: random_eagle(target, Eagle3Shape(4, 2, 8, 2, 0.0)),
     "eagle3 chain": lambda target, texts: random_eagle3(target, Eagle3Shape(4, 1, 4, 1, 0.0)),
     "eagle3 tree": lambda target, texts: random_eagle3(target, Eagle3Shape(3, 2, 7, 2, 0.0)),
 }

@@ -1,7 +1,9 @@
+import json
+
 import pytest
 
 from specctl.errors import CheckpointError, DataError
-from specctl.training.data import Example, batches, frequent_tokens, load_corpus
+from specctl.training.data import Example, batches, frequent_tokens, load_distilled, load_text
 
 
 def examples(count=50):
@@ -28,7 +30,7 @@ def test_draft_vocabulary_holds_the_end_token_and_the_most_frequent():
 
 
 def test_held_out_prompts_are_not_trained_on(distilled, target):
-    corpus = load_corpus(distilled, target, max_length=2048, held_out=0.3, prompts=4)
+    corpus = load_distilled([distilled], target, max_length=2048, held_out=0.3, prompts=4)
     assert len(corpus.held_out) == 4
     trained = {tuple(e.tokens[: e.prompt_length]) for e in corpus.train}
     assert not trained & {tuple(prompt) for prompt in corpus.held_out}
@@ -38,9 +40,32 @@ def test_held_out_prompts_are_not_trained_on(distilled, target):
 def test_data_of_another_target_is_refused(distilled, target, monkeypatch):
     monkeypatch.setitem(target.identity, "vocab_hash", "0" * 16)
     with pytest.raises(CheckpointError, match="another vocabulary"):
-        load_corpus(distilled, target, max_length=2048, held_out=0.1, prompts=4)
+        load_distilled([distilled], target, max_length=2048, held_out=0.1, prompts=4)
 
 
 def test_nothing_to_train_on(distilled, target):
     with pytest.raises(DataError, match="no response"):
-        load_corpus(distilled, target, max_length=8, held_out=0.1, prompts=4)
+        load_distilled([distilled], target, max_length=8, held_out=0.1, prompts=4)
+
+
+def test_text_is_cut_and_some_of_it_is_held_out(target, tmp_path):
+    """JSONL and plain text give the same pieces; no token is lost but those of the held-out texts."""
+    texts = [f"The {n}th story has many words, and it goes on for a while. " * 6 for n in range(12)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    found = [load_text(tmp_path / name, target, 50, 0.25, 2) for name in ("a.jsonl", "a.txt")]
+    ids = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert found[0].held_out == [ids[0][:32], ids[4][:32]]
+    kept = [text for number, text in enumerate(ids) if number not in (0, 4)]
+    assert sum(len(example.tokens) for example in found[0].train) == sum(map(len, kept))
+    assert all(len(example.tokens) <= 50 and example.prompt_length == 1 for example in found[0].train)
+    assert [len(e.tokens) for e in found[1].train] == pytest.approx([len(e.tokens) for e in found[0].train], abs=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [('{"prompt": "x"}', ":1: no `text`"), ("{", ":1: not JSON"), ("", "no text")]
+)
+def test_text_that_is_none(target, tmp_path, content, says):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=says):
+        load_text(tmp_path / "a.jsonl", target, 50, 0.25, 2)

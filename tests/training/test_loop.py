@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specctl.drafters.pool import load_drafter
-from specctl.errors import Interrupted, SpecctlError
+from specctl.errors import CheckpointError, Interrupted, SpecctlError
 from specctl.formats import checkpoint as drafters
 from specctl.progress import interrupts
 from specctl.recipe import (
@@ -18,6 +18,7 @@ from specctl.recipe import (
     DrafterRecipe,
     DraftingRecipe,
     HeldOutRecipe,
+    LoraRecipe,
     OptimizerRecipe,
     TargetRecipe,
     TrainRecipe,
@@ -131,6 +132,54 @@ def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, s
     with pytest.raises(SpecctlError, match="gradient is not finite at step 2"):
         train(recipe(distilled, tmp_path, **options), tmp_path)
     assert [p.name for p in loop.checkpoint._found(tmp_path / "drafter.checkpoints")] == ["step-00000002"]
+
+
+def test_fine_tuning_keeps_the_draft_vocabulary(trained, distilled, tmp_path):
+    """All weights move, the draft vocabulary does not, and what was learned is the start."""
+    place, first = trained
+    options = dict(init=place / "drafter", drafter=DrafterRecipe(), max_steps=2)
+    result = train(recipe(distilled, tmp_path, **options), tmp_path)
+    before, after = drafters.load(first.drafter).tensors, drafters.load(result.drafter).tensors
+    assert torch.equal(before["d2t"], after["d2t"])
+    assert not torch.equal(before["fc.weight"], after["fc.weight"])
+    start = next(line["loss"] for line in metrics(tmp_path) if "loss" in line)
+    assert start < next(line["loss"] for line in metrics(place) if "loss" in line)
+
+
+def test_an_adapter_is_small_resumes_and_leaves_its_base_alone(trained, distilled, tmp_path, target):
+    place, _first = trained
+    options = dict(
+        init=place / "drafter", drafter=DrafterRecipe(), lora=LoraRecipe(enabled=True, rank=4), max_steps=4,
+        batch_tokens=10**6,  # every step sees all the data, so that their losses can be compared
+
+        optimizer=OptimizerRecipe(lr=0.001),
+    )  # fmt: skip
+    before = drafters.fingerprint(place / "drafter")
+    result = train(recipe(distilled, tmp_path, **options), tmp_path)
+    assert drafters.fingerprint(place / "drafter") == before
+    saved = drafters.load(result.drafter)
+    assert saved.tensors and all(".lora_" in name for name in saved.tensors)
+    assert any(tensor.any() for name, tensor in saved.tensors.items() if "lora_B" in name)
+    losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert load_drafter(result.drafter, target, DraftingRecipe()).taps
+    again = train(recipe(distilled, tmp_path, **options, resume=True), tmp_path / "again")
+    assert again.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"arch": "eagle"}, "family eagle3, not eagle"), ({"lora": {"enabled": True}}, "adapter itself")],
+)
+def test_a_start_that_does_not_fit_is_refused(trained, distilled, tmp_path, changes, says):
+    place, _first = trained
+    start = place / "drafter"
+    if "lora" in changes:
+        found = drafters.load(start)
+        origin = {"rank": 4, "alpha": 8.0, "base": {"path": ".", "sha256": ""}}
+        start = drafters.save(tmp_path / "a", config=found.config | {"lora": origin}, tensors=found.tensors, info={})
+    with pytest.raises(CheckpointError, match=says):
+        train(recipe(distilled, tmp_path, init=start, drafter=DrafterRecipe(), **changes), tmp_path)
 
 
 def test_lm_learns(distilled, tmp_path):

@@ -1,0 +1,236 @@
+"""What trainable heads on target features share: configuration, batches, layer parts, vocabulary, losses by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.decoding.target import Target
+from specctl.drafters.objectives import distillation_loss
+from specctl.drafters.ttt_attention import Layout
+from specctl.errors import CheckpointError
+from specctl.recipe import DrafterRecipe
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Shape of a head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"taps": list(self.taps)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**{**values, "taps": tuple(values["taps"])})
+
+
+def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
+    """A layer like the target's own, the recipe's sizes aside; without taps and a draft vocabulary, which the families
+    choose."""
+    text = target.config
+    heads = recipe.num_heads or text.num_attention_heads
+    dim = None if recipe.num_heads else getattr(text, "head_dim", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    return HeadConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=recipe.intermediate_size or getattr(text, "intermediate_size", 4 * target.hidden_size),
+        num_heads=heads,
+        num_kv_heads=recipe.num_kv_heads or getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=dim or target.hidden_size // heads,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        taps=(),
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", 10_000.0)),
+        max_position_embeddings=target.context_length,
+    )
+
+
+@dataclass
+class SlotBatch:
+    """Packed documents for the training-time test; N = response slots, M = all slots of all documents.
+
+    Attributes:
+        features: [M, taps·Ht] target features of every slot.
+        key_tokens: [M] token x_{i+1} of every slot.
+        key_positions: [M] position i of every slot.
+        query_rows: [N] the response slots among the M.
+        later_rows: [n] which of the N go on to steps 1, 2, … .
+        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, back to back;
+            step k reads it shifted by k.
+        inside: [N + T] bool, the target's most probable token there is in the draft vocabulary.
+        labels: [N + T] the token that stands there.
+        left: [N] how many steps a slot is valid for (step k is used iff k < left).
+        layout, later_layout: which slots the N and the n rows attend.
+    """
+
+    features: Tensor
+    key_tokens: Tensor
+    key_positions: Tensor
+    query_rows: Tensor
+    later_rows: Tensor
+    teacher: Tensor
+    inside: Tensor
+    labels: Tensor
+    left: Tensor
+    layout: Layout
+    later_layout: Layout
+
+
+class HeadAttention(nn.Module):
+    """Projections of grouped-query attention over inputs of `width`."""
+
+    def __init__(self, config: HeadConfig, width: int):
+        super().__init__()
+        dim = config.head_dim
+        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=False)
+
+
+class HeadMLP(nn.Module):
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer without the norm before its attention, which is where the families differ."""
+
+    def __init__(self, config: HeadConfig, width: int):
+        super().__init__()
+        self.self_attn = HeadAttention(config, width)
+        self.mlp = HeadMLP(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output [N, H] from its residual stream and what its heads saw [N, Hq, D]."""
+        x = residual + self.self_attn.o_proj(attended.flatten(1))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftHead(nn.Module):
+    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`."""
+
+    d2t: Tensor
+    t2d: Tensor
+    inv_freq: Tensor
+
+    def __init__(self, config: HeadConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
+        """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None: the first, or they come with a state dict);
+        `stored`: they are part of the checkpoint."""
+        super().__init__()
+        self.config = config
+        self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
+        ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
+        member = torch.zeros(config.vocab_size, dtype=torch.bool)
+        member[ids] = True
+        # d2t holds offsets, as vLLM and SGLang read it: target id = i + d2t[i].
+        self.register_buffer("d2t", ids - torch.arange(config.draft_vocab_size), persistent=stored)
+        self.register_buffer("t2d", member, persistent=stored)
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[Vd] target id of every draft token."""
+        return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+
+    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [N, heads, D] rotated to `positions` [N]."""
+        angle = positions[:, None].float() * self.inv_freq
+        cos, sin = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angle.cos(), angle.sin()))
+        low, high = x.chunk(2, -1)
+        return x * cos + torch.cat((-high, low), -1) * sin
+
+    def losses(
+        self, logits: Tensor, rows: list[Tensor], batch: SlotBatch, target_head: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Losses and whether they count, both [Σ n_k], of the `logits` of all steps one after the other.
+
+        Args:
+            rows: of each step k, which of the N response slots its n_k rows are.
+            target_head: [Vd, Ht] rows of the target's vocabulary head.
+        """
+        step = torch.cat([torch.full_like(part, k) for k, part in enumerate(rows)])
+        return self.losses_at(logits, torch.cat(rows), step, batch, self.teacher(batch, target_head))
+
+    def losses_at(
+        self, logits: Tensor, row: Tensor, step: Tensor, batch: SlotBatch, teacher: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same of logits [n, Vd] whose rows are the response slots `row` [n] at the steps `step` [n] (or [])."""
+        at, valid = row + step, batch.left[row] > step
+        if teacher is None:
+            labels = batch.labels[at]
+            valid = valid & self.t2d[labels]
+            return distillation_loss("ce", logits, torch.searchsorted(self.draft_ids, labels), valid), valid
+        valid = valid & batch.inside[at]
+        return distillation_loss(self.objective, logits, teacher[at], valid), valid
+
+    @torch.no_grad()
+    def teacher(self, batch: SlotBatch, target_head: Tensor) -> Tensor | None:
+        """Target probabilities [N + T, Vd], renormalised on the draft vocabulary (EAGLE-3 practice); None where the
+        objective knows the target's samples alone."""
+        if self.objective == "ce":
+            return None
+        logits = F.linear(batch.teacher.to(target_head.dtype), target_head)
+        return logits.float().softmax(-1).to(logits.dtype)
+
+    def sums(self, losses: Tensor, valid: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """(Σ_k decay^k Σ loss, Σ_k decay^k · valid rows, [steps, 2] sums of (loss, valid rows) per step).
+
+        The mean loss is the first divided by the second, over however many ranks and micro-batches.
+        """
+        by_step = [(a.sum(), b.sum()) for a, b in zip(losses.split(sizes), valid.split(sizes), strict=True)]
+        decay = [self.decay**k for k in range(len(sizes))]
+        total = torch.stack([share * loss for share, (loss, _) in zip(decay, by_step, strict=True)]).sum()
+        weight = torch.stack([share * count for share, (_, count) in zip(decay, by_step, strict=True)]).sum()
+        steps = [torch.stack((loss.detach(), count.to(loss.dtype))) for loss, count in by_step]
+        return total, weight, torch.stack(steps)
+
+
+Head = TypeVar("Head", bound=DraftHead)
+
+
+def restored(
+    kind: Callable[[Any], Head],
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    shape: type[HeadConfig] = HeadConfig,
+) -> Head:
+    """A head of `kind` and `shape` from the contents of a checkpoint. CheckpointError when they do not fit."""
+    try:
+        head = kind(shape.from_dict(config["architecture"]))
+        head.load_state_dict(tensors)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{config.get('family')} drafter: weights and architecture do not fit: {error}"
+        ) from error
+    return head

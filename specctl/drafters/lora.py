@@ -1,0 +1,98 @@
+"""Low-rank adapters of a drafter (LoRA, Hu et al. 2021, arXiv 2106.09685), trained by peft, run on the base's weights.
+
+A specialist of this kind is a few per cent of its base's bytes. In a pool every adapter runs on the one copy of the
+base: switching copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.decoding.layers import Linear
+from specctl.errors import CheckpointError, RecipeError
+from specctl.recipe import LoraRecipe
+
+Part = tuple[str, int]
+"""A projection inside a fused product: its module's name and how many outputs it has."""
+
+
+class LowRank:
+    """A product and its low-rank update: x Wᵀ + (x Aᵀ) Bᵀ, with A [r, in] and B [out, r] (scaled)."""
+
+    def __init__(self, base: Linear, down: Tensor, up: Tensor):
+        self.base, self.down, self.up = base, down.contiguous(), up.T.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.base(x).addmm_(F.linear(x, self.down), self.up)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`pairs`: module name → (A [r, in], B [out, r]), B with the scale alpha / r."""
+
+    pairs: dict[str, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Adapter:
+        """From the contents of a checkpoint. CheckpointError when they are not an adapter's."""
+        try:
+            scale = config["lora"]["alpha"] / config["lora"]["rank"]
+            downs = {name.removesuffix(DOWN): tensor for name, tensor in tensors.items() if name.endswith(DOWN)}
+            return cls({name: (down, tensors[name + UP] * scale) for name, down in downs.items()})
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise CheckpointError(f"not a LoRA adapter: {error}") from error
+
+    def on(self, linear: Linear, parts: Sequence[Part], device: torch.device) -> Linear | LowRank:
+        """`linear`, which fuses `parts` of one input, with this adapter's updates; itself where there are none."""
+        found = [(name, size, *self.pairs[name]) for name, size in parts if name in self.pairs]
+        if not found:
+            return linear
+        down = torch.cat([down for _, _, down, _ in found])
+        offsets = dict(zip((name for name, _ in parts), _starts([size for _, size in parts]), strict=True))
+        up = torch.zeros(sum(size for _, size in parts), len(down))
+        column = 0
+        for name, size, _, part in found:
+            up[offsets[name] : offsets[name] + size, column : column + part.shape[1]] = part.float()
+            column += part.shape[1]
+        return LowRank(linear, down.to(device, linear.dtype), up.to(device, linear.dtype))
+
+    def merge(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The base's `tensors` with the updates added: a drafter that stands alone."""
+        merged = dict(tensors)
+        for name, (down, up) in self.pairs.items():
+            weight = merged[f"{name}.weight"]
+            merged[f"{name}.weight"] = (weight.float() + up.float() @ down.float()).to(weight.dtype)
+        return merged
+
+
+UP, DOWN = ".lora_B.weight", ".lora_A.weight"
+
+
+def inject(module: nn.Module, recipe: LoraRecipe, adaptable: Sequence[str]) -> None:
+    """Freeze `module` and give the projections named in the recipe (None = `adaptable`) low-rank updates.
+
+    Raises RecipeError for a projection that the family does not adapt.
+    """
+    wanted = recipe.modules or list(adaptable)
+    unknown = [name for name in wanted if name not in adaptable]
+    if unknown:
+        raise RecipeError(f"lora.modules: no {', '.join(unknown)}", f"some of {', '.join(adaptable)}")
+    import peft
+
+    config = peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=wanted)  # type: ignore[arg-type]
+    peft.inject_adapter_in_model(config, module)
+
+
+def state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The updates among the state of an injected module, under the names of the projections they belong to."""
+    return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    return [sum(sizes[:place]) for place in range(len(sizes))]

@@ -1,0 +1,107 @@
+"""Dynamic draft trees: expand the likeliest nodes, keep the likeliest candidates (EAGLE-2, Li et al. 2024, §4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from specctl.decoding.draft import PADDING, DraftTree
+from specctl.recipe import DraftingRecipe
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of a draft.
+
+    `depth` expansions at most; each expands the `width` most probable nodes of the last level into `children`
+    candidates; the `nodes` candidates of highest joint probability are kept. A level whose best joint probability is
+    under `stop_below` is not expanded: a draft that will be rejected costs as much as one that will not.
+    """
+
+    depth: int
+    width: int
+    nodes: int
+    children: int
+    stop_below: float
+
+    @property
+    def chain(self) -> bool:
+        return self.width == 1 and self.children == 1
+
+    @property
+    def floor(self) -> float:
+        """`stop_below` as a log probability."""
+        return math.log(self.stop_below) if self.stop_below > 0 else -math.inf
+
+
+def default_shape(device: torch.device) -> Shape:
+    """On a CPU (measured on the built-in target) a chain with the runners-up of each depth as leaves: they cost no
+    forward of the head, and a dozen rows cost the target little more than one. A GPU takes a larger tree (EAGLE-2)."""
+    if device.type == "cpu":
+        return Shape(depth=12, width=1, nodes=14, children=3, stop_below=0.05)
+    return Shape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
+
+
+def shape_for(drafting: DraftingRecipe, default: Shape) -> Shape:
+    """The family's default with what a `DraftingRecipe` sets."""
+    fields = ("depth", "width", "nodes", "children", "stop_below")
+    given = {name: value for name in fields if (value := getattr(drafting, name, None)) is not None}
+    return Shape(**{**vars(default), **given})
+
+
+class GrowingTree:
+    """A draft tree while it grows: parallel lists over candidates, in the order they were found."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.joint: list[float] = []  # log probability of the path from the root
+        self.expanded: dict[int, int] = {}  # node → its row behind the committed slots
+        self.level = range(0)  # nodes found by the last expansion
+
+    def add(self, parent: int, gains: list[float], tokens: list[int]) -> None:
+        start = len(self.tokens)
+        fresh = start if parent == -1 or self._level_of(parent) else self.level.start
+        score = self.joint[parent] if parent >= 0 else 0.0
+        self.tokens += tokens
+        self.parents += [parent] * len(tokens)
+        self.joint += [score + gain for gain in gains]
+        self.level = range(fresh, len(self.tokens))
+
+    def _level_of(self, parent: int) -> bool:
+        """True when `parent` is of the current level, so that its children open the next one."""
+        return parent in self.level
+
+    def frontier(self, width: int) -> list[int]:
+        """The `width` most probable nodes of the last level (repeated when there are fewer)."""
+        best = sorted(self.level, key=lambda node: -self.joint[node])[:width]
+        return best + best[-1:] * (width - len(best))
+
+    def source(self, frontier: list[int]) -> list[int]:
+        """Place of each node's parent among the rows of the step before."""
+        rows = [self.expanded[self.parents[node]] for node in frontier]
+        return [row % len(frontier) for row in rows]
+
+    def ancestors(self, node: int) -> list[int]:
+        found = []
+        while (node := self.parents[node]) >= 0:
+            found.append(node)
+        return found
+
+
+def best(growing: list[GrowingTree], nodes: int, device: torch.device) -> DraftTree:
+    """The `nodes` candidates of highest joint probability. A child is never more probable than its parent and is found
+    later, so a stable choice keeps the tree connected and parents first."""
+    tokens, parents = [], []
+    for tree in growing:
+        kept = sorted(sorted(range(len(tree.tokens)), key=lambda node: -tree.joint[node])[:nodes])
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        tokens.append([tree.tokens[node] for node in kept])
+        parents.append([place[tree.parents[node]] for node in kept])
+    width = max(map(len, tokens))
+    for row, links in zip(tokens, parents, strict=True):
+        links += [PADDING] * (width - len(links))
+        row += [0] * (width - len(row))
+    return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False)

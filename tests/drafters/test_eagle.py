@@ -1,0 +1,105 @@
+"""EAGLE-1: what trains is what drafts, the losses are the paper's, and text stays the target's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters import eagle
+from specctl.drafters.eagle import EagleDrafter
+from specctl.drafters.tree import Shape
+from specctl.errors import CheckpointError, RecipeError
+from specctl.recipe import DrafterRecipe, TrainRecipe
+from specctl.training.data import Example
+from specctl.training.features import FeatureStore, slot_batch
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    torch.manual_seed(2)
+    head = eagle.build(TrainRecipe(arch="eagle"), target, lambda size: list(range(size)))
+    eagle.prepare(head, TrainRecipe(arch="eagle"))
+    return head.eval()  # no noise
+
+
+@pytest.fixture(scope="module")
+def example(target, prompts):
+    text = decode(target, [prompts[1]], sampling=GREEDY, max_new_tokens=12, seeds=[0])[0]
+    return Example(0, "0", text.prompt_ids + text.output_ids, len(text.prompt_ids))
+
+
+def trained_on(head, target, example, **changes):
+    store = FeatureStore(target, head.taps)
+    batch = slot_batch([example], store.get([example]), 1, head.t2d)
+    for name, value in changes.items():
+        setattr(batch, name, value)
+    return head(batch, target.model.embedding, target.head_weight)
+
+
+def test_the_feature_is_the_state_behind_the_target_s_head(target, head, example):
+    """The tap is the normed last state: the target's head on it gives the target's logits."""
+    store = FeatureStore(target, head.taps)
+    taps = store.get([example])[0].taps
+    assert taps.shape[1] == target.hidden_size
+    best = (taps[-3:] @ target.head_weight.T).argmax(-1)
+    assert best.tolist() == example.tokens[len(taps) - 2 : len(taps) + 1]
+
+
+def test_drafting_computes_what_training_computes(target, head, example):
+    """The score of depth 1 gives the logits whose losses training reports; depth 2 is fed by the head itself."""
+    drafter = EagleDrafter(head, target, Shape(3, 1, 3, 1, 0.0))
+    found = []
+    decode(
+        target, [example.tokens[: example.prompt_length]], sampling=GREEDY, seeds=[0], taps=drafter.taps,
+        max_new_tokens=example.response_length,
+        on_round=lambda state, *_: found.append(
+            drafter.score(state, [range(example.prompt_length + 1, len(state.rows[0].ids))], 2)[0].logits
+        ),
+    )  # fmt: skip
+    store = FeatureStore(target, head.taps)
+    batch = slot_batch([example], store.get([example]), 1, head.t2d)
+    teacher = (batch.teacher[:-1] @ target.head_weight.T).softmax(-1)
+    expected = -(teacher * found[-1][0].log_softmax(-1)).sum()
+    regression_free = head(batch, target.model.embedding, target.head_weight)[0]
+    hidden = F.smooth_l1_loss(predicted(head, target, batch), batch.teacher[:-1], reduction="none").mean(-1).sum()
+    torch.testing.assert_close(regression_free, hidden + 0.1 * expected, atol=1e-3, rtol=1e-4)
+    assert not torch.allclose(found[-1][0, 1:], found[-1][1, 1:])
+
+
+def predicted(head, target, batch):
+    """The head's predicted features, caught where the target's head reads them."""
+    seen = []
+    hook = head.layer.mlp.down_proj.register_forward_hook(lambda m, i, output: seen.append(output))
+    before = head.layer.post_attention_layernorm.register_forward_hook(lambda m, inputs, o: seen.append(inputs[0]))
+    head(batch, target.model.embedding, target.head_weight)
+    hook.remove(), before.remove()
+    return seen[0] + seen[1]
+
+
+def test_noise_is_for_training_only(target, head, example):
+    plain = trained_on(head, target, example)[0]
+    torch.testing.assert_close(plain, trained_on(head, target, example)[0])
+    head.train()
+    noisy = trained_on(head, target, example)[0]
+    head.eval()
+    assert not torch.allclose(plain, noisy)
+
+
+@pytest.mark.parametrize("shape", [Shape(3, 1, 3, 1, 0.0), Shape(4, 2, 8, 2, 0.0)])
+def test_lossless(target, head, prompts, shape):
+    drafter = EagleDrafter(head, target, shape)
+    options = dict(sampling=GREEDY, max_new_tokens=16, seeds=[0] * 3)
+    plain = [d.output_ids for d in decode(target, prompts, **options)]
+    assert plain == [d.output_ids for d in decode(target, prompts, drafter=drafter, **options)]
+
+
+def test_what_the_family_does_not_have_is_refused(target, head):
+    for wrong in ({"taps": [1, 2, 3]}, {"vocab_size": 100}):
+        with pytest.raises(RecipeError, match="last hidden state"):
+            recipe = TrainRecipe(arch="eagle", drafter=DrafterRecipe(**wrong))
+            eagle.build(recipe, target, lambda size: list(range(size)))
+    state = head.state_dict()
+    state.pop("fc.weight")
+    with pytest.raises(CheckpointError, match=r"fc\.weight"):
+        eagle.restore(eagle.config(head, target.identity), state)

@@ -1,0 +1,113 @@
+"""Adapters on a shared base draft as their merged weights would."""
+
+import pytest
+import torch
+
+from specctl.decoding.layers import Linear
+from specctl.drafters import eagle3, lora, pool
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.lora import Adapter, LowRank
+from specctl.errors import CheckpointError, RecipeError
+from specctl.formats import checkpoint
+from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe
+
+SETTINGS = {"rank": 4, "alpha": 8.0}
+
+
+def random_adapter(head, generator, names=eagle3.ADAPTABLE):
+    """Tensors of an adapter of `head`, not small."""
+    tensors = {}
+    for name, module in head.named_modules():
+        if name.rsplit(".", 1)[-1] in names:
+            rows, columns = module.weight.shape
+            tensors[name + lora.DOWN] = torch.randn(SETTINGS["rank"], columns, generator=generator) * columns**-0.5
+            tensors[name + lora.UP] = torch.randn(rows, SETTINGS["rank"], generator=generator) * 0.1
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    torch.manual_seed(3)
+    head = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=256), target), torch.arange(256) * 7)
+    eagle3.initialise(head, target)
+    return head
+
+
+@pytest.fixture
+def place(head, target, tmp_path):
+    """A pool of a base and two adapters."""
+    config = eagle3.config(head, target.identity)
+    base = checkpoint.save(tmp_path / "base", config=config, tensors=head.state_dict(), info={})
+    origin = {"path": "../base", "sha256": checkpoint.fingerprint(base)}
+    for seed, name in enumerate(("a", "b")):
+        tensors = random_adapter(head, torch.Generator().manual_seed(seed))
+        checkpoint.save(
+            tmp_path / name, config=config | {"lora": {**SETTINGS, "base": origin}}, tensors=tensors, info={}
+        )
+    return tmp_path
+
+
+@pytest.mark.parametrize("present", [("q", "k", "v"), ("k",), ("q", "v"), ()])
+def test_a_fused_product_takes_the_updates_of_its_parts(present):
+    """Some projections of a fused product are adapted, others not."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"q": 12, "k": 4, "v": 4}
+    weights = {name: torch.randn(rows, 10, generator=generator) for name, rows in sizes.items()}
+    pairs = {
+        n: (torch.randn(3, 10, generator=generator), torch.randn(sizes[n], 3, generator=generator)) for n in present
+    }
+    fused = Linear(torch.cat(list(weights.values())))
+    adapted = Adapter(pairs).on(fused, list(sizes.items()), torch.device("cpu"))
+    assert isinstance(adapted, LowRank) == bool(present)
+    merged = Adapter(pairs).merge({f"{name}.weight": weight for name, weight in weights.items()})
+    x = torch.randn(5, 10, generator=generator)
+    torch.testing.assert_close(adapted(x), x @ torch.cat(list(merged.values())).T, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_drafts_as_its_merged_weights(place, head, target):
+    """Every product of the head is adapted: logits after `fc`, the layer and the vocabulary head agree."""
+    adapted = pool.load_drafter(str(place / "a"), target, DraftingRecipe())
+    whole = pool.whole(checkpoint.load(place / "a"))
+    merged = eagle3.drafter(eagle3.restore(whole.config, whole.tensors), target, DraftingRecipe())
+    taps, tokens = torch.randn(6, 3 * target.hidden_size), torch.arange(6)
+    for ours, theirs in zip(run(adapted, taps, tokens), run(merged, taps, tokens), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    plain = pool.load_drafter(str(place / "base"), target, DraftingRecipe())
+    assert not torch.allclose(run(adapted, taps, tokens)[-1], run(plain, taps, tokens)[-1], atol=1e-2)
+
+
+def run(drafter, taps, tokens):
+    residual, inputs = drafter.enter(tokens, drafter.feature(taps))
+    qkv = drafter.qkv(inputs)
+    hidden = drafter._leave(residual, qkv[:, : drafter.heads * drafter.dim])
+    return qkv, hidden, drafter.logits(hidden)
+
+
+def test_adapters_of_a_pool_share_their_base(place, target):
+    bases = {}
+    a, b, plain = (pool.load_drafter(str(place / name), target, DraftingRecipe(), bases) for name in ("a", "b", "base"))
+    assert len(bases) == 1
+    for name in ("fc", "qkv", "o", "gate_up", "down", "head"):
+        assert getattr(a, name).base is getattr(b, name).base
+        assert getattr(a, name).down is not getattr(b, name).down
+    assert a.token_input is b.token_input and a is not b
+    assert isinstance(plain.qkv, Linear)
+
+
+def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, target):
+    (place / "elsewhere").mkdir()
+    for name in ("a", "base"):
+        (place / name).rename(place / "elsewhere" / name)
+    pool.load_drafter(str(place / "elsewhere/a"), target, DraftingRecipe())
+    with pytest.raises(CheckpointError, match=r"adapter of \.\./base"):
+        pool.load_drafter(str(place / "b"), target, DraftingRecipe())
+    other = checkpoint.load(place / "elsewhere/base")
+    tensors = {name: tensor + 1 if name == "fc.weight" else tensor for name, tensor in other.tensors.items()}
+    checkpoint.save(place / "base", config=other.config, tensors=tensors, info={})
+    with pytest.raises(CheckpointError, match="other weights"):
+        pool.load_drafter(str(place / "b"), target, DraftingRecipe())
+
+
+def test_unknown_projections_are_refused(head):
+    with pytest.raises(RecipeError, match="no embed_tokens"):
+        lora.inject(head, LoraRecipe(enabled=True, modules=["fc", "embed_tokens"]), eagle3.ADAPTABLE)
