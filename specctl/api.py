@@ -15,14 +15,17 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl.recipe import RECIPES, CommandRecipe, WriterRecipe
+from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, WriterRecipe
 from specctl.recipe_io import Setting, resolve
+from specctl.reporting import artefacts
 from specctl.runs import Run
 
 if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
     from specctl.evaluation.compare import GenerateResult
+    from specctl.evaluation.importing import ImportResult
     from specctl.evaluation.matrix import EvalResult
+    from specctl.formats.exporting import ExportResult
     from specctl.training.loop import TrainResult
 
 FUNCTIONS = {
@@ -30,6 +33,8 @@ FUNCTIONS = {
     "train-drafter": ("specctl.training.loop", "train_drafter"),
     "eval": ("specctl.evaluation.matrix", "evaluate"),
     "generate": ("specctl.evaluation.compare", "generate"),
+    "export": ("specctl.formats.exporting", "export"),
+    "import": ("specctl.evaluation.importing", "import_head"),
 }
 
 
@@ -45,12 +50,26 @@ def train_drafter(recipe: CommandRecipe | str | Path | None = None, **overrides:
 
 def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> EvalResult:
     """Measure drafters × domains against plain decoding, with the losslessness check."""
-    return execute("eval", _recipe("eval", recipe, overrides))[0]
+    from specctl.evaluation.matrix import with_domains_of_drafters
+
+    resolved = _recipe("eval", recipe, overrides)
+    assert isinstance(resolved, EvalRecipe)
+    return execute("eval", with_domains_of_drafters(resolved))[0]
 
 
 def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
     """Answer one prompt with and without a drafter."""
     return execute("generate", _recipe("generate", recipe, overrides))[0]
+
+
+def export(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ExportResult:
+    """Write a drafter as vLLM, SGLang, speculators or a reference repository reads it."""
+    return execute("export", _recipe("export", recipe, overrides))[0]
+
+
+def import_head(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ImportResult:
+    """Convert someone else's head into a drafter of ours, and try it on a few prompts."""
+    return execute("import", _recipe("import", recipe, overrides))[0]
 
 
 def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
@@ -59,11 +78,14 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
         import torch
 
         torch.set_num_threads(recipe.resources.threads)
-    # A writer's output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
-    run = Run.create(command, recipe, None if isinstance(recipe, WriterRecipe) else recipe.output_dir)
+    makers = (WriterRecipe, ConverterRecipe)
+    # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
+    run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
     module, name = FUNCTIONS[command]
     result = getattr(importlib.import_module(module), name)(recipe, run)
-    return result, run.result(dataclasses.asdict(result))
+    document = run.result(dataclasses.asdict(result))
+    artefacts.write(document, run.dir)
+    return result, document
 
 
 def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:

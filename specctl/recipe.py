@@ -51,7 +51,7 @@ class DataRecipe(Section):
     """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
 
     domain: Annotated[Names, Field(min_length=1)] = ["sql"]
-    prompts: str | None = None  # JSONL file, or "-" for stdin
+    prompts: str | None = None  # JSONL file, one per domain with `{domain}` in its name, or "-" for stdin
     source: Literal["auto", "generator", "public", "unconditional"] = (
         "auto"  # unconditional: whatever the target writes
     )
@@ -66,6 +66,10 @@ class DataRecipe(Section):
                 raise ValueError("unconditional samples have no prompts")
             self.domain = ["unconditional"]
         return self
+
+    def prompts_of(self, domain: str) -> str | None:
+        """The prompts file of one domain."""
+        return self.prompts and self.prompts.replace("{domain}", domain)
 
 
 class SamplingRecipe(Section):
@@ -104,17 +108,21 @@ class CommandRecipe(Section):
     output_dir: LocalPath | None = None
 
 
-class WriterRecipe(CommandRecipe):
-    """A command that fills a directory and can continue where it stopped."""
+class ResumableRecipe(CommandRecipe):
+    """A command that can continue where it stopped."""
 
     resume: bool = False
     overwrite: bool = False
 
     @model_validator(mode="after")
-    def _one_of_resume_and_overwrite(self) -> WriterRecipe:
+    def _one_of_resume_and_overwrite(self) -> ResumableRecipe:
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other")
         return self
+
+
+class WriterRecipe(ResumableRecipe):
+    """A command whose output_dir is what it makes (data, a drafter), not the record of a run."""
 
 
 def distilled_dir(domains: list[str]) -> Path:
@@ -186,10 +194,14 @@ class OptimizerRecipe(Section):
 
 
 class FeatureRecipe(Section):
-    """Target features: kept on disk when they fit into `budget_gb`, else recomputed in the loop."""
+    """Target features: kept in memory or on disk (`cached`), or recomputed for every batch (`online`).
 
-    mode: Literal["auto", "cached", "online"] = "auto"
+    `auto` is memory where they fit into `budget_gb` (of each process), else the disk where `dir` is given and has room.
+    """
+
+    mode: Literal["auto", "memory", "cached", "online"] = "auto"
     budget_gb: PositiveFloat = 2.0
+    dir: LocalPath | None = None  # None = beside the distilled data: runs on the same data share them
 
 
 class HeldOutRecipe(Section):
@@ -256,10 +268,11 @@ class TrainRecipe(WriterRecipe):
     max_minutes: PositiveFloat | None = None
     batch_tokens: PositiveInt | None = None  # response tokens a step, over all processes; None = measured per device
     max_length: PositiveInt = 2048
+    gradient_checkpointing: bool = False  # less memory for long samples and large vocabularies, more time
     features: FeatureRecipe = FeatureRecipe()
     eval: HeldOutRecipe = HeldOutRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of matrix products; weights are and stay fp32
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
@@ -335,26 +348,43 @@ class TrainRecipe(WriterRecipe):
             raise ValueError("each domain has its own data: `distilled` and `each` exclude each other")
         return self
 
+    @property
+    def features_dir(self) -> Path:
+        """Where target features go that are kept on disk."""
+        data = self.corpus or self.distilled or distilled_dir(self.data.domain)
+        return self.features.dir or data.with_name(data.name + ".features")
 
-class EvalRecipe(CommandRecipe):
-    """`specctl eval`: one row per drafter × domain; output_dir None = the run directory under ./runs."""
+
+class EvalRecipe(ResumableRecipe):
+    """`specctl eval`: one row per drafter × domain; output_dir None = the run directory under ./runs.
+
+    `matrix` asks for the table of `metric` over pool × domains, its picture, and the test of the diagonal; the domains
+    are then those that the drafters were made for, unless `data.domain` is given.
+    """
 
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     drafters: list[str] = []  # drafter directories, or the name of a family without weights: lookup
     pool: LocalPath | None = None  # directory of drafter directories
+    matrix: bool = False
+    metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # in the cells of the matrix
     baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
     split: Literal["train", "test"] = "test"
     limit: PositiveInt | None = 100  # prompts per domain
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     save_outputs: bool = False
-    overwrite: bool = False
 
     @model_validator(mode="after")
-    def _one_limit(self) -> EvalRecipe:
+    def _consistent(self) -> EvalRecipe:
         if self.data.limit is not None:
             raise ValueError("use `limit`, not `data.limit`")
+        if self.matrix and not self.drafters and self.pool is None:
+            raise ValueError("a matrix needs drafters: name a pool")
+        if self.matrix and self.metric == "speedup" and "vanilla" not in self.baselines:
+            raise ValueError("a matrix of speedup needs the vanilla baseline")
+        if self.resume and self.output_dir is None:
+            raise ValueError("resume needs output_dir, the directory of the run to continue")
         return self
 
 
@@ -369,10 +399,55 @@ class GenerateRecipe(CommandRecipe):
     overwrite: bool = False
 
 
+class ConverterRecipe(CommandRecipe):
+    """A command that writes one directory from another, in seconds."""
+
+    overwrite: bool = False
+
+
+class ExportRecipe(ConverterRecipe):
+    """`specctl export`; output_dir None = ./exported/<drafter>-<to>. The target is the drafter's own unless named."""
+
+    drafter: LocalPath | None = None
+    to: Literal["vllm", "sglang", "speculators", "hf", "eagle", "hydra", "medusa"] = "vllm"
+    tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
+    check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
+
+    @property
+    def output(self) -> Path:
+        """Where the directory goes."""
+        return self.output_dir or Path("exported") / f"{(self.drafter or Path()).name}-{self.to}"
+
+
+class ProbeRecipe(Section):
+    """The short run of an imported head on a few prompts: wrong layers or RoPE show as an acceptance of nothing."""
+
+    enabled: bool = True
+    prompts: PositiveInt = 4
+    max_new_tokens: PositiveInt = 32
+    suspicious: Fraction = 0.05  # accepted share of the drafted tokens under which it warns
+
+
+class ImportRecipe(ConverterRecipe):
+    """`specctl import`; output_dir None = ./drafters/<head>. The probe reads the prompts or the domain of `data`."""
+
+    head: LocalPath | None = None
+    format: Literal["auto", "speculators", "hydra", "medusa", "eagle3", "eagle", "hf"] = "auto"
+    data: DataRecipe = DataRecipe()
+    probe: ProbeRecipe = ProbeRecipe()
+
+    @property
+    def output(self) -> Path:
+        """Where the drafter goes."""
+        return self.output_dir or Path("drafters") / (self.head or Path()).name
+
+
 RECIPES: dict[str, type[CommandRecipe]] = {
     "generate": GenerateRecipe,
     "distill": DistillRecipe,
     "train-drafter": TrainRecipe,
     "eval": EvalRecipe,
+    "export": ExportRecipe,
+    "import": ImportRecipe,
 }
 """The recipe model of each command."""

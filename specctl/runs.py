@@ -93,10 +93,10 @@ class Run:
         atomic_write(self.dir / name, to_json(document, indent=2) + "\n")
 
 
-def recipe_seed(recipe: Any) -> int:
-    """The seed a result is reported under: that of sampling where the recipe samples, else that of the data."""
-    section = getattr(recipe, "sampling", None) or recipe.data
-    return section.seed
+def recipe_seed(recipe: Any) -> int | None:
+    """The seed a result is reported under: that of sampling where the recipe samples, else that of the data, if any."""
+    section = getattr(recipe, "sampling", None) or getattr(recipe, "data", None)
+    return section.seed if section else None
 
 
 def to_json(document: Any, indent: int | None = None) -> str:

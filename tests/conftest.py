@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specctl.decoding.target import builtin_path, load_target
 
@@ -38,6 +39,24 @@ ARCHITECTURES = {
     "gemma2": ("Gemma2Config", SIZES | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
     "gpt2": ("GPT2Config", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256}),
 }
+
+
+class LargestTensor(TorchDispatchMode):
+    """Within it, `elements` is that of the largest tensor any operation makes: quadratic memory shows at any size."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for item in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(item, torch.Tensor):
+                self.elements = max(self.elements, item.numel())
+        return made
+
+
+@pytest.fixture
+def largest_tensor():
+    return LargestTensor
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("drafters", "pool", "domain", "prompts", "limit", "seeds", *TARGET, *SAMPLING),
-    *("save_outputs", "output_dir", "overwrite"),
+    *("matrix", "metric", "baselines", "save_outputs", "output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
     "drafter": "drafter",
@@ -39,11 +39,19 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
     from specctl import api
     from specctl.cli import plan
 
-    plan.check_data(recipe.data)
     plan.check_drafters(recipe.drafters)
     members = plan.pool_members(recipe.pool) if recipe.pool else []
+    if recipe.matrix:
+        from specctl.evaluation.matrix import with_domains_of_drafters
+
+        recipe = with_domains_of_drafters(recipe)
+    plan.check_data(recipe.data)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+        plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    if recipe.output_dir and recipe.resume:
+        from specctl.evaluation.records import check_stamp, recipe_stamp
+
+        check_stamp(recipe.output_dir, recipe_stamp(recipe))
     if dry_run:
         return plan.show("eval", recipe, steps(recipe, [*recipe.drafters, *members]))
     with library_output():
@@ -67,12 +75,14 @@ def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per drafter and domain, then the verdict on losslessness."""
+    """The matrix if there is one, else one row per drafter and domain; then the verdict on losslessness."""
     from rich.console import Group
+
+    from specctl.cli.matrix import shown
 
     rows = [[row[name] for name in COLUMNS] for row in document["rows"]]
     return Group(
-        table(*COLUMNS.values(), rows=rows),
+        *(shown(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
         "with drafters against plain decoding: " + _verdict(document["lossless"]),
         "plain decoding against transformers: " + _verdict(document["lossless_transformers"]),
         f"run: {cell(document['run_dir'])}",

@@ -41,6 +41,10 @@ def _names(values: list[str]) -> list[str]:
     return [name for value in values for name in value.split(",") if name]
 
 
+def _none_or_names(text: str) -> list[str]:
+    return [] if text == "none" else _names([text])
+
+
 @dataclass(frozen=True)
 class Flag:
     """One option: the recipe keys it sets, its type on the command line, its help, and what turns it into the value."""
@@ -65,7 +69,9 @@ FLAGS: dict[str, Flag] = {
         ("target.chat_template_kwargs",), str, "Arguments of the chat template.", _json_object, metavar="JSON"
     ),
     "domain": Flag(("data.domain",), str, "Domain, or several with commas; see `specctl domains ls`."),
-    "prompts": Flag(("data.prompts",), str, "JSONL with prompt or messages; - is stdin.", metavar="FILE"),
+    "prompts": Flag(
+        ("data.prompts",), str, "JSONL with prompt or messages; {domain} in its name; - is stdin.", metavar="FILE"
+    ),
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
     "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Longest response."),
     "temperature": Flag(("sampling.temperature",), float, "0 is greedy."),
@@ -80,11 +86,18 @@ FLAGS: dict[str, Flag] = {
     "drafter": Flag(("drafter",), str, "Drafter directory, or lookup.", metavar="PATH"),
     "drafters": Flag(("drafters",), list[str], "Drafter directory, or lookup; repeatable.", _names, metavar="PATH"),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
+    "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),
+    "metric": Flag(("metric",), str, "Cells of the matrix: mat, speedup or accept_rate."),
+    "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
     "seeds": Flag(("seeds",), str, "Repeats, for intervals: 0,1,2.", _comma_ints),
     "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
     "log": Flag(("log",), list[str], "tensorboard, wandb or trackio; repeatable.", _names),
+    "to": Flag(("to",), str, "vllm, sglang, speculators, hf, eagle, hydra or medusa."),
+    "check": Flag(("check",), bool, "Read the result back and compare logits."),
+    "format": Flag(("format",), str, "Format of the head; auto recognises it."),
+    "no_probe": Flag(("probe.enabled",), bool, "Do not try the head on a few prompts.", lambda given: not given),
     "save_outputs": Flag(("save_outputs",), bool, "Write outputs.jsonl into the run directory."),
     "output_dir": Flag(("output_dir",), Path, "Where the result goes.", metavar="DIR"),
     "resume": Flag(("resume",), bool, "Continue what an earlier run left unfinished."),

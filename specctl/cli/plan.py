@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from specctl.cli.output import cell, output
-from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
+from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
 
 WITHOUT_WEIGHTS = ("lookup",)  # drafters that are named, not loaded
 
 
 def check_data(data: DataRecipe) -> None:
-    """The domains exist, and so does the prompts file. Raises UsageError, DataError."""
+    """The domains exist, and so do their prompts files. Raises UsageError, DataError."""
     from specctl import data_prep
+    from specctl.distillation.prompts import check_files
 
     for name in data.domain if data.source != "unconditional" else ():
         data_prep.get(name)
-    if data.prompts not in (None, "-") and not Path(str(data.prompts)).is_file():
-        raise DataError(f"no prompts file {data.prompts}", hint="JSONL with `prompt` or `messages`, or - for stdin")
+    check_files(data)
 
 
 def check_target(target: TargetRecipe) -> str:

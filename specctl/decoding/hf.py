@@ -69,7 +69,9 @@ class HFModel:
             self.num_layers, batch, self.kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device
         )
 
-    def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor]:
+    def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor] | None:
+        if plan.causal and not self.sliding:
+            return None  # plain causal attention, which SDPA does without a quadratic mask
         full = plan.mask
         if full is None:
             slots = torch.arange(plan.span, device=self.device)

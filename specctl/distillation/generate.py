@@ -16,9 +16,8 @@ from specctl.decoding.loop import Decoded, decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.plan import Job, parse_shard, plan
-from specctl.distillation.prompts import Prompt, Rejections, read_prompts
+from specctl.distillation.prompts import Rejections, read_domains
 from specctl.distillation.store import ShardWriter, check_free
-from specctl.errors import UsageError
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
@@ -49,7 +48,8 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
-    prompts = _read(recipe, rejections)
+    found = read_domains(recipe.data, rejections)
+    prompts = list({prompt.id: prompt for prompt in reversed(found)}.values())[::-1]  # of two domains the first has it
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     jobs = plan(recipe, target, prompts, rejections)
@@ -107,14 +107,6 @@ def settings(recipe: DistillRecipe, domain: str, target: Target) -> dict[str, An
             "seed": sampling.seed,
         },
     }
-
-
-def _read(recipe: DistillRecipe, rejections: Rejections) -> list[Prompt]:
-    domains = recipe.data.domain
-    if recipe.data.prompts is not None and len(domains) > 1:
-        raise UsageError("a prompts file is one domain", hint=f"name one of {', '.join(domains)} with --domain")
-    found = [prompt for domain in domains for prompt in read_prompts(recipe.data, domain, rejected_to=rejections)]
-    return list({prompt.id: prompt for prompt in reversed(found)}.values())[::-1]
 
 
 def _generate(

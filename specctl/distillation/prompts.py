@@ -1,8 +1,8 @@
 """Prompts of a domain, and what happens to the lines that are none.
 
-Sources in order: the file (or stdin) of `--prompts`, the domain's public data set when asked for, its offline
-generator. Broken lines are collected as file:line:reason in `rejected.jsonl`; more than `data.max_rejected` of them
-stop the command with exit code 3.
+Sources in order: the file of `--prompts` (or stdin, or a file per domain: `{domain}.jsonl`), the domain's public data
+set when asked for, its offline generator. Broken lines are collected as file:line:reason in `rejected.jsonl`; more than
+`data.max_rejected` of them stop the command with exit code 3.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specctl import progress
-from specctl.errors import DataError
+from specctl.errors import DataError, UsageError
 from specctl.recipe import DataRecipe
 
 MAX_LINE_BYTES = 1 << 20
@@ -70,6 +70,30 @@ class Rejections:
             progress.log(f"{self.count} of {self.seen} prompts rejected ({self.reasons[0]}){kept and '; ' + kept}")
 
 
+def check_files(data: DataRecipe) -> None:
+    """Every domain has a prompts file of its own, and it is there.
+
+    Raises UsageError (one file for several domains), DataError (a file is missing).
+    """
+    if data.prompts is None:
+        return
+    files = {domain: str(data.prompts_of(domain)) for domain in data.domain}
+    if len(set(files.values())) < len(files):
+        hint = f"name one of {', '.join(files)} with --domain, or a file for each with {{domain}} in its name"
+        raise UsageError(f"a prompts file is one domain, {data.prompts} would be {len(files)}", hint=hint)
+    missing = [f"{file} ({domain})" for domain, file in files.items() if file != "-" and not Path(file).is_file()]
+    if missing:
+        raise DataError(
+            f"no prompts file {', '.join(missing)}", hint="JSONL with `prompt` or `messages`, or - for stdin"
+        )
+
+
+def read_domains(data: DataRecipe, rejections: Rejections, *, split: str = "train") -> list[Prompt]:
+    """The prompts of all domains of a recipe, domain by domain. Raises what `check_files` and `read_prompts` raise."""
+    check_files(data)
+    return [p for domain in data.domain for p in read_prompts(data, domain, split=split, rejected_to=rejections)]
+
+
 def read_prompts(
     data: DataRecipe, domain: str, *, split: str = "train", rejected_to: Path | Rejections | None = None
 ) -> list[Prompt]:
@@ -90,7 +114,7 @@ def read_prompts(
             break
     rejections.check()
     if not prompts:
-        raise DataError(f"no prompts in {data.prompts or domain}", hint=f"expected {EXPECTED}")
+        raise DataError(f"no prompts in {data.prompts_of(domain) or domain}", hint=f"expected {EXPECTED}")
     if repeated:
         progress.log(f"{repeated} repeated prompts of {domain} are kept once")
     return list(prompts.values())
@@ -107,8 +131,9 @@ def _candidates(data: DataRecipe, domain: str, split: str, rejections: Rejection
     if data.source == "unconditional":
         numbers = range(data.limit or GENERATED_PROMPTS)
         return (Prompt(prompt_id([{split: f"{data.seed}/{n}"}]), [], domain, f"sample {n}") for n in numbers)
-    if data.prompts is not None:
-        return _from_file(str(data.prompts), domain, rejections)
+    file = data.prompts_of(domain)
+    if file is not None:
+        return _from_file(file, domain, rejections)
     from specctl import data_prep
 
     entry = data_prep.get(domain)

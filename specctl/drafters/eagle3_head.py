@@ -8,15 +8,22 @@ Only response tokens are trained on, so only response slots are queries. The pro
 which costs one projection a token; everything else (attention output, MLP, vocabulary head, loss, and all later steps)
 runs on response slots alone. A slot's later steps attend step-0 keys and its own outputs, never another slot's, so a
 sample of the slots can go on while the others stop after step 0.
+
+With `gradient_checkpointing` only the inputs of every step's layer are kept for the backward pass, and vocabulary rows
+are made, used and forgotten in parts: long samples and large vocabularies fit, for a second forward pass of both.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specctl.drafters.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.ttt_attention import Layout
 from specctl.drafters.ttt_attention import attention as ttt_attention
 
 
@@ -30,12 +37,17 @@ class Eagle3Layer(HeadLayer):
 class Eagle3Head(DraftHead):
     """Parameters carry the names of the published checkpoints (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`)."""
 
+    config: HeadConfig
+
     def __init__(self, config: HeadConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x))
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Training-time test over a batch.
@@ -47,34 +59,55 @@ class Eagle3Head(DraftHead):
         Returns:
             As `DraftHead.sums`. Where only some rows go on (`later_rows`), the later steps weigh accordingly less.
         """
-        config, layer = self.config, self.midlayer
-        attention = layer.self_attn
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        layer = self.midlayer
+        step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
         hidden = self.fc(batch.features).float()
         embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
-        key = self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), batch.key_positions)
-        value = attention.v_proj(inputs).view(-1, kv_heads, dim)
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
+        key, value = self._key_and_value(inputs, batch.key_positions)
+        own: list[tuple[Tensor, Tensor]] = []
         rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
-        x, inputs, positions = hidden[slots], inputs[slots], batch.key_positions[slots]
+        x, positions = hidden[slots], batch.key_positions[slots]
         outputs, asked = [], []
         for k in range(self.steps):
             if k == 1:
                 rows, layout = batch.later_rows, batch.later_layout
                 x, slots, positions = x[rows], slots[rows], positions[rows]
-            if k:
-                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
-                tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
-                inputs = torch.cat((tokens, layer.hidden_norm(x)), -1)
-                own_keys.append(self.rope(attention.k_proj(inputs).view(-1, kv_heads, dim), positions + k))
-                own_values.append(attention.v_proj(inputs).view(-1, kv_heads, dim))
-            query = self.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
-            x = layer.leave(x, ttt_attention(query, key, value, own_keys, own_values, layout))
+            x, own = step(k, x, slots, positions, embedded, key, value, own, layout)
             outputs.append(x)
             asked.append(rows)
         # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
-        logits = self.lm_head(self.norm(torch.cat(outputs)))
-        losses, valid = self.losses(logits, asked, batch, target_head)
+        losses, valid = self.losses(torch.cat(outputs), asked, batch, target_head)
         return self.sums(losses, valid, [len(part) for part in asked])
+
+    def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""
+        attention, shape = self.midlayer.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
+        return self.midlayer.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
+
+    def _step(
+        self,
+        k: int,
+        x: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        embedded: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+        layout: Layout,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The layer at step k, for rows x [n, H] at `slots` [n]; `own` are their keys and values of steps 1 … k−1.
+
+        Returns (its output, `own` of steps 1 … k).
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        heads, dim = self.config.num_heads, self.config.head_dim
+        # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
+        tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
+        inputs = torch.cat((tokens, layer.hidden_norm(x)), -1)
+        if k:
+            own = [*own, self._key_and_value(inputs, positions + k)]
+        query = layer.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
+        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
+        return layer.leave(x, out), own

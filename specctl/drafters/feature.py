@@ -138,7 +138,7 @@ class FeatureDrafter(FeatureLayer):
             torch.cat([side[0][b, :, :end].transpose(0, 1) for b, end in enumerate(ends)])
             for side in (memory.cache.keys, memory.cache.values)
         )
-        layout = Layout(ranges(ends), ranges(counts), [slot for part in slots for slot in part])
+        layout = Layout(ranges(ends), ranges(counts), [slot for part in slots for slot in part], state.device)
         hidden = self.feature(torch.cat([state.features[b, p.start : p.stop] for b, p in enumerate(slots) if p]))
         rope, last = self._rope_for(memory.cache.capacity), [len(row.ids) - 1 for row in state.rows]
         own_keys: list[Tensor] = []

@@ -77,7 +77,7 @@ class FeatureLayer(HeadWeights, ABC):
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
         super().__init__(head, target)
-        config = head.config
+        config = layer.config
         self.size = config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         attention, mlp = layer.self_attn, layer.mlp
@@ -86,7 +86,7 @@ class FeatureLayer(HeadWeights, ABC):
         self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
         self.down = self.linear(mlp.down_proj)
         self.post_norm = self.rms_norm(layer.post_attention_layernorm)
-        self._inv_freq = head.inv_freq.to(self.device)
+        self._inv_freq = layer.inv_freq.to(self.device)
         self._rope: Rope | None = None
 
     @abstractmethod

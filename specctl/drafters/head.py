@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
 from specctl.drafters.objectives import distillation_loss
@@ -16,22 +18,17 @@ from specctl.drafters.ttt_attention import Layout
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
 
+LOSS_ROWS = 512  # teacher rows in a part; each belongs to a row of logits of every step
+
 
 @dataclass(frozen=True)
-class HeadConfig:
-    """Shape of a head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
+class DraftConfig:
+    """Shape of any head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
 
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"taps": list(self.taps)}
@@ -39,6 +36,19 @@ class HeadConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         return cls(**{**values, "taps": tuple(values["taps"])})
+
+
+@dataclass(frozen=True)
+class HeadConfig(DraftConfig):
+    """Shape of a head with a decoder layer."""
+
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
 
 
 def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
@@ -120,11 +130,23 @@ class HeadMLP(nn.Module):
 class HeadLayer(nn.Module):
     """A decoder layer without the norm before its attention, which is where the families differ."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: HeadConfig, width: int):
         super().__init__()
+        self.config = config
         self.self_attn = HeadAttention(config, width)
         self.mlp = HeadMLP(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
+
+    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [N, heads, D] rotated to `positions` [N]."""
+        angle = positions[:, None].float() * self.inv_freq
+        cos, sin = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angle.cos(), angle.sin()))
+        low, high = x.chunk(2, -1)
+        return x * cos + torch.cat((-high, low), -1) * sin
 
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [N, H] from its residual stream and what its heads saw [N, Hq, D]."""
@@ -132,27 +154,51 @@ class HeadLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """What draft rows learn from.
+
+    Attributes:
+        rows: [N + T, Vd] target probabilities, renormalised on the draft vocabulary (EAGLE-3 practice); or the places
+            [N + T] of sampled tokens in it; or, with `head` [Vd, Ht], the target's hidden states [N + T, Ht].
+        inside: [N + T] whether the target's choice is in the draft vocabulary.
+    """
+
+    rows: Tensor
+    inside: Tensor
+    head: Tensor | None = None
+
+    @torch.no_grad()
+    def known(self) -> Tensor:
+        """`rows`, made probabilities where they are hidden states."""
+        if self.head is None:
+            return self.rows
+        logits = F.linear(self.rows.to(self.head.dtype), self.head)
+        return logits.float().softmax(-1).to(logits.dtype)
+
+
 class DraftHead(nn.Module):
-    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`."""
+    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`.
+
+    With `gradient_checkpointing` vocabulary rows are made, used and forgotten in parts, and made again for the backward
+    pass: long samples and large vocabularies fit.
+    """
 
     d2t: Tensor
     t2d: Tensor
-    inv_freq: Tensor
 
-    def __init__(self, config: HeadConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
+    def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
         """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None: the first, or they come with a state dict);
         `stored`: they are part of the checkpoint."""
         super().__init__()
         self.config = config
-        self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
+        self.steps, self.decay, self.objective, self.gradient_checkpointing = 1, 1.0, "soft_ce", False
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
         member[ids] = True
         # d2t holds offsets, as vLLM and SGLang read it: target id = i + d2t[i].
         self.register_buffer("d2t", ids - torch.arange(config.draft_vocab_size), persistent=stored)
         self.register_buffer("t2d", member, persistent=stored)
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -163,45 +209,56 @@ class DraftHead(nn.Module):
         """[Vd] target id of every draft token."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
 
-    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [N, heads, D] rotated to `positions` [N]."""
-        angle = positions[:, None].float() * self.inv_freq
-        cos, sin = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angle.cos(), angle.sin()))
-        low, high = x.chunk(2, -1)
-        return x * cos + torch.cat((-high, low), -1) * sin
+    def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
+        """Draft vocabulary logits [n, Vd] of layer outputs x [n, H]."""
+        raise NotImplementedError
 
-    def losses(
-        self, logits: Tensor, rows: list[Tensor], batch: SlotBatch, target_head: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Losses and whether they count, both [Σ n_k], of the `logits` of all steps one after the other.
+    def losses(self, x: Tensor, rows: list[Tensor], batch: SlotBatch, target_head: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and whether they count, both [Σ n_k], of the layer's outputs x [Σ n_k, H] of all steps.
 
         Args:
             rows: of each step k, which of the N response slots its n_k rows are.
             target_head: [Vd, Ht] rows of the target's vocabulary head.
         """
         step = torch.cat([torch.full_like(part, k) for k, part in enumerate(rows)])
-        return self.losses_at(logits, torch.cat(rows), step, batch, self.teacher(batch, target_head))
+        logits = partial(self.logits, target_head=target_head)
+        return self.losses_of(logits, x, torch.cat(rows), step, batch, self.teacher(batch, target_head))
 
-    def losses_at(
-        self, logits: Tensor, row: Tensor, step: Tensor, batch: SlotBatch, teacher: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The same of logits [n, Vd] whose rows are the response slots `row` [n] at the steps `step` [n] (or [])."""
-        at, valid = row + step, batch.left[row] > step
-        if teacher is None:
-            labels = batch.labels[at]
-            valid = valid & self.t2d[labels]
-            return distillation_loss("ce", logits, torch.searchsorted(self.draft_ids, labels), valid), valid
-        valid = valid & batch.inside[at]
-        return distillation_loss(self.objective, logits, teacher[at], valid), valid
-
-    @torch.no_grad()
-    def teacher(self, batch: SlotBatch, target_head: Tensor) -> Tensor | None:
-        """Target probabilities [N + T, Vd], renormalised on the draft vocabulary (EAGLE-3 practice); None where the
-        objective knows the target's samples alone."""
+    def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
+        """What the rows of a batch are compared with."""
         if self.objective == "ce":
-            return None
-        logits = F.linear(batch.teacher.to(target_head.dtype), target_head)
-        return logits.float().softmax(-1).to(logits.dtype)
+            return Teacher(torch.searchsorted(self.draft_ids, batch.labels), self.t2d[batch.labels])
+        whole = Teacher(batch.teacher, batch.inside, target_head)
+        return whole if self.gradient_checkpointing else replace(whole, rows=whole.known(), head=None)
+
+    def losses_of(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        x: Tensor,
+        row: Tensor,
+        step: Tensor,
+        batch: SlotBatch,
+        teacher: Teacher,
+    ) -> tuple[Tensor, Tensor]:
+        """The same of any `logits` of x [n, ·], at the response slots `row` [n] and steps `step` [n]."""
+        at, valid = row + step, batch.left[row] > step
+        valid = valid & teacher.inside[at]
+        if not self.gradient_checkpointing:
+            return distillation_loss(self.objective, logits(x), teacher.rows[at], valid), valid
+        # Sorted by teacher row, so that a part makes the probabilities of its teacher rows once for all steps.
+        at, order = at.sort(stable=True)
+        teachers = [replace(teacher, rows=rows) for rows in teacher.rows.split(LOSS_ROWS)]
+        sizes = (at // LOSS_ROWS).bincount(minlength=len(teachers)).tolist()
+        parts = zip(
+            x[order].split(sizes), teachers, (at % LOSS_ROWS).split(sizes), valid[order].split(sizes), strict=True
+        )
+        losses = [checkpoint(self._losses, logits, *part, use_reentrant=False) for part in parts]
+        return torch.cat(losses)[order.argsort()], valid
+
+    def _losses(
+        self, logits: Callable[[Tensor], Tensor], x: Tensor, teacher: Teacher, at: Tensor, valid: Tensor
+    ) -> Tensor:
+        return distillation_loss(self.objective, logits(x), teacher.known()[at], valid)
 
     def sums(self, losses: Tensor, valid: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """(Σ_k decay^k Σ loss, Σ_k decay^k · valid rows, [steps, 2] sums of (loss, valid rows) per step).
@@ -223,7 +280,7 @@ def restored(
     kind: Callable[[Any], Head],
     config: dict[str, Any],
     tensors: dict[str, Tensor],
-    shape: type[HeadConfig] = HeadConfig,
+    shape: type[DraftConfig] = HeadConfig,
 ) -> Head:
     """A head of `kind` and `shape` from the contents of a checkpoint. CheckpointError when they do not fit."""
     try:

@@ -13,10 +13,10 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters import depth_heads
 from specctl.drafters.depth_drafter import DepthDrafter
-from specctl.drafters.depth_heads import DepthConfig, depth_config, draft_ids, start_from_target
+from specctl.drafters.depth_heads import draft_ids, heads_shape, start_from_target
 from specctl.drafters.feature_layer import FeatureLayer
-from specctl.drafters.head import restored
-from specctl.drafters.hydra_head import HydraHeads
+from specctl.drafters.head import head_config, restored
+from specctl.drafters.hydra_head import HydraConfig, HydraHeads
 from specctl.drafters.tree import Shape, shape_for
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -96,7 +96,7 @@ def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> HydraHeads:
     """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(HydraHeads, config, tensors, DepthConfig)
+    return restored(HydraHeads, config, tensors, HydraConfig)
 
 
 def drafter(module: HydraHeads, target: Target, drafting: DraftingRecipe) -> HydraDrafter:
@@ -118,7 +118,8 @@ def config(module: HydraHeads, target: dict[str, Any]) -> dict[str, Any]:
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> HydraHeads:
     """Heads for `target` that start from it: its vocabulary head behind an MLP that passes the prefix state on."""
-    shape = depth_config(recipe.drafter, target, LAYERS)
+    layer = vars(head_config(recipe.drafter, target))
+    shape = HydraConfig(**layer | heads_shape(recipe.drafter, target, LAYERS))
     module = HydraHeads(shape, draft_ids(shape, frequent))
     parts: Any = zip(module.hydra_mlp, module.hydra_lm_head, strict=True)
     with torch.no_grad():

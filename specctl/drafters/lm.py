@@ -48,6 +48,16 @@ class LM(nn.Module):
         self.model = model
         self.objective = "ce"
 
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Keep only the inputs of every layer for the backward pass."""
+        return self.model.is_gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, on: bool) -> None:
+        if on:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
     def forward(self, batch: LMBatch, target_head: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss of the response tokens, given everything before them: (sum of the losses, number of them), for the
         caller to normalise over ranks and micro-batches.

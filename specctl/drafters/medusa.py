@@ -14,7 +14,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters import depth_heads
 from specctl.drafters.depth_drafter import DepthDrafter
-from specctl.drafters.depth_heads import DepthConfig, DepthHeads, ResBlock, depth_config, draft_ids, start_from_target
+from specctl.drafters.depth_heads import DepthHeads, HeadsConfig, ResBlock, draft_ids, heads_shape, start_from_target
 from specctl.drafters.feature_layer import last_slots
 from specctl.drafters.head import SlotBatch, restored
 from specctl.drafters.tree import Shape, shape_for
@@ -27,23 +27,21 @@ ACCURACY = (0.55, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01, 0.008, 0.006)
 class MedusaHeads(DepthHeads):
     """Head k is a `ResBlock` and a vocabulary matrix."""
 
-    def __init__(self, config: DepthConfig, draft_ids: Tensor | None = None):
+    def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
         self.blocks = nn.ModuleList([ResBlock(config.hidden_size) for _ in range(config.draft_heads)])
         self.lm_head = nn.ModuleList(
             [nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(config.draft_heads)]
         )
 
-    def head(self, k: int, states: Tensor) -> Tensor:
-        """Logits [N, Vd] of head k from the target's states [N, H]."""
-        return self.lm_head[k](self.blocks[k](states))
+    def states(self, batch: SlotBatch) -> Tensor:
+        return batch.features[batch.query_rows].float()
 
-    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of all heads over a batch, as `DraftHead.sums`; tokens play no part and `embedding` is not read."""
-        states = batch.features[batch.query_rows].float()
-        later = states[batch.later_rows]
-        logits = (self.head(k, later if k else states) for k in range(self.config.draft_heads))
-        return self.distil(logits, batch, target_head)
+    def head(self, k: int, inputs: Tensor) -> Tensor:
+        return self.lm_head[k](self.blocks[k](inputs))
+
+    def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
+        return states
 
 
 class MedusaDrafter(DepthDrafter):
@@ -73,9 +71,6 @@ class MedusaDrafter(DepthDrafter):
     def invalidate(self, state: DecodeState) -> None:
         """Nothing is cached."""
 
-
-ADAPTABLE = ("linear",)
-"""Projections that a LoRA adapter may update."""
 
 prepare = depth_heads.prepare
 
@@ -111,7 +106,7 @@ def _ours(name: str) -> str:
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
     """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, DepthConfig)
+    return restored(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, HeadsConfig)
 
 
 def drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
@@ -130,7 +125,7 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
     Raises:
         RecipeError: more than one layer, which the published format has no place for.
     """
-    shape = depth_config(recipe.drafter, target, layers=1)
+    shape = HeadsConfig(**heads_shape(recipe.drafter, target, layers=1))
     if shape.num_layers != 1:
         raise RecipeError("a medusa head has one layer", hint="leave drafter.num_layers out, or train hydra")
     module = MedusaHeads(shape, draft_ids(shape, frequent))

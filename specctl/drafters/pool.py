@@ -90,7 +90,7 @@ def load_drafter(
         return _drafter(found, target, drafting)
     bases = {} if bases is None else bases
     base = find_base(found)
-    key = checkpoint.fingerprint(base.path)
+    key = checkpoint.weights_digest(base.path)
     if key not in bases:
         bases[key] = _drafter(base, target, drafting)
     return bases[key].adapted(Adapter.of(found.config, found.tensors))  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def find_base(adapter: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
     recorded = Path(os.path.normpath(here / wanted["path"]))
     neighbours = sorted(path for path in here.parent.iterdir() if path != here and checkpoint.is_drafter(path))
     for path in (recorded, *neighbours):
-        if checkpoint.is_drafter(path) and checkpoint.fingerprint(path) == wanted["sha256"]:
+        if checkpoint.is_drafter(path) and checkpoint.weights_digest(path) == wanted["sha256"]:
             return checkpoint.load(path)
     raise CheckpointError(
         f"{adapter.path} is an adapter of {wanted['path']}, which is not there or has other weights",
@@ -140,6 +140,17 @@ def find_base(adapter: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
 def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRecipe) -> Drafter:
     module = family(found.config["family"])
     return module.drafter(module.restore(found.config, found.tensors), target, drafting)
+
+
+def domains_of(path_or_name: str) -> list[str]:
+    """The domains that the drafter in a directory was made for, as its drafter.json says; none for one by name.
+
+    Raises CheckpointError where drafter.json cannot be read.
+    """
+    if path_or_name in WEIGHTLESS:
+        return []
+    named = checkpoint.read_info(path_or_name).get("domain") or []
+    return [named] if isinstance(named, str) else [str(domain) for domain in named]
 
 
 def find_pool(directory: str | Path) -> list[Path]:
@@ -158,7 +169,8 @@ def find_pool(directory: str | Path) -> list[Path]:
                 raise CheckpointError(
                     f"{Path(here) / name!r} leads out of the pool", hint="copy the drafter into the pool"
                 )
-        below[:] = [name for name in below if not name.startswith(".")]  # drafters being written or replaced
+        # Neither drafters being written or replaced, nor what training keeps beside them.
+        below[:] = [name for name in below if not name.startswith(".") and not name.endswith(checkpoint.TRAINING)]
         if checkpoint.is_drafter(Path(here)):
             found.append(Path(here))
             below.clear()

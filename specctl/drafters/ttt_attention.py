@@ -8,7 +8,7 @@ Fig. 6). The two parts are computed apart and merged by their normalisers, so no
 The gradient of the first part needs no more than `out` and `m`: with P = e^{s − m}, it is dS = P ∘ (dO Vᵀ − δ) with
 δ = rowsum(dO ∘ out), as in ring attention (Liu et al. 2023). P is recomputed in the backward pass, block by block:
 documents of similar length share a block of padded matrix products, and a long document is cut into blocks of rows,
-so memory stays linear.
+so memory stays linear in its length.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 2**17  # scores of one head in a block: with eight heads of fp32, 4 MB
-KEPT = (
-    16  # masks are kept for layouts of so many blocks at most, and made anew for each use beyond: no quadratic memory
-)
+# Scores of one head in a block. On a CPU eight heads of fp32 are 4 MB; a GPU is filled by 32 heads of 128 MB.
+BLOCK = {"cpu": 2**17, "cuda": 2**20}
+# Rows of a block of a document too long for that: every block reads all the document's keys, so it must not be thin.
+ROWS = 64
+# Masks are kept for layouts of so many blocks at most, and made anew for each use beyond: no quadratic memory.
+KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -35,29 +37,32 @@ class Layout:
     Attributes:
         slots: of each document, its range among the M slots.
         rows: of each document, its range among the N query rows.
-        at: [N] slot of each query row within its document.
+        at: [N] slot of each query row within its document, ascending in every document.
+        device: where the queries and keys are.
     """
 
     slots: list[tuple[int, int]]
     rows: list[tuple[int, int]]
     at: list[int]
+    device: torch.device | str = "cpu"
 
     @cached_property
     def blocks(self) -> list[_Block]:
-        """Made once, used by every step forward and backward."""
+        """Made (and moved to the device) once, used by every step forward and backward."""
         parts = list(self._parts())
         return [_Block(self, part, keep=len(parts) <= KEPT) for part in parts]
 
     def _parts(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Groups of (document, first row, last row + 1), each group at most BLOCK padded scores per head or one row."""
+        """Groups of (document, first row, last row + 1), each of BLOCK padded scores per head or ROWS rows at most."""
+        limit = BLOCK["cpu" if torch.device(self.device).type == "cpu" else "cuda"]
         group: list[tuple[int, int, int]] = []
         height = width = 0
         for document, ((s0, s1), (r0, r1)) in enumerate(zip(self.slots, self.rows, strict=True)):
-            most = max(1, BLOCK // (s1 - s0))
+            most = max(ROWS, limit // (s1 - s0))
             for start in range(r0, r1, most) or [r0]:  # a document without rows stays in its place
                 piece = (document, start, min(start + most, r1))
                 height, width = max(height, piece[2] - start), max(width, s1 - s0)
-                if group and height * width * (len(group) + 1) > BLOCK:
+                if group and height * width * (len(group) + 1) > limit:
                     yield group
                     group, height, width = [], piece[2] - start, s1 - s0
                 group.append(piece)
@@ -75,17 +80,21 @@ class _Block:
     """
 
     def __init__(self, layout: Layout, part: list[tuple[int, int, int]], keep: bool):
-        self.count = len(part)
+        self.count, device = len(part), layout.device
         slots = [layout.slots[document] for document, _, _ in part]
+        _, first, last = part[-1]
+        if last > first:  # where a long document is cut, half of its scores lie behind the diagonal
+            slots[-1] = (slots[-1][0], slots[-1][0] + layout.at[last - 1] + 1)
         self.height = max(1, *(stop - start for _, start, stop in part))
         self.width = max(stop - start for start, stop in slots)
         self.rows = slice(part[0][1], part[-1][2])
         self.slots = slice(slots[0][0], slots[-1][1])
-        self.row_places = _places([stop - start for _, start, stop in part], self.height)
-        self.slot_places = _places([stop - start for start, stop in slots], self.width)
+        row_places = _places([stop - start for _, start, stop in part], self.height)
         at = torch.zeros(self.count * self.height, dtype=torch.long)
-        at[self.row_places] = torch.tensor(layout.at[self.rows], dtype=torch.long)
-        self.at = at.view(self.count, self.height, 1)
+        at[row_places] = torch.tensor(layout.at[self.rows], dtype=torch.long)
+        self.at = at.view(self.count, self.height, 1).to(device)
+        self.row_places = row_places.to(device)
+        self.slot_places = _places([stop - start for start, stop in slots], self.width).to(device)
         self._bias = self._make_bias() if keep else None
 
     @property
@@ -94,8 +103,8 @@ class _Block:
         return self._make_bias() if self._bias is None else self._bias
 
     def _make_bias(self) -> Tensor:
-        hidden = torch.arange(self.width) > self.at
-        return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
+        hidden = torch.arange(self.width, device=self.at.device) > self.at
+        return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, float("-inf"))[:, None, None]
 
 
 def ranges(sizes: list[int]) -> list[tuple[int, int]]:
@@ -116,16 +125,15 @@ def attention(
 
     Returns [N, H, D] in the dtype of `query`.
     """
-    if query.device.type == "cpu":
-        own = torch.stack([*own_keys, *own_values]) if own_keys else query.new_zeros(0, query.shape[0], *key.shape[1:])
-        return _Merged.apply(query, key, value, own, layout)
-    return reference(query, key, value, own_keys, own_values, layout)
+    own = torch.stack([*own_keys, *own_values]) if own_keys else query.new_zeros(0, query.shape[0], *key.shape[1:])
+    return _Merged.apply(query, key, value, own, layout)
 
 
 def reference(
     query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], layout: Layout
 ) -> Tensor:
-    """The same by scaled_dot_product_attention over [step-0 keys | own keys] with a mask, one document at a time."""
+    """The specification, for tests: scaled_dot_product_attention over [step-0 keys | own keys] with a mask, a document
+    at a time, in quadratic memory."""
     outputs = []
     for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
         at = torch.tensor(layout.at[q0:q1], device=query.device)
@@ -177,7 +185,9 @@ class _Merged(torch.autograd.Function):
         q, key, value, own, out, lse = ctx.saved_tensors
         grad = grads[0].view_as(q)
         delta = torch.linalg.vecdot(grad.float(), out)  # rowsum(dO ∘ out)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(key), torch.zeros_like(value)
+        dq = torch.empty_like(q)
+        # A long document's keys collect from hundreds of blocks: in bf16 the late ones would be rounded away.
+        dk, dv = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
         for block in ctx.layout.blocks:
             folded, keys, folded_grad = _fold(q, block), _pad(key, block), _fold(grad, block)
             share = _scores(folded, keys, block).sub_(_fold(lse.unsqueeze(-1), block)).exp_()
@@ -196,7 +206,7 @@ class _Merged(torch.autograd.Function):
             dq += (ds * own_keys).sum(0)
             down = torch.cat(((ds * q).sum(3), (share * grad).sum(3)))
         rows, _, _, dim = q.shape
-        return (dq * dim**-0.5).view(rows, -1, dim), dk, dv, down, None
+        return (dq * dim**-0.5).view(rows, -1, dim), dk.to(key.dtype), dv.to(value.dtype), down, None
 
 
 def _fold(x: Tensor, block: _Block) -> Tensor:

@@ -8,7 +8,9 @@ compared and written after.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from jinja2 import TemplateError
@@ -23,12 +25,12 @@ from specctl.distillation.prompts import Prompt, Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.evaluation import metrics
 from specctl.evaluation.baselines import PLAIN, load_generator
-from specctl.evaluation.records import Record, write_records
+from specctl.evaluation.records import Question, Record
 from specctl.recipe import EvalRecipe, SamplingRecipe
-from specctl.runs import Run
 
 VANILLA = "vanilla"
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 16
+KEEP_EVERY_S = 300.0  # a run that is killed without a signal loses no more than that
 
 Contender = Callable[[list[int], int, int], dict[str, Decoded]]
 """Answers (prompt ids, new tokens, seed) under one or several names, the rows of the matrix."""
@@ -44,6 +46,9 @@ class Case(NamedTuple):
     def seed(self, repeat: int) -> int:
         """Random streams depend on seed and position only: without the prompt's share all prompts had the same."""
         return int(self.prompt.id[:12], 16) + repeat
+
+    def question(self, seed: int) -> Question:
+        return self.prompt.domain, self.prompt.id, seed
 
 
 def prepare(recipe: EvalRecipe, target: Target, prompts: Sequence[Prompt], rejections: Rejections) -> list[Case]:
@@ -106,34 +111,55 @@ def filters(sampling: SamplingRecipe) -> Sampling:
 
 
 def measure(
-    recipe: EvalRecipe, run: Run, cases: Sequence[Case], found: Sequence[Contender], shown: set[str]
+    recipe: EvalRecipe,
+    cases: Sequence[Case],
+    found: Sequence[Contender],
+    shown: set[str],
+    keep: Callable[[Sequence[Record]], Path],
+    earlier: Sequence[Record] = (),
 ) -> list[Record]:
     """Every contender's answer to every prompt and seed; the bar shows the mat of the drafters named in `shown`.
 
-    Raises Interrupted between two prompts, after writing the records so far.
+    What `earlier` records answer is not asked again; every other question has the turn it would have had in one go.
+    The records go to `keep` now and then and however it ends, an unfinished question left out: all contenders have
+    answered the same ones. Raises Interrupted between two prompts.
     """
-    for case, contender in itertools.product(cases[:WARMUP_PROMPTS], found):
-        contender(case.ids, min(case.room, WARMUP_TOKENS), 0)
+    records, known = list(earlier), {record.question for record in earlier}
     questions = [(seed, case) for seed in recipe.seeds for case in cases]
-    records: list[Record] = []
-    with progress.track("eval", total=len(questions), unit="prompts") as bar:
-        for number, (seed, case) in enumerate(questions):
-            _stop_when_asked(run, records, f"{number} of {len(questions)} prompts")
-            turn = number % len(found)
-            for contender in (*found[turn:], *found[:turn]):
-                answers = contender(case.ids, case.room, case.seed(recipe.sampling.seed + seed))
-                records += [
-                    Record(case.prompt.id, case.prompt.domain, name, seed, recipe.sampling.temperature, decoded)
-                    for name, decoded in answers.items()
-                ]
-            bar.update(mat=metrics.mat([record.decoded for record in records if record.drafter in shown]))
+    todo = [(turn, seed, case) for turn, (seed, case) in enumerate(questions) if case.question(seed) not in known]
+    if todo:
+        for case, contender in itertools.product(cases[:WARMUP_PROMPTS], found):
+            contender(case.ids, min(case.room, WARMUP_TOKENS), 0)
+    kept_at = time.monotonic()
+    try:
+        with progress.track("eval", total=len(todo), unit="prompts") as bar:
+            for turn, seed, case in todo:
+                progress.interrupts.check()
+                records += _ask(recipe, case, seed, _rotated(found, turn))
+                bar.update(mat=metrics.mat([record.decoded for record in records if record.drafter in shown]))
+                if time.monotonic() - kept_at > KEEP_EVERY_S:
+                    keep(records)
+                    kept_at = time.monotonic()
+    except Interrupted as stop:
+        done = len({record.question for record in records})
+        hint = f"continue with --resume --output-dir {keep(records).parent}"
+        raise Interrupted(f"{stop.message} after {done} of {len(questions)} prompts", hint=hint) from None
+    finally:
+        keep(records)
     return records
 
 
-def _stop_when_asked(run: Run, records: Sequence[Record], done: str) -> None:
-    try:
-        progress.interrupts.check()
-    except Interrupted as stop:
-        path = write_records(run.dir, records)
-        hint = f"their records are in {path}; a new run starts over"
-        raise Interrupted(f"{stop.message} after {done}", hint=hint) from None
+def _ask(recipe: EvalRecipe, case: Case, seed: int, found: Sequence[Contender]) -> list[Record]:
+    records = []
+    for contender in found:
+        answers = contender(case.ids, case.room, case.seed(recipe.sampling.seed + seed))
+        records += [
+            Record(case.prompt.id, case.prompt.domain, name, seed, recipe.sampling.temperature, decoded)
+            for name, decoded in answers.items()
+        ]
+    return records
+
+
+def _rotated(found: Sequence[Contender], turn: int) -> Sequence[Contender]:
+    first = turn % len(found)
+    return [*found[first:], *found[:first]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import zip_longest
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,11 @@ from specctl.decoding.loop import Decoded
 RESAMPLES = 2000
 LEVEL = 0.95
 
+Metric = Literal["mat", "speedup", "accept_rate"]
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
+Statistic = Callable[[Floats], Floats]
+"""Counts [resamples, prompts], how often each prompt was drawn → one value a resample."""
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
@@ -69,25 +73,38 @@ def speedup(decoded: Sequence[Decoded], baseline: Sequence[Decoded]) -> float | 
 
 def mat_interval(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Interval | None:
     """Bootstrap interval of `mat` over prompts; `prompts[i]` names the prompt of `decoded[i]`."""
-    tokens = _per_prompt(prompts, [d.decoded_tokens for d in decoded])
-    passes = _per_prompt(prompts, [d.target_passes for d in decoded])
-    return bootstrap(lambda counts: (counts @ tokens) / (counts @ passes), len(tokens))
+    return bootstrap(_mat(prompts, decoded), len(set(prompts)))
 
 
 def speedup_interval(
     prompts: Sequence[Hashable], decoded: Sequence[Decoded], baseline: Sequence[Decoded]
 ) -> Interval | None:
     """Bootstrap interval of `speedup`, paired: `decoded[i]` and `baseline[i]` both answer `prompts[i]`."""
-    tokens, others = (_per_prompt(prompts, [d.decoded_tokens for d in side]) for side in (decoded, baseline))
-    seconds, waited = (_per_prompt(prompts, [d.decode_s for d in side]) for side in (decoded, baseline))
-    return bootstrap(lambda n: (n @ tokens) / (n @ seconds) * (n @ waited) / (n @ others), len(tokens))
+    ours, theirs = _rate(prompts, decoded), _rate(prompts, baseline)
+    return bootstrap(lambda counts: ours(counts) / theirs(counts), len(set(prompts)))
 
 
-def bootstrap(statistic: Callable[[Floats], Floats], prompts: int, *, seed: int = 0) -> Interval | None:
+def difference_interval(
+    metric: Metric,
+    prompts: Sequence[Hashable],
+    ours: Sequence[Decoded],
+    theirs: Sequence[Decoded],
+    plain: Sequence[Decoded] = (),
+) -> Interval | None:
+    """Bootstrap interval of metric(ours) − metric(theirs), paired: both answer `prompts[i]`, and so does `plain[i]`,
+    which only "speedup" needs."""
+    if metric == "speedup":
+        fast, slow, base = _rate(prompts, ours), _rate(prompts, theirs), _rate(prompts, plain)
+        return bootstrap(lambda counts: (fast(counts) - slow(counts)) / base(counts), len(set(prompts)))
+    kind = _mat if metric == "mat" else _accept_rate
+    own, other = kind(prompts, ours), kind(prompts, theirs)
+    return bootstrap(lambda counts: own(counts) - other(counts), len(set(prompts)))
+
+
+def bootstrap(statistic: Statistic, prompts: int, *, seed: int = 0) -> Interval | None:
     """Percentile interval at LEVEL over prompts drawn with replacement (Efron & Tibshirani 1993, chapter 13).
 
-    `statistic` maps counts [resamples, prompts], how often each prompt was drawn, to one value a resample. Repeats of
-    one prompt (seeds) are drawn together. None for fewer than two prompts.
+    Repeats of one prompt (seeds) are drawn together. None for fewer than two prompts.
     """
     if prompts < 2:
         return None
@@ -99,6 +116,23 @@ def bootstrap(statistic: Callable[[Floats], Floats], prompts: int, *, seed: int 
         return None
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
+
+
+def _mat(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Statistic:
+    return _ratio_of_sums(prompts, [d.decoded_tokens for d in decoded], [d.target_passes for d in decoded])
+
+
+def _rate(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Statistic:
+    return _ratio_of_sums(prompts, [d.decoded_tokens for d in decoded], [d.decode_s for d in decoded])
+
+
+def _accept_rate(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Statistic:
+    return _ratio_of_sums(prompts, [d.accepted for d in decoded], [d.accepted + d.rejections for d in decoded])
+
+
+def _ratio_of_sums(prompts: Sequence[Hashable], tops: Sequence[float], bottoms: Sequence[float]) -> Statistic:
+    top, bottom = _per_prompt(prompts, tops), _per_prompt(prompts, bottoms)
+    return lambda counts: (counts @ top) / (counts @ bottom)
 
 
 def _per_prompt(prompts: Sequence[Hashable], values: Sequence[float]) -> Floats:

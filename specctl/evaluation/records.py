@@ -1,13 +1,14 @@
 """What `eval` keeps of every sequence: records.parquet always, outputs.jsonl when asked for.
 
-Every number and interval of the result can be recomputed from the records.
+Every number and interval of the result can be recomputed from the records, and a run that was cut short goes on from
+them: the file also says under which recipe, target and drafters they were made (its `stamp`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specctl.decoding.loop import Decoded
+from specctl.errors import SpecctlError, UsageError
 from specctl.evaluation.lossless import Agreement
-from specctl.runs import atomic_write
+from specctl.recipe import EvalRecipe
+from specctl.runs import atomic_write, to_json
 
 RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
+STAMP = b"specctl.stamp"
+VIEWS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
+"""Recipe keys that change what is shown of the records, or where they are; not what is measured."""
+
+Question = tuple[str, str, int]
+"""Domain, prompt id and seed: answers to the same question may be compared and paired."""
+Stamp = dict[str, dict[str, Any]]
+"""What records were made under: recipe, target and drafters, each by key."""
 
 SCHEMA = pa.schema(
     [
@@ -29,6 +40,7 @@ SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("temperature", pa.float64()),
         ("prompt_tokens", pa.int64()),
+        ("output_ids", pa.list_(pa.int32())),
         ("tokens", pa.int64()),  # of the decode phase
         ("target_passes", pa.int64()),
         ("accepted", pa.int64()),
@@ -57,8 +69,7 @@ class Record:
     agreement: Agreement | None = None
 
     @property
-    def question(self) -> tuple[str, str, int]:
-        """What answers to the same question have in common: they may be compared and paired."""
+    def question(self) -> Question:
         return self.domain, self.id, self.seed
 
     def row(self) -> dict[str, Any]:
@@ -72,12 +83,52 @@ def agreeing(record: Record, agreement: Agreement) -> Record:
     return dataclasses.replace(record, agreement=agreement)
 
 
-def write_records(directory: Path, records: Sequence[Record]) -> Path:
+def write_records(directory: Path, records: Sequence[Record], stamp: Stamp) -> Path:
     """Write records.parquet whole or not at all."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist([record.row() for record in records], schema=SCHEMA), sink)
+    schema = SCHEMA.with_metadata({STAMP: to_json(stamp)})
+    pq.write_table(pa.Table.from_pylist([record.row() for record in records], schema=schema), sink)
     atomic_write(directory / RECORDS, sink.getvalue().to_pybytes())
     return directory / RECORDS
+
+
+def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]) -> list[Record]:
+    """What an earlier run in `directory` has measured of `prompts` (id → token ids), empty where there was none.
+
+    Raises UsageError where it was measured under another `stamp`, SpecctlError where it cannot be read.
+    """
+    check_stamp(directory, stamp)
+    path = directory / RECORDS
+    rows = pq.read_table(path).to_pylist() if path.exists() else []
+    return [_record(row, prompts[row["id"]]) for row in rows if row["id"] in prompts]
+
+
+def recipe_stamp(recipe: EvalRecipe) -> Stamp:
+    """The recipe's part of a stamp."""
+    return {"recipe": dict(_flat(recipe.model_dump(mode="json", exclude=VIEWS)))}
+
+
+def check_stamp(directory: Path, stamp: Stamp) -> None:
+    """Compare the records in `directory`, if there are any, with the parts of a stamp that are known already.
+
+    Raises UsageError where they differ, SpecctlError where the file cannot be read.
+    """
+    path = directory / RECORDS
+    if not path.exists():
+        return
+    try:
+        kept = json.loads((pq.read_schema(path).metadata or {})[STAMP])
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
+        raise SpecctlError(f"cannot continue from {path}: {error}", hint="--overwrite starts over") from error
+    differing = [
+        f"{key} was {kept[part].get(key)}, is {now.get(key)}"
+        for part, now in stamp.items()
+        for key in {**kept[part], **now}
+        if kept[part].get(key) != now.get(key)
+    ]
+    if differing:
+        hint = "resume with the recipe of that run; --overwrite or another --output-dir starts a new one"
+        raise UsageError(f"{path} was measured otherwise: {'; '.join(differing)}", hint=hint)
 
 
 def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) -> Path:
@@ -85,6 +136,22 @@ def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) ->
     lines = (json.dumps(_output(record, tokenizer), ensure_ascii=False) for record in records)
     atomic_write(directory / OUTPUTS, "".join(line + "\n" for line in lines))
     return directory / OUTPUTS
+
+
+def _record(row: dict[str, Any], prompt_ids: list[int]) -> Record:
+    """The inverse of `Record.row`, given the prompt. Agreement is left to be found again."""
+    named = {field.name: row[field.name] for field in dataclasses.fields(Decoded) if field.name in row}
+    decoded = Decoded(prompt_ids=prompt_ids, **named)
+    return Record(row["id"], row["domain"], row["drafter"], row["seed"], row["temperature"], decoded)
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` as `("a.b", 1)`."""
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _output(record: Record, tokenizer: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from specctl.runs import atomic_write, make_dir, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
 REQUIRED = (CONFIG, WEIGHTS, INFO)
+TRAINING = ".checkpoints"  # what training keeps beside a drafter has its name with this behind it, and is no drafter
 FORMAT = 1
 AGAIN = "copy the drafter again or train it again with --overwrite"
 
@@ -65,26 +67,36 @@ def save(
         SpecctlError: the file system refused (full disk, read-only); an old drafter is untouched.
     """
     place = Path(directory).absolute()
-    _check_free(place, overwrite)
-    make_dir(place.parent)
-    draft = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(2)}.tmp")
-    try:
-        draft.mkdir()
-        save_file(_separate(tensors), draft / WEIGHTS)
+    check_free(place, overwrite)
+    with staged(place) as draft:
+        save_file(separate(tensors), draft / WEIGHTS)
         _sync(draft / WEIGHTS)
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
         atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
         atomic_write(draft / MANIFEST, to_json(_manifest(draft), indent=2) + "\n")
+    return place
+
+
+@contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """A directory to fill beside `place`, moved there when the block ends well and removed when it does not.
+
+    Raises SpecctlError: the file system refused; what was at `place` is untouched.
+    """
+    make_dir(place.parent)
+    draft = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(2)}.tmp")
+    try:
+        draft.mkdir()
+        yield draft
         _sync(draft)
         _move_into_place(draft, place)
     except (OSError, SafetensorError) as error:
         raise SpecctlError(
-            f"cannot write drafter {place}: {error}", hint="free space, or choose another --output-dir"
+            f"cannot write {place}: {error}", hint="free space, or choose another --output-dir"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return place
 
 
 def load(directory: str | Path) -> Checkpoint:
@@ -104,6 +116,16 @@ def load(directory: str | Path) -> Checkpoint:
     if not isinstance(config.get("family"), str) or not isinstance(config.get("target"), dict):
         raise CheckpointError(f'{path / CONFIG} lacks "family" or "target"', hint="it has to be written by specctl")
     return Checkpoint(config, tensors, _read_json(path / INFO), path)
+
+
+def read_info(directory: str | Path) -> dict[str, Any]:
+    """drafter.json alone: what a drafter says of itself, without its weights being read. Raises CheckpointError."""
+    return _read_json(_present(Path(directory)) / INFO)
+
+
+def fingerprint(directory: str | Path) -> str:
+    """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
+    return _sha256(_present(Path(directory)) / MANIFEST)
 
 
 def verify(directory: str | Path) -> None:
@@ -146,7 +168,7 @@ def check_target(config: dict[str, Any], target: Target, name: str = "") -> None
         )
 
 
-def fingerprint(directory: Path) -> str:
+def weights_digest(directory: Path) -> str:
     """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
     try:
         return str(_read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
@@ -159,7 +181,7 @@ def is_drafter(path: Path) -> bool:
     return any((path / name).is_file() for name in (MANIFEST, INFO))
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, contiguous, and tied weights twice: safetensors refuses memory that two names share."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -170,7 +192,8 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _check_free(place: Path, overwrite: bool) -> None:
+def check_free(place: Path, overwrite: bool) -> None:
+    """Raise UsageError where a drafter cannot be written; only a drafter is ever replaced."""
     if not os.path.lexists(place):
         return
     if not place.is_dir() or place.is_symlink() or (any(place.iterdir()) and not is_drafter(place)):

@@ -1,15 +1,20 @@
 """Speed and memory of training, and where the time of a step goes.
 
     python -m specctl.training.benchmark --distilled distilled/sql [--arch eagle3] [--steps 60]
+    python -m specctl.training.benchmark --distilled distilled/sql --against-speculators PYTHON
 
 Times `steps` optimizer steps of the default recipe, then profiles as many again; shares are of all operations' time.
+
+With PYTHON, an interpreter that has `speculators` 0.9, the EAGLE-3 step is timed against its Eagle-3 class instead: see
+`specctl.training.comparison`. It wants an older `transformers`, so an environment of its own:
+
+    python -m venv V && V/bin/pip install torch==2.13.0 'speculators==0.9.*'
+    V/bin/pip uninstall torchvision torchaudio    # where torch is a CPU build: those that pip finds are for CUDA
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,9 +22,12 @@ from typing import get_args
 
 from torch.profiler import ProfilerActivity, profile
 
+from specctl.errors import SpecctlError
 from specctl.progress import track
 from specctl.recipe import Arch, TrainRecipe
 from specctl.runs import Run
+from specctl.training.against_speculators import peak_memory
+from specctl.training.comparison import compare, report
 from specctl.training.loop import Trainer, make_trainer
 
 # Rows of the profile; each counts the operations that it calls.
@@ -45,26 +53,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--distilled", type=Path, required=True)
     parser.add_argument("--arch", default="eagle3", choices=get_args(Arch))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=None, help="60, or 24 against speculators")
+    parser.add_argument("--against-speculators", type=Path, metavar="PYTHON", help="time eagle3 against speculators")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     options = parser.parse_args()
+    if options.against_speculators is None:
+        profiled_steps(options.distilled, options.arch, options.steps or 60, options.gradient_checkpointing)
+        return
+    if options.arch != "eagle3":
+        parser.error("--against-speculators is for eagle3")
+    try:
+        measured = compare(options.distilled, options.against_speculators, options.steps or 24)
+    except SpecctlError as error:
+        parser.exit(error.exit_code, f"{error.message}\n" + (f"{error.hint}\n" if error.hint else ""))
+    print("\n".join(report(measured)))
+
+
+def profiled_steps(distilled: Path, arch: Arch, count: int, gradient_checkpointing: bool) -> None:
+    """Time and profile the default recipe, and print both."""
     with tempfile.TemporaryDirectory() as place:
-        recipe = TrainRecipe(distilled=options.distilled, arch=options.arch, output_dir=Path(place) / "drafter")
+        recipe = TrainRecipe(
+            distilled=distilled,
+            arch=arch,
+            output_dir=Path(place) / "drafter",
+            gradient_checkpointing=gradient_checkpointing,
+        )
         trainer = make_trainer(recipe, Run(Path(place)))
         started = time.perf_counter()
         trainer.start()
         features = time.perf_counter() - started
         steps(trainer, 10)  # warm-up
         before = trainer.at.tokens
-        seconds = steps(trainer, options.steps)
+        seconds = steps(trainer, count)
         tokens = trainer.at.tokens - before
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            steps(trainer, options.steps)
+            steps(trainer, count)
     store = trainer.trainee.store
     if store is not None and store.kept:
         print(f"target features: {store.passes} tokens in {features:.1f} s ({store.passes / features:.0f} tokens/s)")
-    print(f"training: {tokens / seconds:.0f} response tokens/s, {1000 * seconds / options.steps:.0f} ms a step")
-    unit = 2**20 if sys.platform == "linux" else 2**30  # kilobytes there, bytes elsewhere
-    print(f"peak resident memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.2f} GB")
+    print(f"training: {tokens / seconds:.0f} response tokens/s, {1000 * seconds / count:.0f} ms a step")
+    print(f"peak resident memory: {peak_memory() / 2**30:.2f} GB")
     events = {event.key: event for event in profiled.key_averages()}
     total = sum(event.self_cpu_time_total for event in events.values())
     for part, names in PARTS.items():

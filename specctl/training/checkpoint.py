@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from specctl.errors import CheckpointError
+from specctl.formats.checkpoint import TRAINING
 from specctl.progress import warn
 from specctl.runs import atomic_write, make_dir, to_json
 
@@ -24,7 +25,7 @@ MANIFEST, STATE = "manifest.json", "trainer.json"
 
 def directory(output: Path) -> Path:
     """Where the checkpoints of the drafter at `output` are kept."""
-    return output.with_name(output.name + ".checkpoints")
+    return output.with_name(output.name + TRAINING)
 
 
 def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int) -> None:

@@ -7,12 +7,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specctl.decoding.target import Target
 from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
+from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
 
 HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
@@ -55,15 +56,19 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
     """Read distilled directories, in order.
 
     A prompt is held out when the hash of its id falls into the first `held_out` fraction, so the split never changes
-    when data is added; at most `prompts` of them are kept, as many of each directory, the others are trained on.
+    when data is added; at most `prompts` of them are kept, as many of each directory, the others are trained on. Of a
+    handful of prompts that may be none: acceptance is not measured then. Where it would be all, none is held out.
 
     Raises:
         DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
     """
     examples: list[Example] = []
+    spared: list[Example] = []
     aside: dict[str, list[int]] = {}
+    short = 0
     digest = hashlib.sha256()
     domains: dict[str, None] = {}
+    names = ", ".join(map(str, directories))
     for number, directory in enumerate(directories, 1):
         quota = prompts * number // len(directories)
         for record in store.read(directory):
@@ -76,16 +81,29 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             domains[record["domain"]] = None
             key = record["prompt_id"]
             share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
+            tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
+            example = Example(len(examples), key, tokens, len(record["prompt_ids"]))
+            # A slot needs the token after it and the target's distribution after that: two response tokens at least.
+            usable = example.response_length >= 2
             if key in aside or (share < held_out and len(aside) < quota):
                 aside[key] = record["prompt_ids"]
-                continue
-            tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
-            # A slot needs the token after it and the target's distribution after that: two response tokens at least.
-            if len(tokens) - len(record["prompt_ids"]) >= 2:
-                examples.append(Example(len(examples), key, tokens, len(record["prompt_ids"])))
+                spared += [example] * usable
+            elif usable:
+                examples.append(example)
+            else:
+                short += 1
+    if short:
+        log(f"{short} responses are left out: fewer than two tokens, or none within max_length {max_length}")
+    if spared and not examples:
+        warn(f"all {len(aside)} prompts of {names} would be held out: training on them, mat is not measured")
+        examples, aside = [replace(example, index=i) for i, example in enumerate(spared)], {}
+    elif examples and not aside:
+        warn(f"no prompt of {names} is held out: mat is not measured; distil more, or raise eval.fraction")
     if not examples:
-        names = ", ".join(map(str, directories))
-        raise DataError(f"{names}: no response of two tokens or more", "distil more prompts")
+        raise DataError(
+            f"{names}: no response of two tokens or more within max_length {max_length}",
+            "distil more prompts, or raise max_length",
+        )
     return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains))
 
 

@@ -51,6 +51,7 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
                 "use zero_stage 0 or optimizer.type adamw",
             )
         optimizer = make_optimizer(module, recipe.optimizer_type, options, learning_rate)
+        _autocast(module, recipe)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # batches are counted in tokens here; DeepSpeed only wants a number
             "gradient_accumulation_steps": 1,
@@ -68,6 +69,18 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
                 f"DeepSpeed refuses the configuration: {error}", "see `deepspeed:` in the recipe"
             ) from error
     return engine
+
+
+def _autocast(module: nn.Module, recipe: TrainRecipe) -> None:
+    """Run the module's forward in the recipe's precision.
+
+    Inside of the module, because on a GPU DeepSpeed switches off an autocast that its own configuration does not know,
+    and with one that it knows it reduces gradients in that precision too.
+    """
+    device = next(module.parameters()).device
+    dtype = compute_dtype(recipe, device)
+    cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    module.forward = cast(module.forward)
 
 
 def compute_dtype(recipe: TrainRecipe, device: torch.device) -> torch.dtype:

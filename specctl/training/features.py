@@ -1,48 +1,45 @@
 """What the target says about training sequences: tapped hidden states, and the states its distributions come from.
 
-The target's pass over a sequence is paid once: features are kept when all fit the budget, and
-recomputed for every batch otherwise.
+The target's pass over a sequence is paid once where features can be kept, in memory or on disk, and for every batch
+otherwise. On a CPU the features are the same bits in every mode.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from specctl.decoding.cache import plan_rows
 from specctl.decoding.target import Target
 from specctl.drafters.head import SlotBatch
 from specctl.drafters.ttt_attention import Layout, ranges
-from specctl.progress import interrupts, track
+from specctl.errors import CheckpointError, SpecctlError
+from specctl.progress import Progress, interrupts, track
+from specctl.recipe import FeatureRecipe
 from specctl.training.data import Example
+from specctl.training.feature_files import FeatureFiles, Features, choose, disk
 
-PASS_TOKENS = 4096  # padded tokens of one target forward
-
-
-@dataclass(frozen=True)
-class Features:
-    """Of one sequence of S tokens with a prompt of P: S−2 slots (slot i also needs tokens i+1 and i+2).
-
-    Attributes:
-        taps: [S−2, F] tapped states of positions 0 .. S−3.
-        teacher: [S−P−1, Ht] final hidden states of positions P .. S−2: they predict tokens P+1 .. S−1.
-        best: [S−P−1] int32 the target's most probable token after each of them.
-    """
-
-    taps: Tensor
-    teacher: Tensor
-    best: Tensor
+# Padded tokens of one target forward, or one sequence. On a CPU each runs alone: that is as fast, and what it is padded
+# to would show in its last bits, which would then depend on the batch and on the number of processes.
+PASS_TOKENS = {"cpu": 1, "cuda": 16_384}
+SHARD_BYTES = 2**27
+HEAD_ROWS = 512  # rows of logits at a time
+SAME = 0.05  # relative difference of two runs of one target: bf16 on other hardware stays well below
 
 
 class FeatureStore:
-    """Features by example: kept in memory once `prepare`d, else computed for every batch."""
+    """Features by example: kept once `prepare`d, else computed for every batch."""
 
     def __init__(self, target: Target, taps: tuple[int, ...]):
         self.target, self.taps = target, taps
-        self.kept: dict[int, Features] = {}
+        self.kept: dict[int, Features] | FeatureFiles = {}
         self.passes = 0  # target tokens run, padding excluded
 
     def estimate(self, examples: list[Example]) -> int:
@@ -52,25 +49,57 @@ class FeatureStore:
         asked = sum(e.response_length - 1 for e in examples)
         return slots * len(self.taps) * width * size + asked * (width * size + 4)
 
-    def prepare(self, examples: list[Example]) -> None:
-        """Compute and keep the features of all `examples`.
+    def prepare(
+        self, examples: list[Example], recipe: FeatureRecipe, place: Path, rank: int = 0, world: int = 1
+    ) -> None:
+        """Keep the features of this rank's share of `examples` as the recipe says (all ranks call this).
 
-        Sequences are grouped by length over the whole set, so that a resumed run, whatever its place in an epoch, gets
-        bitwise the same features.
+        Args:
+            place: directory for features on disk.
+
+        Raises:
+            SpecctlError: they do not fit, or are not finite.  CheckpointError: those on disk are of other weights.
+            Interrupted: SIGTERM or SIGUSR1; shards that were written stay.
         """
-        with track("target features", total=len(examples), unit="responses") as bar:
-            for group in _groups(examples):
-                interrupts.check()
-                for example, features in zip(group, self._compute(group), strict=True):
-                    self.kept[example.index] = features
-                bar.update(len(group), tokens=self.passes)
+        mine = [example for example in examples if example.index % world == rank]
+        groups = list(self._groups(mine))
+        shards = list(self._shards(groups))
+        indices = [[example.index for group in shard for example in group] for shard in shards]
+        files = FeatureFiles(place, self._about(examples), rank, world, indices)
+        missing = [number for number in range(len(shards)) if not files.whole(number)]
+        free, disk_id = disk(files.dir)
+        lacking = sum(self.estimate(group) for number in missing for group in shards[number])
+        everyone = _over_ranks([disk_id, lacking], rank, world, self.target.device)
+        needed = sum(count for other, count in everyone if other == disk_id)
+        mode = choose(recipe, files.dir, self.estimate(mine), needed, free)
+        with track("target features", total=len(mine), unit="responses") as bar:
+            if mode == "memory":
+                self.kept = self._run(groups, bar)
+            elif mode == "cached":
+                self._check_weights(files, [group[0] for group in groups], missing)
+                with files.writing() if missing else nullcontext():
+                    for number in missing:
+                        files.write(number, self._run(shards[number], bar))
+                self.kept = files
 
     def get(self, examples: list[Example]) -> list[Features]:
-        """Features of `examples`, in order."""
-        if self.kept:
-            return [self.kept[e.index] for e in examples]
-        found = {e.index: f for group in _groups(examples) for e, f in zip(group, self._compute(group), strict=True)}
-        return [found[e.index] for e in examples]
+        """Features of `examples`, in order, on the target's device."""
+        unknown = [example for example in examples if example.index not in self.kept]
+        fresh = {
+            e.index: f for group in self._groups(unknown) for e, f in zip(group, self._compute(group), strict=True)
+        }
+        found = (fresh[e.index] if e.index in fresh else self.kept[e.index] for e in examples)
+        return [_moved(features, self.target.device) for features in found]
+
+    def _run(self, groups: list[list[Example]], bar: Progress) -> dict[int, Features]:
+        """Features of all groups, in the memory of the host."""
+        found: dict[int, Features] = {}
+        for group in groups:
+            interrupts.check()
+            for example, features in zip(group, self._compute(group), strict=True):
+                found[example.index] = _moved(features, torch.device("cpu"))
+            bar.update(len(group), tokens=self.passes)
+        return found
 
     @torch.inference_mode()
     def _compute(self, examples: list[Example]) -> list[Features]:
@@ -85,22 +114,82 @@ class FeatureStore:
         for row, example in enumerate(examples):
             length = len(example.tokens)
             teacher = hidden[row, example.prompt_length : length - 1].clone()
-            best = target.model.logits(teacher).float().argmax(-1).int()
             taps = hidden.new_empty(length - 2, 0) if tapped is None else tapped[row, : length - 2].clone()
-            result.append(Features(taps, teacher, best))
+            # Logits of a long response over a large vocabulary would be gigabytes.
+            parts = [target.model.logits(part).float().max(-1) for part in teacher.split(HEAD_ROWS)]
+            result.append(Features(taps, teacher, torch.cat([part.indices for part in parts]).int()))
+            # One pass over each: a sum is finite iff (short of fp32's range) its terms are; a maximum hides no NaN.
+            sums = [x.sum(dtype=torch.float32) for x in (taps, teacher, *(part.values for part in parts))]
+            if not torch.stack(sums).sum().isfinite():
+                raise SpecctlError(
+                    f"target {target.name} gives states that are not finite for prompt {example.prompt_id}",
+                    "fp16 overflows in many models: set target.dtype to bf16 or fp32; else take the prompt out",
+                )
         return result
 
-
-def _groups(examples: list[Example]) -> Iterator[list[Example]]:
-    """Examples of similar length, each group at most `PASS_TOKENS` padded tokens (or one example)."""
-    group: list[Example] = []
-    for example in sorted(examples, key=lambda e: (len(e.tokens), e.index)):
-        if group and len(example.tokens) * (len(group) + 1) > PASS_TOKENS:
+    def _groups(self, examples: list[Example]) -> Iterator[list[Example]]:
+        """Examples of similar length that share a pass, whose length is a function of `examples` alone."""
+        limit = PASS_TOKENS["cpu" if self.target.device.type == "cpu" else "cuda"]
+        group: list[Example] = []
+        for example in sorted(examples, key=lambda e: (len(e.tokens), e.index)):
+            if group and len(example.tokens) * (len(group) + 1) > limit:
+                yield group
+                group = []
+            group.append(example)
+        if group:
             yield group
-            group = []
-        group.append(example)
-    if group:
-        yield group
+
+    def _shards(self, groups: list[list[Example]]) -> Iterator[list[list[Example]]]:
+        """Consecutive groups, about SHARD_BYTES in each shard."""
+        shard: list[list[Example]] = []
+        size = 0
+        for group in groups:
+            if shard and size + self.estimate(group) > SHARD_BYTES:
+                yield shard
+                shard, size = [], 0
+            shard.append(group)
+            size += self.estimate(group)
+        if shard:
+            yield shard
+
+    def _about(self, examples: list[Example]) -> dict[str, Any]:
+        """What features depend on. The sequences are those trained on: data, held-out split and max_length included."""
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(f"{example.index} {example.prompt_length} {example.tokens}\n".encode())
+        return {
+            "target": self.target.identity,
+            "path": self.target.path,
+            "dtype": str(self.target.dtype),
+            "taps": list(self.taps),
+            "sequences": len(examples),
+            "fingerprint": digest.hexdigest(),
+        }
+
+    def _check_weights(self, files: FeatureFiles, examples: list[Example], missing: list[int]) -> None:
+        """An identity does not see that a model directory got other weights: run one sequence again and compare."""
+        example = next((e for e in examples if files.shard_of[e.index] not in missing), None)
+        if example is None:
+            return
+        stored, fresh = files[example.index].teacher.float(), self._compute([example])[0].teacher.cpu().float()
+        if not (stored - fresh).norm() <= SAME * fresh.norm():
+            raise CheckpointError(
+                f"{files.dir} holds features of other weights than those of target {self.target.name}",
+                "delete it, or set another features.dir",
+            )
+
+
+def _moved(features: Features, device: torch.device) -> Features:
+    return Features(*(tensor.to(device) for tensor in vars(features).values()))
+
+
+def _over_ranks(values: list[int], rank: int, world: int, device: torch.device) -> list[list[int]]:
+    """The `values` of every rank."""
+    table = torch.zeros(world, len(values), dtype=torch.long, device=device)
+    table[rank] = torch.tensor(values)
+    if world > 1:
+        dist.all_reduce(table)
+    return table.tolist()
 
 
 def slot_batch(
@@ -147,6 +236,8 @@ def slot_batch(
         inside=torch.cat((inside[best], inside.new_zeros(tail))),
         labels=torch.tensor(labels + [0] * tail, device=device),
         left=torch.tensor(left, device=device),
-        layout=Layout(slot_ranges, query_ranges, at),
-        later_layout=Layout(slot_ranges, ranges([len(rows) for rows in later]), [at[row] for row in later_rows]),
+        layout=Layout(slot_ranges, query_ranges, at, device),
+        later_layout=Layout(
+            slot_ranges, ranges([len(rows) for rows in later]), [at[row] for row in later_rows], device
+        ),
     )

@@ -25,7 +25,7 @@ from specctl.recipe import TrainRecipe
 from specctl.runs import Run, to_json
 from specctl.training import checkpoint
 from specctl.training.data import Corpus, Example, batches, load_corpus
-from specctl.training.engine import compute_dtype, make_engine, set_learning_rate, start_processes, weights
+from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.logging import Trackers
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainees import Trainee, make_trainee
@@ -34,7 +34,7 @@ from specctl.training.trainees import Trainee, make_trainee
 @dataclass(frozen=True)
 class TrainResult:
     """The result document. `tokens_per_s` counts response tokens over the time spent in training steps; `mat` and
-    `acceptance_by_position` are those of the kept drafter on the held-out prompts."""
+    `acceptance_by_position` are those of the kept drafter on the held-out prompts; NaN (null in JSON) without any."""
 
     arch: str
     domain: str
@@ -102,13 +102,12 @@ class Trainer:
         self.schedule = Schedule.of(recipe, target, per_epoch)
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
-        self.dtype = compute_dtype(recipe, target.device)
         self.checkpoints = checkpoint.directory(recipe.output)
         self.at = Progressed(recipe=recipe_hash(recipe))
         self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
 
     def start(self) -> None:
-        """Continue from the newest checkpoint where asked, and compute the features where they fit."""
+        """Continue from the newest checkpoint where asked, and compute the features that are kept."""
         found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
         if found is not None:
             path, state = found
@@ -120,21 +119,9 @@ class Trainer:
         elif self.rank == 0:
             checkpoint.discard(self.checkpoints)
         dist.barrier()
-        store = self.trainee.store
-        if store is None or self.at.step >= self.schedule.steps:
-            return
-        mine = self._mine(self.corpus.train)
-        size = store.estimate(mine)
-        fits = size <= self.recipe.features.budget_gb * 2**30
-        if self.recipe.features.mode == "cached" and not fits:
-            raise SpecctlError(
-                f"features take {size / 2**30:.1f} GB, features.budget_gb is {self.recipe.features.budget_gb:g}",
-                "raise features.budget_gb, or set features.mode to online",
-            )
-        if fits and self.recipe.features.mode != "online":
-            store.prepare(mine)
-        else:
-            log(f"target features ({size / 2**30:.1f} GB) are recomputed for every batch")
+        store, recipe = self.trainee.store, self.recipe
+        if store is not None and self.at.step < self.schedule.steps:
+            store.prepare(self.corpus.train, recipe.features, recipe.features_dir, self.rank, self.world)
 
     def train(self) -> None:
         """Steps until the schedule ends; evaluation, checkpoints and interrupts between them."""
@@ -146,6 +133,7 @@ class Trainer:
                 last = self.schedule.ended(at.step, at.seconds)
                 if at.step % recipe.eval.every == 0 or last:
                     self._evaluate()
+                    dist.barrier()
                 stopping = self._any_interrupt()
                 if at.step % recipe.checkpoint.every == 0 or last or stopping:
                     self._save()
@@ -197,8 +185,7 @@ class Trainer:
         # A resumed run drops out what an uninterrupted one would.
         torch.manual_seed(hash((self.recipe.data.seed, self.at.step, self.rank)))
         batch = self.trainee.batch(mine or chosen[:1], self.at.step)
-        with torch.autocast(self.target.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            total, weight, steps = self.trainee.loss(self.engine, batch)
+        total, weight, steps = self.trainee.loss(self.engine, batch)
         if not mine:
             total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
         return total, weight, steps
@@ -237,6 +224,9 @@ class Trainer:
         tensors = weights(self.engine)
         if self.rank == 0:
             at = self.at
+            if not self.corpus.held_out:  # nothing to choose by: the last one is kept
+                self._write(tensors)
+                return
             decoded = self._decode(tensors)
             passes = sum(d.target_passes for d in decoded)
             mat = sum(d.decoded_tokens for d in decoded) / passes if passes else 1.0
@@ -246,12 +236,9 @@ class Trainer:
             if mat > at.best_mat:
                 at.best_mat, at.best_acceptance = mat, acceptance
                 self._write(tensors)
-        dist.barrier()
 
     def _decode(self, tensors: dict[str, torch.Tensor]) -> list[Decoded]:
         prompts = self.corpus.held_out
-        if not prompts:
-            return []
         drafter = self.trainee.drafter(tensors)
         return decode(
             self.target,
@@ -270,7 +257,7 @@ class Trainer:
             "recipe": at.recipe,
             "steps": at.step,
             "train_tokens": at.tokens,
-            "mat": {"held-out " + "+".join(self.corpus.domains): round(at.best_mat, 3)},
+            "mat": {"held-out " + "+".join(self.corpus.domains): round(at.best_mat, 3)} if at.best_mat else {},
             "licence": "that of the target",
         }
         kept = self.trainee.tensors(tensors)
@@ -289,7 +276,7 @@ class Trainer:
             train_tokens=at.tokens,
             tokens_per_s=at.tokens / at.seconds if at.seconds else 0.0,
             final_loss=at.loss,
-            mat=at.best_mat,
+            mat=at.best_mat or math.nan,
             acceptance_by_position=at.best_acceptance,
             drafter=str(self.recipe.output),
         )
@@ -307,8 +294,9 @@ def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
 
 
 def recipe_hash(recipe: TrainRecipe) -> str:
-    """16 hex digits over what decides the weights: everything but where and how the run is recorded or continued."""
+    """16 hex digits over what decides the weights: everything but where and how the run is recorded or continued, and
+    where features are kept."""
     values: dict[str, Any] = recipe.model_dump(
-        mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources"}
+        mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources", "features"}
     )
     return hashlib.sha256(to_json(values).encode()).hexdigest()[:16]

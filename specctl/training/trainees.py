@@ -67,7 +67,7 @@ class Trainee:
         self.base = self.family.drafter(module, self.target, DraftingRecipe())
         lora.inject(module, self.recipe.lora, adaptable)
         place = os.path.relpath(directory.absolute(), self.recipe.output.absolute())
-        origin = {"path": place, "sha256": checkpoint.fingerprint(found.path)}
+        origin = {"path": place, "sha256": checkpoint.weights_digest(found.path)}
         self.origin = {"lora": self.recipe.lora.model_dump(include={"rank", "alpha"}) | {"base": origin}}
         return module
 
@@ -149,4 +149,9 @@ class LMTrainee(Trainee):
 def make_trainee(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Trainee:
     """The trainee of `recipe.arch`, drafting with the measured defaults of its family."""
     kind = LMTrainee if recipe.arch == "lm" else FeatureTrainee
-    return kind(recipe, target, corpus)
+    trainee = kind(recipe, target, corpus)
+    if recipe.gradient_checkpointing:
+        if not hasattr(trainee.module, "gradient_checkpointing"):
+            raise RecipeError(f"arch {recipe.arch} has no gradient checkpointing", "set gradient_checkpointing=false")
+        trainee.module.gradient_checkpointing = True
+    return trainee

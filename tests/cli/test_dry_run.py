@@ -14,7 +14,7 @@ JSON = [name for name in shipped() if name not in YAML]
 @pytest.fixture
 def workplace(tmp_path, distilled):
     """The directories that recipes read: drafters and distilled data."""
-    for path in ("drafters/sql-eagle3", "demo-out/drafters/sql-eagle3"):
+    for path in ("drafters/sql-eagle3", "demo-out/drafters/sql-eagle3", "heads/sql-eagle3"):
         (tmp_path / path).mkdir(parents=True)
         (tmp_path / path / "config.json").write_text("{}")
     distilled(tmp_path / "demo-out/distilled/sql")
@@ -45,16 +45,27 @@ def test_every_deepspeed_configuration_parses_and_merges(specctl, name):
     assert merged["zero_optimization"]["stage"] == int(name[-1])
 
 
-@pytest.mark.parametrize("command", sorted(RECIPES))
+@pytest.mark.parametrize("command", sorted(RECIPES.keys() - {"export", "import"}))
 def test_commands_need_no_argument(specctl, command):
     """The lines of the contract work as they stand on a fresh install."""
     done = specctl(command, "--dry-run")
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_a_converter_has_nothing_to_convert_by_default(specctl, command):
+    done = specctl(command, "--dry-run")
+    assert done.code == 2
+    assert f"specctl {command}" in done.err
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
+        (["export", "nowhere"], 2, "nowhere"),
+        (["export", "full"], 4, "full"),
+        (["import", "nowhere"], 2, "nowhere"),
+        (["import", "full"], 4, "config.json"),
         (["distill", "--prompts", "missing.jsonl"], 3, "missing.jsonl"),
         (["distill", "--domain", "sqk"], 2, "sql"),
         (["distill", "--target", "./nowhere"], 4, "./nowhere"),

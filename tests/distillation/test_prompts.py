@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl.distillation import prompts as module
-from specctl.distillation.prompts import Rejections, parse_line, prompt_id, read_prompts
+from specctl.distillation.prompts import Rejections, parse_line, prompt_id, read_domains, read_prompts
 from specctl.errors import DataError, UsageError
 from specctl.recipe import DataRecipe
 
@@ -142,6 +142,39 @@ def test_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\xef\xbb\xbf" + GOOD + b"\r\n")))
     (prompt,) = read_prompts(data("-"), "legal")
     assert (prompt.domain, prompt.where) == ("legal", "<stdin>:1")
+
+
+def test_a_file_for_each_domain(tmp_path):
+    for domain in ("sql", "math"):
+        write(tmp_path / f"{domain}.jsonl", b'{"prompt": "about %s"}' % domain.encode())
+    wanted = data(tmp_path / "{domain}.jsonl", domain=["math", "sql"])
+    found = read_domains(wanted, Rejections(None, 0))
+    assert [(prompt.domain, prompt.messages[0]["content"]) for prompt in found] == [
+        *(("math", "about math"), ("sql", "about sql"))
+    ]
+    assert found[0].where == f"{tmp_path / 'math.jsonl'}:1"
+
+
+def test_every_missing_file_is_named_before_any_is_read(tmp_path):
+    write(tmp_path / "sql.jsonl", b"not looked at")
+    with pytest.raises(DataError) as caught:
+        read_domains(data(tmp_path / "{domain}.jsonl", domain=["sql", "math", "chat"]), Rejections(None, 0))
+    assert "math.jsonl (math)" in caught.value.message and "chat.jsonl (chat)" in caught.value.message
+    assert "sql.jsonl" not in caught.value.message
+
+
+def test_a_domain_without_prompts_is_named(tmp_path):
+    write(tmp_path / "sql.jsonl", GOOD)
+    write(tmp_path / "math.jsonl")
+    with pytest.raises(DataError, match=r"no prompts in .*math\.jsonl"):
+        read_domains(data(tmp_path / "{domain}.jsonl", domain=["sql", "math"]), Rejections(None, 0))
+
+
+@pytest.mark.parametrize("name", ["-", "p.jsonl"])
+def test_one_source_is_one_domain(name):
+    with pytest.raises(UsageError, match="one domain") as caught:
+        read_domains(data(name, domain=["sql", "math"]), Rejections(None, 0))
+    assert "{domain}" in caught.value.hint
 
 
 def test_limit_stops_reading(tmp_path):

@@ -38,7 +38,7 @@ def place(head, target, tmp_path):
     """A pool of a base and two adapters."""
     config = eagle3.config(head, target.identity)
     base = checkpoint.save(tmp_path / "base", config=config, tensors=head.state_dict(), info={})
-    origin = {"path": "../base", "sha256": checkpoint.fingerprint(base)}
+    origin = {"path": "../base", "sha256": checkpoint.weights_digest(base)}
     for seed, name in enumerate(("a", "b")):
         tensors = random_adapter(head, torch.Generator().manual_seed(seed))
         checkpoint.save(

@@ -1,5 +1,7 @@
 """Drafters by name, by directory and by pool; what cannot be used is an error that says what would be right."""
 
+import json
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -7,7 +9,7 @@ from transformers import LlamaForCausalLM
 from specctl.decoding.draft import NoDraft
 from specctl.drafters import lm
 from specctl.drafters.lookup import Lookup
-from specctl.drafters.pool import FAMILIES, find_pool, load_drafter
+from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
 from specctl.errors import CheckpointError
 from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe, DraftingRecipe
@@ -74,8 +76,23 @@ def pool(target, tmp_path):
 def test_pool(pool):
     (pool / ".sql.1-ab.tmp").mkdir()
     (pool / ".sql.1-ab.tmp" / "manifest.json").write_text("{}")  # a save in progress
+    (pool / "sql.checkpoints" / "step-00000020").mkdir(parents=True)
+    (pool / "sql.checkpoints" / "step-00000020" / "manifest.json").write_text("{}")  # training's, kept for --resume
     (pool / "notes").mkdir()
     assert find_pool(pool) == [pool / "deep" / "er" / "code", pool / "math", pool / "sql"]
+
+
+def test_domains_of_a_drafter(tmp_path, target):
+    for name, info in {"one": ["sql"], "two": ["sql", "math"], "word": "sql", "none": None}.items():
+        place = write(tmp_path / name, target)
+        (place / "drafter.json").write_text(json.dumps({"domain": info} if info else {}))
+    assert [domains_of(str(tmp_path / name)) for name in ("one", "two", "word", "none")] == [
+        *(["sql"], ["sql", "math"], ["sql"], [])
+    ]
+    assert domains_of("lookup") == []
+    (tmp_path / "one/drafter.json").unlink()
+    with pytest.raises(CheckpointError, match=r"drafter\.json is missing"):
+        domains_of(str(tmp_path / "one"))
 
 
 def test_a_drafter_is_a_pool_of_one(pool):

@@ -18,7 +18,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("block", [2**17, 40, 1])
 def test_merged_attention_equals_the_masked_one(monkeypatch, heads, kv_heads, steps, layout, block):
     """Output and all gradients: documents of several sizes, one row, all rows, no row; one block, several, cut ones."""
-    monkeypatch.setattr(ttt_attention, "BLOCK", block)
+    monkeypatch.setattr(ttt_attention, "BLOCK", {"cpu": block})
+    monkeypatch.setattr(ttt_attention, "ROWS", min(block, 2))  # cut documents: blocks of fewer slots than theirs
     monkeypatch.setattr(ttt_attention, "KEPT", 3)  # with blocks of one score, masks are made for each use
     torch.manual_seed(0)
     layout = replace(LAYOUTS[layout])  # its blocks are made anew
@@ -36,3 +37,42 @@ def test_merged_attention_equals_the_masked_one(monkeypatch, heads, kv_heads, st
         results.append((out, *torch.autograd.grad((out * weight).sum(), leaves)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+
+
+def largest(function, length, largest_tensor):
+    """Of attention and its gradients over one document of `length` slots, half of them response."""
+    layout = Layout([(0, length)], [(0, length // 2)], list(range(length // 2, length)))
+    leaves = [torch.randn(rows, 1, 4, requires_grad=True) for rows in (length // 2, length, length, length // 2)]
+    query, key, value, own = leaves
+    with largest_tensor() as seen:
+        function(query, key, value, [own], [own], layout).sum().backward()
+    return seen.elements
+
+
+def test_memory_is_linear_in_the_sample(largest_tensor):
+    """A [rows, slots] mask of a 32k sample is a gigabyte a document; the reference's is the negative control."""
+    assert largest(attention, 8192, largest_tensor) <= 2.1 * largest(attention, 4096, largest_tensor)
+    assert largest(reference, 8192, largest_tensor) >= 3.9 * largest(reference, 4096, largest_tensor)
+
+
+def test_keys_of_a_cut_document_collect_in_fp32(monkeypatch):
+    """In bf16 the gradient of a key that a thousand rows attend stops growing once a block's share is rounded away."""
+    monkeypatch.setattr(ttt_attention, "BLOCK", {"cpu": 1})
+    monkeypatch.setattr(ttt_attention, "ROWS", 1)
+    rows = 600
+    layout = Layout([(0, 1)], [(0, rows)], [0] * rows)
+    query, key = torch.zeros(rows, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    value = torch.zeros(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    attention(query, key, value, [], [], layout).sum().backward()
+    assert value.grad.float().mean() == pytest.approx(rows, rel=0.01)
+
+
+def test_every_index_is_on_the_device():
+    """Of a layout made for a device nothing stays on the CPU; `meta` refuses to mix as a GPU does."""
+    layout = Layout([(0, 7), (7, 12)], [(0, 3), (3, 8)], [4, 5, 6, 0, 1, 2, 3, 4], "meta")
+    query, key, value, own = (torch.randn(n, 2, 4, device="meta", requires_grad=True) for n in (8, 12, 12, 8))
+    out = attention(query, key, value, [own], [own], layout)
+    out.sum().backward()
+    assert key.grad.device.type == "meta"
+    (block,) = layout.blocks
+    assert {t.device.type for t in (block.at, block.bias, block.row_places, block.slot_places)} == {"meta"}

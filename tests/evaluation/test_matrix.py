@@ -12,9 +12,9 @@ from specctl import progress
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import lm
-from specctl.errors import DataError, Interrupted, UsageError
+from specctl.errors import DataError, Interrupted, SpecctlError, UsageError
 from specctl.evaluation import measure, metrics
-from specctl.evaluation.matrix import evaluate
+from specctl.evaluation.matrix import evaluate, with_domains_of_drafters
 from specctl.formats import checkpoint
 from specctl.recipe import DataRecipe, DrafterRecipe, EvalRecipe, SamplingRecipe, TargetRecipe
 from specctl.runs import Run
@@ -43,7 +43,7 @@ def perfect(target, scripted):
 
 def recipe(prompts, **fields):
     data = DataRecipe(prompts=str(prompts), **fields.pop("data", {}))
-    sampling = SamplingRecipe(max_new_tokens=16, **fields.pop("sampling", {}))
+    sampling = SamplingRecipe(**{"max_new_tokens": 16, **fields.pop("sampling", {})})
     return EvalRecipe(data=data, sampling=sampling, target=TargetRecipe(dtype="fp32", device="cpu"), **fields)
 
 
@@ -159,26 +159,166 @@ def test_over_long_prompts_are_rejected_and_counted(tmp_path, prompts, target, p
         evaluate(recipe(prompts, baselines=["vanilla"]), run, target=target, drafters={})
 
 
-def test_an_interrupt_keeps_the_records(tmp_path, prompts, target, scripted):
-    made = recipe(prompts, baselines=["vanilla"])
-    run = run_of(tmp_path, made)
+@pytest.fixture
+def stopping(scripted):
+    """`stopping(n, action)`: a drafter that acts when it begins its n-th sequence; the first two warm up."""
 
     class Stopping(scripted):
-        calls = 0
+        def __init__(self, when, action):
+            super().__init__({}, 1)
+            self.when, self.action, self.prompts = when, action, []
 
         def propose(self, state, budget):
-            if len(state.rows[0].output) == 1:
-                Stopping.calls += 1
-            if Stopping.calls == 4:  # two warm-ups, two prompts
-                progress.interrupts._note(signal.SIGTERM, None)
+            row = state.rows[0]
+            if len(row.output) == 1:
+                self.prompts.append(tuple(row.ids[: row.prompt_length]))
+                if len(self.prompts) == self.when:
+                    self.action()
             return super().propose(state, budget)
 
-    try:
-        with pytest.raises(Interrupted, match="after 2 of 3 prompts"):
-            evaluate(made, run, target=target, drafters={"stopping": Stopping({}, 1)})
-    finally:
+    yield Stopping
+    progress.interrupts.reset()
+
+
+def sigterm():
+    progress.interrupts._note(signal.SIGTERM, None)
+
+
+def fail():
+    raise RuntimeError("out of memory")
+
+
+SHORT = {"max_new_tokens": 4}
+
+
+def counts(result):
+    return [(row.drafter, row.prompts, row.tokens, row.target_passes) for row in result.rows]
+
+
+@pytest.mark.parametrize(
+    ("when", "action", "error", "kept"),
+    [(4, sigterm, Interrupted, 2), (5, fail, RuntimeError, 2), (3, fail, RuntimeError, 0)],
+)
+def test_a_run_that_was_cut_short_goes_on(tmp_path, prompts, target, stopping, when, action, error, kept):
+    """Finished questions are not asked again, a half-answered one is, and the result is that of one run."""
+    made = recipe(prompts, baselines=["vanilla"], output_dir=tmp_path / "run", save_outputs=True, sampling=SHORT)
+    with pytest.raises(error) as caught:
+        evaluate(made, run_of(tmp_path, made), target=target, drafters={"d": stopping(when, action)})
+    if error is Interrupted:
+        assert "after 2 of 3 prompts" in caught.value.message and "--resume" in caught.value.hint
         progress.interrupts.reset()
-    assert pq.read_table(run.dir / "records.parquet").num_rows == 4
+    assert pq.read_table(tmp_path / "run/records.parquet").num_rows == 2 * kept
+
+    again, drafter = made.model_copy(update={"resume": True}), stopping(0, fail)
+    resumed = evaluate(again, run_of(tmp_path, again), target=target, drafters={"d": drafter})
+    assert len(drafter.prompts) == 2 + (3 - kept)
+    assert resumed.lossless.sequences == 3 and resumed.lossless.mismatches == 0
+    whole = evaluate(made, run_of(tmp_path, made), target=target, drafters={"d": stopping(0, fail)})
+    assert counts(resumed) == counts(whole)
+    outputs = [json.loads(line) for line in (tmp_path / "run/outputs.jsonl").read_text().splitlines()]
+    assert len(outputs) == 6 and all(output["text"] for output in outputs)
+
+
+def test_a_finished_run_is_only_shown_again(tmp_path, prompts, target, perfect, stopping):
+    """Another view of the same records (matrix, metric) costs no decoding."""
+    made = recipe(prompts, baselines=["vanilla"], output_dir=tmp_path / "run", sampling=SHORT)
+    first = evaluate(made, run_of(tmp_path, made), target=target, drafters={"perfect": perfect})
+    again = made.model_copy(update={"resume": True, "matrix": True, "metric": "accept_rate"})
+    second = evaluate(again, run_of(tmp_path, again), target=target, drafters={"perfect": stopping(1, fail)})
+    assert second.rows == first.rows
+    assert second.matrix.values == [[1.0], [None]]
+
+
+def test_turns_are_kept_over_an_interruption(tmp_path, prompts, target):
+    """Each run beginning with the same contender would favour the one that goes last."""
+
+    def contender(name):
+        def answer(ids, room, seed):
+            asked.append(name)
+            return {name: decoded}
+
+        return answer
+
+    decoded = decode(target, [[5, 6]], sampling=GREEDY, max_new_tokens=2, seeds=[0])[0]
+    cases = [measure.Case(measure.Prompt(f"{n:032x}", [], "sql", ""), [1], 1) for n in range(4)]
+    found, asked = [contender(name) for name in "abc"], []
+    records = measure.measure(recipe(prompts), cases, found, set(), keep=lambda records: tmp_path)
+    for done in (3, 2):
+        asked.clear()
+        earlier = [record for record in records if record.id in {case.prompt.id for case in cases[:done]}]
+        measure.measure(recipe(prompts), cases, found, set(), keep=lambda records: tmp_path, earlier=earlier)
+        assert "".join(asked) == "abcabc" + "".join(["abc", "bca", "cab", "abc"][done:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"sampling": {**SHORT, "seed": 1}}, "sampling.seed was 0, is 1"), ({"limit": 2}, "limit was 100, is 2")],
+)
+def test_other_records_are_not_continued(tmp_path, prompts, target, changes, says):
+    made = recipe(prompts, baselines=["vanilla"], sampling=SHORT)
+    evaluate(made, run_of(tmp_path, made), target=target, drafters={})
+    options = {"baselines": ["vanilla"], "sampling": SHORT, "resume": True, "output_dir": tmp_path / "run"}
+    other = recipe(prompts, **{**options, **changes})
+    with pytest.raises(UsageError) as caught:
+        evaluate(other, run_of(tmp_path, other), target=target, drafters={})
+    assert says in caught.value.message
+
+
+def test_a_drafter_that_was_trained_again_is_not_continued(tmp_path, prompts, target):
+    made = recipe(prompts, pool=pool_of(tmp_path, target), baselines=[], limit=1, sampling=SHORT)
+    evaluate(made, run_of(tmp_path, made), target=target)
+    with open(tmp_path / "pool/sql-lm/manifest.json", "a") as file:
+        file.write(" ")
+    again = made.model_copy(update={"resume": True, "output_dir": tmp_path / "run"})
+    with pytest.raises(UsageError, match="sql-lm was"):
+        evaluate(again, run_of(tmp_path, again), target=target)
+
+
+def test_records_that_cannot_be_read(tmp_path, prompts, target):
+    made = recipe(prompts, baselines=["vanilla"], resume=True, output_dir=tmp_path / "run")
+    run = run_of(tmp_path, made)
+    (run.dir / "records.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SpecctlError, match="cannot continue"):
+        evaluate(made, run, target=target, drafters={})
+
+
+def pool_of(tmp_path, target):
+    """Two specialists and a generalist, as small as they get."""
+    for name, domains in (("sql-lm", ["sql"]), ("chat-lm", ["chat"]), ("all-lm", ["chat", "sql"])):
+        model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), target)))
+        config, tensors = lm.config(model, target.identity), lm.published(model.state_dict())
+        checkpoint.save(tmp_path / "pool" / name, config=config, tensors=tensors, info={"domain": domains})
+    return tmp_path / "pool"
+
+
+def test_the_matrix_of_a_pool(tmp_path, prompts, target):
+    """From directories: the domains are the drafters' own, each with its own file, lookup is no competitor."""
+    for domain in ("sql", "chat"):
+        (tmp_path / f"{domain}.jsonl").write_text(prompts.read_text())
+    pattern = tmp_path / "{domain}.jsonl"
+    options = {"baselines": ["vanilla"], "limit": 2, "sampling": SHORT, "matrix": True}
+    made = recipe(pattern, pool=pool_of(tmp_path, target), drafters=["lookup"], **options)
+    made = with_domains_of_drafters(made)
+    assert made.data.domain == ["chat", "sql"]
+    result = evaluate(made, run_of(tmp_path, made), target=target)
+    matrix = result.matrix
+    assert matrix.domains == ["chat", "sql"]
+    assert matrix.drafters == ["chat-lm", "sql-lm", "all-lm"]
+    assert matrix.baselines == ["lookup", "vanilla"]
+    mats = {(row.drafter, row.domain): row.mat for row in result.rows}
+    names = [*matrix.drafters, *matrix.baselines]
+    assert matrix.values == [[mats[name, domain] for domain in matrix.domains] for name in names]
+    assert [(found.drafter, found.domain) for found in matrix.diagonal] == [("chat-lm", "chat"), ("sql-lm", "sql")]
+    assert result.lossless.sequences == 2 * 2 * 4
+
+
+def test_domains_of_a_matrix(tmp_path, prompts, target):
+    pool = pool_of(tmp_path, target)
+    named = recipe(prompts, pool=pool, matrix=True, data={"domain": ["sql"]})
+    assert with_domains_of_drafters(named) is named
+    assert with_domains_of_drafters(recipe(prompts, pool=pool)).data.domain == ["sql"], "no matrix, no change"
+    with pytest.raises(UsageError, match="which domain"):
+        with_domains_of_drafters(recipe(prompts, drafters=["lookup"], matrix=True))
 
 
 def test_contradictions(tmp_path, prompts, target):
@@ -203,7 +343,7 @@ def test_order_rotates(tmp_path, prompts, target):
 
     made = recipe(prompts)
     cases = [measure.Case(measure.Prompt("ab" * 16, [], "sql", ""), [1], 1)] * 3
-    measure.measure(made, run_of(tmp_path, made), cases, [contender(name) for name in "abc"], set())
+    measure.measure(made, cases, [contender(name) for name in "abc"], set(), keep=lambda records: tmp_path)
     assert "".join(asked) == "abcabc" + "abc" + "bca" + "cab"
 
 

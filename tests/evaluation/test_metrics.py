@@ -81,6 +81,24 @@ def test_intervals_are_paired_by_prompt():
     assert metrics.speedup_interval("abc", fast, slow) == pytest.approx((3.0, 3.0))
 
 
+def test_a_difference_is_paired_by_prompt():
+    """By hand: a twice gives 2 − 1, b twice 5 − 2, each in a quarter of the draws, so these are the ends. Unpaired
+    they would be 2 − 2 and 5 − 1."""
+    ours = [sequence(range(11), passes=5, decode_s=5.0), sequence(range(11), passes=2, decode_s=2.0)]
+    theirs = [sequence(range(11), passes=10, decode_s=10.0), sequence(range(11), passes=5, decode_s=5.0)]
+    assert metrics.difference_interval("mat", "ab", ours, theirs) == pytest.approx((1.0, 3.0))
+    plain = [sequence(range(11), passes=10, decode_s=20.0)] * 2  # 0.5 tokens/s
+    assert metrics.difference_interval("speedup", "ab", ours, theirs, plain) == pytest.approx((2.0, 6.0))
+
+
+def test_a_difference_of_acceptance():
+    """By hand: a gives 3/4 − 1/4, b 1/2 − 1/2."""
+    high, low = sequence(passes=1, accepted=(3,), offered=(4,)), sequence(passes=1, accepted=(1,), offered=(4,))
+    even = sequence(passes=1, accepted=(2,), offered=(4,))
+    assert metrics.difference_interval("accept_rate", "ab", [high, even], [low, even]) == pytest.approx((0.0, 0.5))
+    assert metrics.difference_interval("accept_rate", "a", [high], [low]) is None
+
+
 def test_repeats_of_a_prompt_are_one_draw():
     """Seeds of one prompt are no independent evidence: two prompts stay two, however often they are repeated."""
     two = [sequence(range(11), passes=5), sequence(range(11), passes=10)]

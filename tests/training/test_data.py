@@ -2,7 +2,9 @@ import json
 
 import pytest
 
+from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
+from specctl.training import data
 from specctl.training.data import Example, batches, frequent_tokens, load_distilled, load_text
 
 
@@ -69,3 +71,38 @@ def test_text_that_is_none(target, tmp_path, content, says):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match=says):
         load_text(tmp_path / "a.jsonl", target, 50, 0.25, 2)
+
+
+def records(distilled, count):
+    return list(store.read(distilled))[:count]
+
+
+def load(monkeypatch, target, found, held_out):
+    monkeypatch.setattr(data.store, "read", lambda directory: iter(found))
+    return load_distilled(["five"], target, max_length=2048, held_out=held_out, prompts=16)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "says"),
+    [(1e-9, "no prompt of five is held out"), (1 - 1e-9, "all 5 prompts of five would be held out")],
+)
+def test_five_prompts_are_trained_on(distilled, target, monkeypatch, capsys, held_out, says):
+    """Whether the split would hold out none or all of them."""
+    corpus = load(monkeypatch, target, records(distilled, 5), held_out)
+    assert [e.index for e in corpus.train] == list(range(5)) and corpus.held_out == []
+    assert says in capsys.readouterr().err
+
+
+def test_empty_responses_are_left_out(distilled, target, monkeypatch, capsys):
+    found = records(distilled, 5)
+    found[1]["response_ids"], found[2]["response_ids"] = [], found[2]["response_ids"][:1]
+    corpus = load(monkeypatch, target, found, 1e-9)
+    assert [e.index for e in corpus.train] == list(range(3))
+    assert "2 responses are left out" in capsys.readouterr().err
+
+
+def test_the_rows_that_pad_an_embedding_are_the_last_choice():
+    """Models round their vocabulary up; ids behind the tokenizer's never occur and would be wasted head rows."""
+    data, tokenizer, embedding = [Example(0, "a", [9, 7, 7, 11], 1)], 12, 16
+    assert max(frequent_tokens(data, tokenizer, frozenset({3}))) == tokenizer - 1
+    assert frequent_tokens(data, embedding, frozenset({3})) == list(range(embedding))

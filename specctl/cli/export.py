@@ -1,0 +1,51 @@
+"""`specctl export`: a drafter as vLLM, SGLang, speculators or a reference repository reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.output import cell, fields, output
+from specctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from specctl.recipe import ExportRecipe
+
+FLAGS = ("to", "check", "target", "output_dir", "overwrite")
+SHOWN = ("family", "to", "output", "params", "max_difference")
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "export", FLAGS, operand="drafter")(export)
+
+
+def export(recipe: ExportRecipe, dry_run: bool) -> None:
+    """Write a drafter for vLLM, SGLang, speculators or transformers, and print the command that serves it."""
+    from specctl import api
+    from specctl.cli import plan
+
+    if recipe.drafter is None:
+        raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
+    plan.check_drafters([str(recipe.drafter)])
+    plan.check_output(recipe.output, overwrite=recipe.overwrite)
+    if dry_run:
+        return plan.show("export", recipe, steps(recipe))
+    with library_output():
+        _, document = api.execute("export", recipe)
+    output.result(document, show, brief=document["output"])
+
+
+def steps(recipe: ExportRecipe) -> list[str]:
+    """What `export` would do, in words."""
+    checked = [f"read it back and compare logits of draft steps 1 … {recipe.tokens}"] if recipe.check else []
+    return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *checked]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """What was written, and how it is served."""
+    from rich.console import Group
+
+    facts = {name: document[name] for name in SHOWN if document[name] is not None}
+    return Group(fields(facts), "", *(cell(line) for line in (*document["notes"], *document["commands"])))

@@ -1,0 +1,61 @@
+"""`specctl import`: someone else's head as a drafter of ours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.options import DATA, TARGET
+from specctl.cli.output import fields, output
+from specctl.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from specctl.recipe import ImportRecipe
+
+FLAGS = ("format", *TARGET, *DATA, "no_probe", "output_dir", "overwrite")
+SHOWN = ("format", "family", "params", "drafter", "notes")
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "import", FLAGS, operand="head")(import_head)
+
+
+def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
+    """Convert a head (EAGLE, EAGLE-3, Hydra, Medusa, speculators) into a drafter, and try it on a few prompts."""
+    from specctl import api
+    from specctl.cli import plan
+
+    if recipe.head is None:
+        raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
+    if not recipe.head.is_dir():
+        raise UsageError(f"no head directory {recipe.head}", hint="download the head first: nothing is fetched")
+    if not (recipe.head / "config.json").is_file():
+        raise CheckpointError(f"{recipe.head} has no config.json", hint="a head is config.json and weights")
+    plan.check_data(recipe.data)
+    plan.check_output(recipe.output, overwrite=recipe.overwrite)
+    if dry_run:
+        return plan.show("import", recipe, steps(recipe))
+    with library_output():
+        _, document = api.execute("import", recipe)
+    output.result(document, show, brief=document["drafter"])
+
+
+def steps(recipe: ImportRecipe) -> list[str]:
+    """What `import` would do, in words."""
+    from specctl.cli import plan
+
+    what = f"{recipe.probe.prompts} prompts of {recipe.data.prompts or recipe.data.domain[0]}"
+    return [
+        plan.check_target(recipe.target),
+        f"read {recipe.head} (format {recipe.format}), check it against the target",
+        *([f"try it on {what}"] if recipe.probe.enabled else []),
+        f"write the drafter to {recipe.output}",
+    ]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """What it became, and how it drafts."""
+    facts = {name: document[name] for name in SHOWN if document[name]}
+    return fields(facts | {f"probe: {name}": value for name, value in (document["probe"] or {}).items()})

@@ -1,0 +1,65 @@
+"""How `eval --matrix` looks on a terminal: the matrix, then its diagonal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specctl.cli.output import cell, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+
+def shown(matrix: dict[str, Any]) -> list[RenderableType]:
+    """Drafters above baselines, domains and the macro average; the best drafter of a column is bold and has a star."""
+    diagonal = [_diagonal(matrix["diagonal"])] if matrix["diagonal"] else []
+    return [_cells(matrix), *diagonal, cell(matrix["verdict"]), *_outdone(matrix)]
+
+
+def _cells(matrix: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column(matrix["metric"])
+    for column in (*matrix["domains"], "macro"):
+        made.add_column(column, justify="right")
+    best = [*matrix["best"], matrix["best_macro"]]
+    names = [*matrix["drafters"], *matrix["baselines"]]
+    for name, values, macro in zip(names, matrix["values"], matrix["macro"], strict=True):
+        line = [_value(value, name == first) for value, first in zip([*values, macro], best, strict=True)]
+        made.add_row(cell(name), *line, end_section=name == matrix["drafters"][-1])
+    return made
+
+
+def _value(value: float | None, best: bool) -> Text:
+    from rich.text import Text
+
+    # Digits stay in line: where a star stands in one row the others have a space.
+    return Text(cell(value) + ("*" if best else " "), style="bold" if best else "")
+
+
+def _outdone(matrix: dict[str, Any]) -> list[str]:
+    """Where training was not worth it: a line that the stars alone would hide."""
+    count = len(matrix["drafters"])
+    found = []
+    for domain, column in zip(matrix["domains"], zip(*matrix["values"], strict=True), strict=True):
+        known = [(value, name) for value, name in zip(column[count:], matrix["baselines"], strict=True) if value]
+        top = max((value for value in column[:count] if value), default=None)
+        if known and top is not None and max(known)[0] > top:
+            found.append(f"{max(known)[1]} in {domain}")
+    return [cell(f"better than every trained drafter: {', '.join(found)}")] if found else []
+
+
+def _interval(found: dict[str, Any]) -> str | None:
+    return "{:+.2f} … {:+.2f}".format(*found["interval"]) if found["interval"] else None
+
+
+def _diagonal(diagonal: list[dict[str, Any]]) -> RenderableType:
+    rows = [
+        [*(found[key] for key in ("drafter", "domain", "best", "rival")), f"{found['lead']:+.2f}", _interval(found)]
+        for found in diagonal
+    ]
+    return table("specialist", "its domain", "best there", "best of the others", "lead", "95 %", rows=rows)

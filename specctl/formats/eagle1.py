@@ -1,0 +1,44 @@
+"""EAGLE-1 heads: fc [H, 2H] on cat(embedding, feature), layers.0.* without an input norm, no final norm, no head.
+
+vLLM wants the architecture LlamaForCausalLM and knows no fc.bias, SGLang LlamaForCausalLMEagle with one (of zeros); the
+reference code (SafeAILab/EAGLE) has one unless config.json says `bias: false`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specctl.formats import llama
+from specctl.formats.foreign import Foreign
+from specctl.formats.head import Facts, Files, Head
+
+
+def write(head: Head, facts: Facts, *, sglang: bool = False) -> Files:
+    """The directory of a head, for SGLang or for the others."""
+    weight = head.tensors["fc.weight"]
+    config = {
+        "architectures": ["LlamaForCausalLMEagle" if sglang else "LlamaForCausalLM"],
+        **llama.write_config(head.architecture, facts, weight.dtype),
+    }
+    # SGLang makes an fc.bias in any case and would leave it as its memory was.
+    bias = {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype)} if sglang else {}
+    return Files(config, head.tensors | bias)
+
+
+def claims(found: Foreign) -> bool:
+    fc = found.tensors.get("fc.weight")
+    return fc is not None and fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0]
+
+
+def read(found: Foreign, facts: Facts) -> Head:
+    """A published head. CheckpointError where ours cannot represent it, such as a bias that is not zero."""
+    shape = llama.read_config(found, found.config, facts)
+    notes = llama.check_vocabulary(found, found.config["vocab_size"], facts)
+    stripped = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
+    copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head_weight}
+    found = llama.without_copies(found.renamed(stripped), facts, copies)
+    size = shape["hidden_size"]
+    layer = llama.layer_shapes(shape, size)
+    tensors = llama.take(found, {"fc.weight": (size, 2 * size), **{f"layers.0.{name}": s for name, s in layer.items()}})
+    whole = {"draft_vocab_size": facts.vocab_size, "taps": [facts.num_layers]}
+    return Head("eagle", shape | whole, tensors, tuple(notes))

@@ -1,0 +1,155 @@
+"""EAGLE-3 heads as published: what vLLM, SGLang and the reference repository (SafeAILab/EAGLE) read.
+
+Tensors without a prefix: fc, midlayer.*, norm, lm_head, d2t (int64 [Vd], **offset**: target id = i + d2t[i]), t2d
+(bool [V]); `embed_tokens` is optional (engines share the target's). A full draft vocabulary has neither d2t nor t2d.
+
+Feature layers. hidden_states[k] is the output of layer k − 1. Without a key everybody taps [2], [n//2] and [n−3]. With
+one, vLLM reads the top-level `eagle_aux_hidden_state_layer_ids` as k, SGLang the one below `eagle_config` as k − 1;
+both collect in the order of the layers, whatever order the list has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.errors import CheckpointError
+from specctl.formats import llama
+from specctl.formats.foreign import Foreign
+from specctl.formats.head import Facts, Files, Head
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def write(head: Head, facts: Facts) -> Files:
+    """The directory of a head. CheckpointError where an engine could not feed it."""
+    check_taps(head, facts, count=3)
+    taps = tuple(head.architecture["taps"])
+    config = {
+        "architectures": [ARCHITECTURE],
+        **llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype),
+        "draft_vocab_size": head.architecture["draft_vocab_size"],
+    }
+    if taps != facts.default_taps:
+        config |= {LAYERS: list(taps), "eagle_config": {LAYERS: [tap - 1 for tap in taps]}}
+    return Files(config, without_mapping_of_all(head))
+
+
+def check_taps(head: Head, facts: Facts, count: int | None = None) -> None:
+    """Engines tap layers on the way, each once, in ascending order; the last state they would give before its norm."""
+    taps = list(head.architecture["taps"])
+    if (
+        taps != sorted(set(taps))
+        or not all(0 < tap < facts.num_layers for tap in taps)
+        or len(taps) != (count or len(taps))
+    ):
+        raise CheckpointError(
+            f"the head taps hidden_states {taps}, which no engine can feed it",
+            hint=f"train with drafter.taps of {count or 'some'} ascending layers in 1 … {facts.num_layers - 1}",
+        )
+
+
+def without_mapping_of_all(head: Head) -> dict[str, Tensor]:
+    """The tensors, less d2t and t2d where the draft vocabulary is the target's own."""
+    full = head.architecture["draft_vocab_size"] == head.architecture["vocab_size"]
+    return {name: tensor for name, tensor in head.tensors.items() if not (full and name in ("d2t", "t2d"))}
+
+
+def claims(found: Foreign) -> bool:
+    """Whether a directory looks like an EAGLE-3 head."""
+    names = found.tensors.keys()
+    return "lm_head.weight" in names and any(name.endswith("hidden_norm.weight") for name in names)
+
+
+def read(found: Foreign, facts: Facts) -> Head:
+    """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
+    return read_parts(found, found.config, _taps(found, facts), facts)
+
+
+def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...], facts: Facts) -> Head:
+    """A head whose Llama keys are in `config` and which taps hidden_states `taps`."""
+    if not all(0 <= tap < facts.num_layers for tap in taps) or list(taps) != sorted(set(taps)):
+        right = f"ascending layers, as indices of hidden_states in 0 … {facts.num_layers - 1} of target {facts.name}"
+        raise found.refuse(LAYERS, list(taps), right)
+    shape = llama.read_config(found, config, facts)
+    head_vocab = config["vocab_size"]
+    notes = llama.check_vocabulary(found, head_vocab, facts)
+    renamed = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in found.tensors.items()}
+    found = llama.without_copies(found.renamed(renamed), facts, {"embed_tokens.weight": facts.embedding})
+    rows = len(found.tensors["lm_head.weight"]) if "lm_head.weight" in found.tensors else 0
+    ids, more = _draft_ids(found, rows, head_vocab)
+    kept = ids < facts.vocab_size  # rows beyond it are padding, which is never drafted
+    mapping = ("d2t", "t2d")
+    found = found.renamed({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
+    size, width = shape["hidden_size"], len(taps) * shape["hidden_size"]
+    layer = llama.layer_shapes(shape, 2 * size) | {"hidden_norm.weight": (size,), "input_layernorm.weight": (size,)}
+    tensors = llama.take(
+        found,
+        {
+            "fc.weight": (size, width),
+            **{f"midlayer.{name}": shape for name, shape in layer.items()},
+            "norm.weight": (size,),
+            "lm_head.weight": (rows, size),
+        },
+    )
+    if not kept.all():
+        tensors["lm_head.weight"], ids = tensors["lm_head.weight"][kept], ids[kept]
+    member = torch.zeros(facts.vocab_size, dtype=torch.bool)
+    member[ids] = True
+    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
+    architecture = shape | {"draft_vocab_size": len(ids), "taps": list(taps)}
+    return Head("eagle3", architecture, tensors, (*notes, *more))
+
+
+def _taps(found: Foreign, facts: Facts) -> tuple[int, ...]:
+    """The tapped hidden_states, from whichever of the two keys is there."""
+    outer = found.config.get(LAYERS)
+    inner = (found.config.get("eagle_config") or {}).get(LAYERS)
+    for key, value in ((LAYERS, outer), (f"eagle_config.{LAYERS}", inner)):
+        if value is not None and not (isinstance(value, list) and all(type(layer) is int for layer in value)):
+            raise found.refuse(key, value, "a list of layer numbers")
+    shifted = tuple(layer + 1 for layer in inner) if inner else None
+    if outer and shifted and tuple(outer) != shifted:
+        right = f"eagle_config.{LAYERS} counts from one less (SGLang's convention): delete the one that is wrong"
+        raise found.refuse(LAYERS, f"{outer} while eagle_config has {inner}", right)
+    return tuple(outer) if outer else shifted or facts.default_taps
+
+
+def _draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list[str]]:
+    """[Vd] target id of every draft token, and notes about how it was found."""
+    said = found.config.get("draft_vocab_size") or rows
+    if rows and said != rows:
+        raise found.refuse("draft_vocab_size", said, f"{found.file.name} has an lm_head.weight of {rows} rows")
+    d2t, t2d = found.tensors.get("d2t"), found.tensors.get("t2d")
+    if d2t is None:
+        if rows != vocab_size:
+            right = f"[{rows}] offsets: lm_head.weight has {rows} rows, the vocabulary {vocab_size}"
+            raise found.refuse("d2t", "missing", right, where=found.file)
+        return torch.arange(rows), []
+    for name, tensor, length in (("d2t", d2t, rows), ("t2d", t2d, vocab_size)):
+        if tensor is not None and tuple(tensor.shape) != (length,):
+            raise found.refuse(name, f"of shape {list(tensor.shape)}", f"[{length}]", where=found.file)
+    d2t = d2t.long()
+    members = None if t2d is None else t2d.bool().nonzero().squeeze(1)
+    shifted = d2t + torch.arange(rows)
+    # Offsets of ascending ids never fall; ids themselves always rise.
+    rising = rows > 1 and bool((d2t.diff() > 0).all())
+    if _maps(shifted, vocab_size, members) and (members is not None or not rising):
+        return shifted, []
+    if members is not None and _maps(d2t, vocab_size, members):
+        return d2t, ["d2t holds target ids, not offsets (t2d proves it): converted"]
+    what = "strictly increasing, like ids instead of offsets" if rising else "not a mapping into the vocabulary"
+    right = f"offsets: i + d2t[i] is the target id in 0 … {vocab_size - 1}, each once, and exactly the members of t2d"
+    raise found.refuse("d2t", what, right, where=found.file)
+
+
+def _maps(ids: Tensor, vocab_size: int, members: Tensor | None) -> bool:
+    """Whether `ids` are different tokens of the vocabulary, exactly `members` where these are known."""
+    order = ids.sort().values
+    if not len(order) or int(order[0]) < 0 or int(order[-1]) >= vocab_size or bool((order.diff() == 0).any()):
+        return False
+    return members is None or torch.equal(order, members)

@@ -1,0 +1,89 @@
+"""Reading other people's head directories: config.json and weights, of which nothing is ever executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specctl.errors import CheckpointError, UsageError
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
+"""Names of weights, in order of preference; a pickle is only opened where there is nothing better."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What a directory holds; `file` is where the weights (or the first part of them) are, for messages."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    file: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.file.parent / "config.json"
+
+    def renamed(self, tensors: dict[str, Tensor]) -> Foreign:
+        return replace(self, tensors=tensors)
+
+    def refuse(self, key: str, found: Any, right: str, *, where: Path | None = None) -> CheckpointError:
+        """The error for a value that our head cannot have: file, key, what was found, what would be right."""
+        return CheckpointError(f"{where or self.config_file}: {key} is {found}", hint=right)
+
+
+def read(directory: str | Path) -> Foreign:
+    """Config and weights of a head.
+
+    Raises:
+        UsageError: no such directory (nothing is downloaded).
+        CheckpointError: no config.json, no weights, or weights that are more than tensors.
+    """
+    root = Path(directory).expanduser()
+    if not root.is_dir():
+        hint = f"a directory on this machine; from the hub: huggingface-cli download {directory} --local-dir DIR"
+        raise UsageError(f"no head directory {directory}", hint=hint)
+    config_file = root / "config.json"
+    try:
+        config = json.loads(config_file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{config_file} is missing", hint="a head is config.json and weights") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{config_file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{config_file} does not hold a JSON object")
+    files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
+    if not files:
+        raise CheckpointError(f"no weights in {root}", hint=f"expected {', '.join(WEIGHTS)}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _tensors(file)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise CheckpointError(f"{files[0]}: {name} holds values that are not finite", hint="download it again")
+    return Foreign(config, tensors, files[0])
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} is not a safetensors file: {error}", hint="download it again") from error
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is damaged, or holds more than tensors, which could run code: it was not loaded",
+            hint="ask its authors for safetensors",
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise CheckpointError(f"{file} does not hold named tensors", hint="it has to be a state dict")
+    return {str(name): tensor for name, tensor in found.items()}

@@ -1,0 +1,117 @@
+"""The records between our drafters and other people's files, and the numbers of a target that both must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specctl.decoding.target import Target, builtin_path, load_config
+from specctl.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Head:
+    """A drafter as our own directory holds it: `architecture` and `tensors` are those of its family.
+
+    `notes` are what a reader had to take for granted or to change; a user should see them.
+    """
+
+    family: str
+    architecture: dict[str, Any]
+    tensors: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Files:
+    """A directory to be written: config.json, one file of weights, and the target's tokenizer where it needs one."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    weights: str = "model.safetensors"
+    tokenizer: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a head has to fit.
+
+    Attributes:
+        name, revision: as the engine finds the target: a hub id or a directory.
+        num_tokens: ids that the tokenizer uses; the vocabulary's rows beyond them are padding.
+        embedding: [V, H] of a loaded target, to compare a shipped copy with.
+        text_config: the target's configuration; heads that store no shapes are shaped by it.
+    """
+
+    name: str
+    revision: str | None
+    architectures: Sequence[str]
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    context_length: int
+    text_config: Any
+    num_tokens: int | None = None
+    embedding: Tensor | None = field(default=None, repr=False)
+    head_weight: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_target(cls, target: Target) -> Facts:
+        """Everything, of a loaded target."""
+        return cls(
+            name=served_name(target.name),
+            revision=target.identity["revision"],
+            architectures=target.config.architectures or [],
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+            vocab_size=target.vocab_size,
+            context_length=target.context_length,
+            text_config=target.config,
+            num_tokens=max(target.tokenizer.get_vocab().values()) + 1,
+            embedding=target.model.embedding,
+            head_weight=target.head_weight,
+        )
+
+    @classmethod
+    def of_identity(cls, identity: dict[str, Any], name: str | None = None, **options: Any) -> Facts:
+        """Of the target a drafter was made for, found under `name` today; reads its configuration, no weights.
+
+        Raises CheckpointError: there is no such target, or it is another model.
+        """
+        name = name or str(identity["name"])
+        options = {"revision": identity.get("revision"), **options}
+        config = load_config(name, **options)
+        text = config.get_text_config()
+        for key, found in (("hidden_size", text.hidden_size), ("num_layers", text.num_hidden_layers)):
+            if identity[key] != found:
+                raise CheckpointError(
+                    f"the drafter was made for a target of {key} {identity[key]}, {name} has {found}",
+                    hint="name the target it was made for: --target",
+                )
+        return cls(
+            name=served_name(name),
+            revision=options["revision"],
+            architectures=config.architectures or [],
+            hidden_size=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            vocab_size=identity["vocab_size"],
+            context_length=int(getattr(text, "max_position_embeddings", 0) or 0),
+            text_config=text,
+        )
+
+    @property
+    def default_taps(self) -> tuple[int, ...]:
+        """What vLLM, SGLang and the reference code tap where a head names no layers (hidden_states indices)."""
+        return (2, self.num_layers // 2, self.num_layers - 3)
+
+
+def served_name(target: str) -> str:
+    """A target as another program finds it: our built-in one by its directory, directories absolutely."""
+    if target == "builtin":
+        return str(builtin_path())
+    path = Path(target).expanduser()
+    return str(path.absolute()) if path.is_dir() else target

@@ -1,0 +1,173 @@
+"""What the formats of EAGLE heads share: the keys of a Llama configuration, and one decoder layer's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.formats.foreign import Foreign
+from specctl.formats.head import Facts
+
+NAMES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+}
+"""Our name of a field → its key in config.json."""
+
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (1,),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "norm_before_residual": (False,),
+    "norm_before_fc": (False,),
+    "fc_norm": (False,),
+    "use_aux_norm": (False,),
+    "norm_output": (False,),
+    "sliding_window": (None,),
+    "quantization_config": (None,),
+    "logit_scale": (1.0,),
+    "partial_rotary_factor": (1.0,),
+}
+"""Keys that change what a head computes, and the values under which it computes what ours does."""
+
+PADDING = 1024  # vocabularies are padded to multiples of up to this
+
+
+def write_config(architecture: Mapping[str, Any], facts: Facts, dtype: torch.dtype) -> dict[str, Any]:
+    """The Llama keys of config.json. `bias` says the same as the other two to the readers that look there only."""
+    return {
+        "model_type": "llama",
+        **{key: architecture[name] for name, key in NAMES.items()},
+        "rope_scaling": None,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        # vLLM shortens the context of the *target* to what the drafter's configuration admits.
+        "max_position_embeddings": max(architecture["max_position_embeddings"], facts.context_length),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def read_config(found: Foreign, config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    """The fields of a one-layer head from the Llama keys in `config` (all or a part of `found.config`).
+
+    Raises CheckpointError: a key is missing, does not fit the target, or asks for what our head does not compute.
+    """
+    for key, allowed in MUST_BE.items():
+        value = config.get(key, allowed[0])
+        if value not in allowed and not (value is None and not allowed[0]):
+            raise found.refuse(key, value, f"our head has {key} {allowed[0]}: no exact conversion exists")
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        if not isinstance(config.get(key), int):
+            raise found.refuse(key, config.get(key), "a head's config.json has the keys of a Llama configuration")
+    for key in ("hidden_size", "target_hidden_size"):
+        if config.get(key, facts.hidden_size) not in (facts.hidden_size, None):
+            raise found.refuse(key, config[key], f"target {facts.name} has hidden size {facts.hidden_size}")
+    heads = config["num_attention_heads"]
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocab_size": facts.vocab_size,
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": _rope_theta(found, config),
+        "max_position_embeddings": max(int(config.get("max_position_embeddings") or 0), facts.context_length),
+    }
+
+
+def _rope_theta(found: Foreign, config: Mapping[str, Any]) -> float:
+    """Of plain rotary embeddings, written as `transformers` 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(key) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise found.refuse(key, rope, "our head rotates by plain RoPE (rope_type default) of any rope_theta")
+    return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+
+
+def check_vocabulary(found: Foreign, vocab_size: int, facts: Facts) -> list[str]:
+    """The head's vocabulary is the target's, up to rows of padding, about which it returns a note.
+
+    Raises CheckpointError where it is another one.
+    """
+    if vocab_size == facts.vocab_size:
+        return []
+    least = min(vocab_size, facts.vocab_size)
+    if abs(vocab_size - facts.vocab_size) > PADDING or (facts.num_tokens or facts.vocab_size) > least:
+        raise found.refuse("vocab_size", vocab_size, f"target {facts.name} has a vocabulary of {facts.vocab_size}")
+    return [f"vocab_size is {vocab_size}, the target's {facts.vocab_size}: the difference is taken for padding"]
+
+
+def layer_shapes(shape: Mapping[str, Any], width: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes below the decoder layer whose attention reads `width` columns."""
+    size, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    query, key = shape["num_heads"] * dim, shape["num_kv_heads"] * dim
+    return {
+        "self_attn.q_proj.weight": (query, width),
+        "self_attn.k_proj.weight": (key, width),
+        "self_attn.v_proj.weight": (key, width),
+        "self_attn.o_proj.weight": (size, query),
+        "mlp.gate_proj.weight": (inner, size),
+        "mlp.up_proj.weight": (inner, size),
+        "mlp.down_proj.weight": (size, inner),
+        "post_attention_layernorm.weight": (size,),
+    }
+
+
+def take(found: Foreign, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors called for by `shapes`, all of them and nothing else but biases of zero.
+
+    Raises CheckpointError naming the first that is missing, of another shape, or has no place in our head.
+    """
+    for name, shape in shapes.items():
+        if name not in found.tensors:
+            raise found.refuse(name, "missing", f"expected a tensor {list(shape)}", where=found.file)
+        if tuple(found.tensors[name].shape) != shape:
+            got = list(found.tensors[name].shape)
+            raise found.refuse(
+                name, f"of shape {got}", f"config.json and target call for {list(shape)}", where=found.file
+            )
+    for name, tensor in found.tensors.items():
+        if name in shapes or (name.endswith(".bias") and not tensor.any()):
+            continue
+        what = "a bias that is not zero" if name.endswith(".bias") else f"a tensor {list(tensor.shape)}"
+        raise found.refuse(name, what, "our head has no place for it: no exact conversion exists", where=found.file)
+    return {name: found.tensors[name] for name in shapes}
+
+
+def without_copies(found: Foreign, facts: Facts, copies: Mapping[str, Tensor | None]) -> Foreign:
+    """`found` without the copies of the target's matrices that some heads ship; ours read the target's own.
+
+    Raises CheckpointError where one differs from the target's by more than rounding to bf16.
+    """
+    for name, original in copies.items():
+        shipped = found.tensors.get(name)
+        if shipped is None or original is None:
+            continue
+        rows = min(len(shipped), len(original))
+        same = shipped.shape[1:] == original.shape[1:]
+        if same:
+            theirs, ours = shipped[:rows].float(), original[:rows].float().to(shipped.device)
+            same = bool((theirs - ours).abs().max() <= 2**-7 * ours.abs().max())
+        if not same:
+            raise found.refuse(
+                name, "not the target's", f"our head reads that of {facts.name}, with which this one was not trained",
+                where=found.file,
+            )  # fmt: skip
+    return found.renamed({name: tensor for name, tensor in found.tensors.items() if name not in copies})

@@ -1,0 +1,100 @@
+"""Whether two copies of a drafter compute the same: their modules on one random batch, in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specctl.drafters import pool
+from specctl.drafters.head import SlotBatch
+from specctl.drafters.ttt_attention import Layout
+from specctl.errors import CheckpointError
+from specctl.formats.head import Head
+
+TOLERANCE = 1e-4
+SLOTS, QUERIES = 24, 12  # of the random document
+KNOWN = 1000  # different tokens in it: a whole random embedding would be gigabytes
+
+
+def difference(one: Head, other: Head, steps: int) -> float:
+    """Largest absolute difference between what the parts of two modules put out, logits of steps 1 … `steps` included.
+
+    Infinite where they are not even shaped alike.
+    """
+    if one.family != other.family:
+        return float("inf")
+    first, second = (_outputs(head, steps) for head in (one, other))
+    if [part.shape for part in first] != [part.shape for part in second]:
+        return float("inf")
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def check(head: Head, back: Head, steps: int) -> float:
+    """The difference, when it is small enough. CheckpointError when it is not."""
+    found = difference(head, back, steps)
+    if not found < TOLERANCE:
+        raise CheckpointError(
+            f"read back, the drafter differs by {found:.3g} at draft steps 1 … {steps} (allowed: {TOLERANCE:g})",
+            hint="nothing was written; this is an error of specctl: report it with the drafter's config.json",
+        )
+    return found
+
+
+def restore(head: Head) -> nn.Module:
+    """The module of a head. CheckpointError for an unknown family, or weights that do not fit."""
+    if head.family not in pool.FAMILIES:
+        raise CheckpointError(
+            f"a head of family {head.family!r} cannot draft here", hint=f"known families: {', '.join(pool.FAMILIES)}"
+        )
+    return pool.family(head.family).restore({"architecture": head.architecture}, head.tensors)
+
+
+@torch.no_grad()
+def _outputs(head: Head, steps: int) -> list[Tensor]:
+    """What every leaf of the module puts out, in the order of their calls."""
+    module: Any = restore(head).float().eval()
+    found: list[Tensor] = []
+
+    def keep(part: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            found.append(output)
+
+    for part in module.modules():
+        if not list(part.children()):
+            part.register_forward_hook(keep)
+    result = _run(head, module, steps)
+    return found + list(result)  # the losses: a head without a vocabulary matrix has its logits in them alone
+
+
+def _run(head: Head, module: Any, steps: int) -> tuple[Tensor, ...]:
+    """The module's forward on a random batch, the same for equal architectures; its losses where it has them."""
+    random = torch.Generator().manual_seed(0)
+    vocab, size = head.architecture["vocab_size"], head.architecture["hidden_size"]
+    known = min(vocab, KNOWN)
+    tokens = torch.randint(known, (SLOTS,), generator=random)
+    if head.family == "lm":
+        module.model(input_ids=tokens[None], use_cache=False)
+        return ()
+    if head.family == "eagle3":  # the others have as many steps as heads, or one that draft steps repeat
+        module.steps = steps
+    rows = torch.arange(SLOTS - QUERIES, SLOTS)
+    layout = Layout([(0, SLOTS)], [(0, QUERIES)], rows.tolist())
+    teachers = QUERIES + module.steps
+    batch = SlotBatch(
+        features=torch.randn(SLOTS, len(module.taps) * size, generator=random),
+        key_tokens=tokens,
+        key_positions=torch.arange(SLOTS),
+        query_rows=rows,
+        later_rows=torch.arange(QUERIES),
+        teacher=torch.randn(teachers, size, generator=random),
+        inside=torch.ones(teachers, dtype=torch.bool),
+        labels=torch.zeros(teachers, dtype=torch.long),
+        left=torch.arange(QUERIES, 0, -1),
+        layout=layout,
+        later_layout=layout,
+    )
+    embedding = torch.randn(known, size, generator=random)
+    target_head = torch.randn(len(module.draft_ids), size, generator=random)
+    return module(batch, embedding, target_head)

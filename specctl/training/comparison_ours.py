@@ -1,0 +1,144 @@
+"""Our sides of the comparison with `speculators`, and the file that all sides share.
+
+python -m specctl.training.comparison_ours PLACE DISTILLED write STEPS
+python -m specctl.training.comparison_ours PLACE DISTILLED like|default
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+from specctl.drafters.ttt_attention import ranges
+from specctl.progress import track
+from specctl.recipe import FeatureRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training.against_speculators import Side, read, serve
+from specctl.training.data import batches
+from specctl.training.engine import compute_dtype
+from specctl.training.features import Features
+from specctl.training.loop import Trainer, make_trainer
+from specctl.training.trainees import FeatureTrainee
+
+DOCUMENTS = 256  # of the distilled data: every side keeps their features in memory
+LIKE, DEFAULT = "like", "default"
+
+
+def shared(place: Path) -> Path:
+    """The file with what the sides share."""
+    return place / "shared.safetensors"
+
+
+def trainer_for(place: Path, distilled: Path, variant: str, dtype: Literal["auto", "fp32"] = "auto") -> Trainer:
+    """A trainer on the first `DOCUMENTS` examples of `distilled`, without features; `dtype` of target and products.
+
+    `like` is what both sides can do: AdamW, every response position in every step of the training-time test, and a
+    vocabulary head that is not trained, as in `speculators`. `default` is the default recipe.
+    """
+    target = TargetRecipe(device="cpu", dtype=dtype)
+    recipe = TrainRecipe(target=target, precision=dtype, distilled=distilled, output_dir=place / "drafter")
+    if variant == LIKE:
+        recipe = recipe.model_copy(update={"optimizer": OptimizerRecipe(type="adamw"), "ttt_stride": 1})
+    trainer = make_trainer(recipe, Run(place))
+    if variant == LIKE:
+        trainer.trainee.module.lm_head.requires_grad_(False)
+    examples = trainer.corpus.train[:DOCUMENTS]
+    trainer.corpus = replace(trainer.corpus, train=examples)
+    per_epoch = len(batches(examples, trainer.batch_tokens, seed=recipe.data.seed, epoch=0))
+    trainer.schedule = replace(trainer.schedule, steps_per_epoch=per_epoch)
+    return trainer
+
+
+def write(file: Path, trainer: Trainer, steps: int) -> None:
+    """Compute the features and write what the sides share.
+
+    Settings: architecture, recipe, `batches` (the documents of each of `steps` steps), and by document its range of
+    `slots` among M, its range of `queries` (response slots) among N, and its number of `responses` tokens.
+    Tensors: `tokens` [M] x_{i+1} of slot i; `taps` [M, F], `teacher` [N, H] and `best` [N] as in `Features`; `inside`
+    [N] whether `best` is in the draft vocabulary; `embedding` [V, H], `target_head` [Vd, H]; our weights as `head.*`.
+    """
+    recipe, examples, trainee = trainer.recipe, trainer.corpus.train, trainer.trainee
+    assert isinstance(trainee, FeatureTrainee)
+    head = trainee.module
+    trainee.store.prepare(examples, FeatureRecipe(mode="memory"), recipe.features_dir)
+    features = trainee.store.get(examples)
+    best = torch.cat([f.best for f in features])
+    epochs = (batches(examples, trainer.batch_tokens, seed=recipe.data.seed, epoch=epoch) for epoch in count())
+    order = islice((batch for epoch in epochs for batch in epoch), steps)  # the trainer's own
+    settings = {
+        "architecture": head.config.to_dict(),
+        "ttt_steps": recipe.ttt_steps,
+        "ttt_decay": recipe.ttt_decay,
+        "dtype": str(compute_dtype(recipe, trainer.target.device)).removeprefix("torch."),
+        "lr": trainer.schedule.peak,
+        "betas": recipe.optimizer.betas,
+        "weight_decay": recipe.optimizer.weight_decay,
+        "clip": recipe.optimizer.clip,
+        "batches": [[e.index for e in batch] for batch in order],
+        "slots": ranges([len(f.taps) for f in features]),
+        "queries": ranges([len(f.teacher) for f in features]),
+        "responses": [e.response_length for e in examples],
+    }
+    tensors = {
+        "tokens": torch.tensor([token for e in examples for token in e.tokens[1:-1]]),
+        "taps": torch.cat([f.taps for f in features]),
+        "teacher": torch.cat([f.teacher for f in features]),
+        "best": best,
+        "inside": head.t2d[best.long()],
+        "embedding": trainer.target.model.embedding,
+        "target_head": trainee.target_head,
+        **{f"head.{name}": value for name, value in head.state_dict().items()},
+    }
+    save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={"settings": json.dumps(settings)})
+
+
+def read_features(file: Path) -> dict[int, Features]:
+    """The features in a file of `write`, by document."""
+    settings, tensors = read(str(file))
+    found = {}
+    for document, ((s0, s1), (q0, q1)) in enumerate(zip(settings["slots"], settings["queries"], strict=True)):
+        found[document] = Features(tensors["taps"][s0:s1], tensors["teacher"][q0:q1], tensors["best"][q0:q1])
+    return found
+
+
+def losses(trainer: Trainer) -> list[float]:
+    """Mean loss on the first batch by step of the training-time test."""
+    first = batches(trainer.corpus.train, trainer.batch_tokens, seed=trainer.recipe.data.seed, epoch=0)[0]
+    with torch.no_grad():
+        _, _, steps = trainer._forward(first)
+    return [(loss / weight).item() for loss, weight in steps]
+
+
+def our_side(place: Path, distilled: Path, variant: str) -> Side:
+    """The trainer's own step."""
+    trainer = trainer_for(place, distilled, variant)
+    assert isinstance(trainer.trainee, FeatureTrainee)
+    trainer.trainee.store.kept = read_features(shared(place))
+
+    def step() -> int:
+        before = trainer.at.tokens
+        with track("step", quiet=True) as bar:
+            trainer._step(bar)
+        return trainer.at.tokens - before
+
+    return Side(lambda: losses(trainer), step)
+
+
+def main() -> None:
+    """A child of `comparison.compare`."""
+    place, distilled, role = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    if role == "write":
+        write(shared(place), trainer_for(place, distilled, LIKE), int(sys.argv[4]))
+    else:
+        serve(lambda: our_side(place, distilled, role))
+
+
+if __name__ == "__main__":
+    main()

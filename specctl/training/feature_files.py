@@ -1,0 +1,170 @@
+"""Target features on disk: safetensors shards, written whole or not at all, read through a memory map.
+
+    <features.dir>/<key>/manifest.json                what the features are of; the key is its digest
+                         0of2-00003.safetensors       a shard of rank 0 of 2
+
+Features are a function of target and data, not of the drafter, so they are kept beside the data by default, and every
+run over the same sequences reads the same ones. Another target, other taps or other data make another key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specctl.distillation.lock import WriterLock
+from specctl.errors import DataError, SpecctlError
+from specctl.progress import log
+from specctl.recipe import FeatureRecipe
+from specctl.runs import atomic_write, make_dir, to_json
+
+OPEN = 16  # shards mapped at a time: what is mapped counts as resident until the kernel wants it back
+MANIFEST = "manifest.json"
+USABLE = 0.95  # of the free space of a disk
+GB = 2**30
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of one sequence of S tokens with a prompt of P: S−2 slots (slot i also needs tokens i+1 and i+2).
+
+    Attributes:
+        taps: [S−2, F] tapped states of positions 0 .. S−3.
+        teacher: [S−P−1, Ht] final hidden states of positions P .. S−2: they predict tokens P+1 .. S−1.
+        best: [S−P−1] int32 the target's most probable token after each of them.
+    """
+
+    taps: Tensor
+    teacher: Tensor
+    best: Tensor
+
+
+class FeatureFiles:
+    """The shards of one rank: {example index: Features}.
+
+    `about` describes target and data; `shards` are the example indices of every shard.
+    """
+
+    def __init__(self, root: Path, about: Mapping[str, Any], rank: int, world: int, shards: list[list[int]]):
+        self.about = dict(about)
+        self.key = hashlib.sha256(to_json(self.about).encode()).hexdigest()[:16]
+        self.dir = Path(root) / self.key
+        self._rank, self._prefix = rank, f"{rank}of{world}"
+        self._shards = shards
+        self.shard_of = {index: number for number, shard in enumerate(shards) for index in shard}
+        self._open: OrderedDict[int, Any] = OrderedDict()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.shard_of
+
+    def __getitem__(self, index: int) -> Features:
+        """Of an example, as views of the mapped file."""
+        number = self.shard_of[index]
+        if number not in self._open:
+            self._open[number] = safe_open(self._path(number), framework="pt")
+            if len(self._open) > OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        file = self._open[number]
+        return Features(*(file.get_tensor(f"{index}.{name}") for name in ("taps", "teacher", "best")))
+
+    def whole(self, number: int) -> bool:
+        """Whether a shard is on disk with the size that its header says, and is of this key and these examples."""
+        try:
+            with safe_open(self._path(number), framework="pt") as file:
+                held = {int(name.partition(".")[0]) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                return (file.metadata() or {}).get("key") == self.key and held == set(self._shards[number])
+        except (OSError, SafetensorError):
+            return False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The directory, held against other writers of this rank's shards. SpecctlError names who holds it."""
+        make_dir(self.dir)
+        try:
+            lock = WriterLock(self.dir / f"{self._prefix}.lock")
+        except DataError as error:
+            raise SpecctlError(
+                error.message, "wait until it has ended and start again, or set another features.dir"
+            ) from error
+        try:
+            if self._rank == 0:
+                atomic_write(self.dir / MANIFEST, to_json(self.about, indent=2) + "\n")
+            yield
+        finally:
+            lock.release()
+
+    def write(self, number: int, examples: Mapping[int, Features]) -> None:
+        """Write a shard aside and rename it. SpecctlError when the disk refuses."""
+        path = self._path(number)
+        draft = path.with_name(f".{path.name}.tmp")  # under the lock: the leftover of a kill is written over
+        tensors = {f"{i}.{name}": tensor.cpu() for i, one in examples.items() for name, tensor in vars(one).items()}
+        try:
+            save_file(tensors, draft, metadata={"key": self.key})
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except (OSError, SafetensorError) as error:
+            draft.unlink(missing_ok=True)
+            raise SpecctlError(
+                f"cannot write target features to {path}: {error}", "free space, or set features.mode=online"
+            ) from error
+
+    def _path(self, number: int) -> Path:
+        return self.dir / f"{self._prefix}-{number:05d}.safetensors"
+
+
+def disk(path: Path) -> tuple[int, int]:
+    """(free bytes, id of the file system) where `path` is or would be; network file systems may all have id 0."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(there).free, os.statvfs(there).f_fsid % 2**62
+
+
+def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
+    """`memory`, `cached` or `online`; the log says which and why.
+
+    `auto` writes to a disk only where it was told to: features of a large target are terabytes.
+
+    Args:
+        size: bytes of this process' features.
+        missing: bytes that all processes have still to write to the disk of `place`, which has `free`.
+
+    Raises:
+        SpecctlError: the mode that was asked for does not fit.
+    """
+    fits, room = size <= recipe.budget_gb * GB, missing <= USABLE * free
+    if recipe.mode == "memory" and not fits:
+        raise SpecctlError(
+            f"target features take {size / GB:.1f} GB of memory, features.budget_gb is {recipe.budget_gb:g}",
+            "raise features.budget_gb, or set features.mode to cached (on disk) or online",
+        )
+    if recipe.mode == "cached" and not room:
+        raise SpecctlError(
+            f"target features need {missing / GB:.1f} GB more in {place}, where {free / GB:.1f} GB are free",
+            "make room, set features.dir to another disk, lower max_length, or set features.mode=online",
+        )
+    budget = f"features.budget_gb is {recipe.budget_gb:g}"
+    if recipe.mode != "auto":
+        chosen, why = recipe.mode, f"features.mode={recipe.mode}"
+    elif fits:
+        chosen, why = "memory", budget
+    elif recipe.dir is None:
+        chosen, why = "online", f"{budget} and no features.dir is given; features.mode=cached keeps them on disk"
+    elif room:
+        chosen, why = "cached", budget
+    else:
+        chosen, why = "online", f"{budget}, and {place} has {free / GB:.1f} GB free"
+    how = {"memory": "kept in memory", "cached": f"kept in {place}", "online": "recomputed for every batch"}
+    log(f"target features ({size / GB:.1f} GB a process) are {how[chosen]}: {why}")
+    return chosen

@@ -1,0 +1,68 @@
+"""Gradient checkpointing of the EAGLE-3 head: the same numbers, kept in less memory."""
+
+import pytest
+import torch
+
+from specctl.drafters import head as shared
+from specctl.drafters.eagle3 import architecture
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.recipe import DrafterRecipe
+from specctl.training.data import Example
+from specctl.training.features import FeatureStore, slot_batch
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    torch.manual_seed(1)
+    head = Eagle3Head(architecture(DrafterRecipe(vocab_size=512), target), torch.arange(512))
+    head.steps, head.decay = STEPS, 0.8
+    return head
+
+
+@pytest.fixture(scope="module")
+def inputs(target, head):
+    random = torch.Generator().manual_seed(0)
+    sizes = ((40, 12), (57, 30), (31, 3))
+    examples = [
+        Example(i, str(i), torch.randint(5, 500, (size,), generator=random).tolist(), prompt)
+        for i, (size, prompt) in enumerate(sizes)
+    ]
+    batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), STEPS, head.t2d, stride=2)
+    return batch, target.model.embedding, target.head_weight[head.draft_ids]
+
+
+def run(head, inputs, checkpointing):
+    """Losses, gradients, and the bytes that the forward pass keeps for the backward pass."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    head.gradient_checkpointing = checkpointing
+    head.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        total, weight, steps = head(*inputs)
+    total.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in head.parameters()}
+    return (total.detach(), weight, steps), gradients, sum(n for at, n in kept.items() if at not in parameters)
+
+
+@pytest.mark.parametrize("rows", [512, 16])
+def test_the_same_losses_and_gradients(monkeypatch, head, inputs, rows):
+    """In one part and in several: rows lost or doubled at the borders of parts would show."""
+    monkeypatch.setattr(shared, "LOSS_ROWS", rows)
+    (losses, gradients, _), (theirs, expected, _) = (run(head, inputs, on) for on in (True, False))
+    for ours, other in zip(losses, theirs, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
+    for name in expected:
+        scale = expected[name].abs().max()
+        torch.testing.assert_close(gradients[name] / scale, expected[name] / scale, rtol=1e-6, atol=1e-6)
+
+
+def test_less_is_kept(head, inputs):
+    on, off = (run(head, inputs, on)[2] for on in (True, False))
+    assert on < 0.5 * off

@@ -1,0 +1,135 @@
+"""Small random drafters of every family, and the logits that they have here."""
+
+import functools
+
+import pytest
+import torch
+
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_model
+from specctl.drafters import pool
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.eagle_head import EagleHead
+from specctl.drafters.head import HeadConfig
+from specctl.drafters.lm import LM
+from specctl.formats import checkpoint
+from specctl.recipe import DraftingRecipe
+
+STEPS = 4
+DEFAULT, CUSTOM = (2, 5, 7), (1, 4, 9)  # of the ten layers of the built-in target
+
+
+def shape(target, taps=DEFAULT, draft_vocab=None, **changes):
+    return HeadConfig(
+        **{
+            **dict(hidden_size=target.hidden_size, intermediate_size=160, num_heads=8, num_kv_heads=2, head_dim=16),
+            **dict(vocab_size=target.vocab_size, draft_vocab_size=draft_vocab or target.vocab_size, taps=taps),
+            **dict(rms_norm_eps=3e-5, rope_theta=5000.0, max_position_embeddings=512),
+            **changes,
+        }
+    )
+
+
+def randomised(module):
+    """Norms and biases start at one and zero: a forgotten one would not show."""
+    torch.manual_seed(7)
+    for parameter in module.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) * (1.0 if parameter.dim() == 1 else 0.05)
+    return module.eval()
+
+
+def modules(target, family, **options):
+    torch.manual_seed(3)
+    if family == "eagle3":
+        config = shape(target, **options)
+        ids = torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values
+        return randomised(Eagle3Head(config, ids))
+    if family == "eagle":
+        return randomised(EagleHead(shape(target, taps=(target.num_layers,), **options)))
+    if family == "lm":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+        positions = dict(max_position_embeddings=target.context_length, eos_token_id=sorted(target.eos_ids))
+        return randomised(LM(LlamaForCausalLM(LlamaConfig(vocab_size=target.vocab_size, **sizes, **positions))))
+    common = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size)
+    common |= dict(draft_heads=STEPS, taps=(target.num_layers,))
+    if family == "medusa":
+        from specctl.drafters.depth_heads import HeadsConfig
+        from specctl.drafters.medusa import MedusaHeads
+
+        return randomised(MedusaHeads(HeadsConfig(**common, num_layers=1)))
+    from specctl.drafters.hydra_head import HydraConfig, HydraHeads
+
+    text = target.config
+    prefix = dict(intermediate_size=text.intermediate_size, num_heads=text.num_attention_heads)
+    prefix |= dict(num_kv_heads=text.num_key_value_heads, head_dim=text.head_dim, rms_norm_eps=text.rms_norm_eps)
+    prefix |= dict(rope_theta=text.rope_parameters["rope_theta"], max_position_embeddings=target.context_length)
+    return randomised(HydraHeads(HydraConfig(**common, num_layers=3, **prefix)))
+
+
+@pytest.fixture(scope="session")
+def make(target, tmp_path_factory):
+    """`make("eagle3", taps=…, draft_vocab=…)` → the directory of a random drafter; made once each."""
+    made = {}
+
+    def build(family, **options):
+        if family not in pool.FAMILIES:
+            pytest.skip(f"no family {family} here")
+        key = (family, *sorted(options.items()))
+        if key not in made:
+            module = modules(target, family, **options)
+            kind = pool.family(family)
+            made[key] = checkpoint.save(
+                tmp_path_factory.mktemp("drafters") / family,
+                config=kind.config(module, target.identity),
+                tensors=kind.published(module.state_dict()),
+                info={},
+            )
+        return made[key]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def model():
+    """The target as `transformers` runs it."""
+    return load_model("builtin", device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def text(target, prompts):
+    """(ids, length of what is committed): a prompt and the target's own continuation of it."""
+    (decoded,) = decode(target, [prompts[0]], sampling=GREEDY, max_new_tokens=12, seeds=[0])
+    return prompts[0] + decoded.output_ids, len(prompts[0]) + 3
+
+
+@pytest.fixture(scope="session")
+def ours(target, prompts, text):
+    """`ours(directory)` → logits [STEPS, V] of draft steps 1 … behind the committed text, by our own drafter."""
+
+    @functools.cache
+    def score(directory):
+        drafter = pool.load_drafter(str(directory), target, DraftingRecipe())
+        ids, committed = text
+        found = []
+
+        def ask(state, draft, verdict):
+            if len(state.rows[0].ids) == len(ids) and not found:
+                found.append(drafter.score(state, [range(committed, committed + STEPS)], STEPS)[0])
+
+        options = {"taps": drafter.taps} if drafter.taps else {}
+        decode(
+            target, [prompts[0]], sampling=GREEDY, max_new_tokens=len(ids) - len(prompts[0]), seeds=[0],
+            on_round=ask, **options,
+        )  # fmt: skip
+        (score,) = found
+        # Row of depth d (position committed − 1 + d of the text) of the draft that began behind `committed` tokens.
+        depths = range(STEPS) if score.logits.shape[0] > 1 else [0] * STEPS
+        rows = torch.stack([score.logits[depth, place].float() for place, depth in enumerate(depths)])
+        if score.ids is None:
+            return rows
+        return torch.full((STEPS, target.vocab_size), -torch.inf).index_copy(1, score.ids, rows)
+
+    return score

@@ -1,0 +1,182 @@
+"""What vLLM, SGLang and the reference repositories compute from a directory, written down again from their sources.
+
+Nothing of specctl is used: a wrong offset there would be wrong here, too. Every consumer drafts a chain behind
+`committed`, fed with the tokens of `forced` whatever it would have drafted itself, and returns its logits over the
+target's vocabulary, one row a step, −inf where it cannot draft.
+"""
+
+import json
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+
+def config_and_tensors(directory, weights="model.safetensors"):
+    config = json.loads((directory / "config.json").read_text())
+    file = directory / weights
+    return config, load_file(file) if weights.endswith("safetensors") else torch.load(file, weights_only=True)
+
+
+class Layer:
+    """One Llama layer with its cache; prefix of its names, and whether q, k, v read a wider input."""
+
+    def __init__(self, config, tensors, prefix):
+        self.get = lambda name: tensors[f"{prefix}{name}.weight"]
+        self.heads, self.kv = config["num_attention_heads"], config["num_key_value_heads"]
+        self.dim, self.eps = config["head_dim"], config["rms_norm_eps"]
+        self.inv_freq = config["rope_theta"] ** -(torch.arange(0, self.dim, 2).float() / self.dim)
+        self.keys, self.values = torch.empty(0, self.kv, self.dim), torch.empty(0, self.kv, self.dim)
+
+    def norm(self, x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
+
+    def rotate(self, x, positions):
+        angle = torch.outer(positions.float(), self.inv_freq).repeat(1, 2)[:, None]
+        low, high = x.chunk(2, -1)
+        return x * angle.cos() + torch.cat((-high, low), -1) * angle.sin()
+
+    def run(self, inputs, residual, positions):
+        """Returns the residual stream behind the layer; causal within the call, everything cached is visible."""
+        q, k, v = (inputs @ self.get(f"self_attn.{name}_proj").T for name in "qkv")
+        q = self.rotate(q.view(len(q), self.heads, self.dim), positions)
+        self.keys = torch.cat((self.keys, self.rotate(k.view(len(k), self.kv, self.dim), positions)))
+        self.values = torch.cat((self.values, v.view(len(v), self.kv, self.dim)))
+        group = self.heads // self.kv
+        keys, values = (t.repeat_interleave(group, 1) for t in (self.keys, self.values))
+        scores = torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5
+        hidden = torch.arange(keys.shape[0])[None] > (keys.shape[0] - len(q) + torch.arange(len(q)))[:, None]
+        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        x = residual + attended.flatten(1) @ self.get("self_attn.o_proj").T
+        y = self.norm(x, self.get("post_attention_layernorm"))
+        y = F.silu(y @ self.get("mlp.gate_proj").T) * (y @ self.get("mlp.up_proj").T)
+        return x + y @ self.get("mlp.down_proj").T
+
+
+def states(model, committed):
+    """hidden_states of the committed tokens but the last, whose successor is not known yet; and the embedding."""
+    with torch.no_grad():
+        out = model(torch.tensor([committed[:-1]]), output_hidden_states=True)
+    return [state[0] for state in out.hidden_states], model.get_input_embeddings().weight.detach()
+
+
+def vllm_layers(config, layers):
+    """gpu_model_runner: the top-level key, as it stands; else the target's default. Collected before layer idx."""
+    return sorted(set(config.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)))
+
+
+def sglang_layers(config, layers):
+    """model_runner: the key below eagle_config; set_eagle3_layers_to_capture adds 1 to each."""
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return sorted({i + 1 for i in ids} if ids else {2, layers // 2, layers - 3})
+
+
+def speculators_in_vllm(config):
+    """vLLM's update_eagle3: the layer's keys, and those of the speculator that it knows (missing norm_…: true)."""
+    layer = dict(config["transformer_layer_config"])
+    layer["draft_vocab_size"] = config["draft_vocab_size"]
+    layer["norm_before_residual"] = config.get("norm_before_residual", True)
+    layer["norm_before_fc"] = config.get("norm_before_fc", False)
+    if config.get("eagle_aux_hidden_state_layer_ids"):
+        layer["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
+    return layer
+
+
+def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
+    config, tensors = config_and_tensors(directory)
+    if "speculators_model_type" in config:
+        config = speculators_in_vllm(config)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    assert config["num_hidden_layers"] == 1 and not config["tie_word_embeddings"]
+    assert not config.get("norm_before_fc") and "fc.bias" not in tensors
+    hidden, embedding = states(model, committed)
+    aux = layers_of(config, len(hidden) - 1)
+    assert all(i < len(hidden) - 1 for i in aux), "no engine has a state behind the last layer"
+    layer = Layer(config, tensors, "layers.0.")
+    x = torch.cat([hidden[i] for i in aux], -1) @ tensors["fc.weight"].T
+    tokens, positions = torch.tensor(committed[1:]), torch.arange(len(committed) - 1)
+    rows = []
+    for step in range(len(forced) + 1):
+        normed = layer.norm(x, layer.get("hidden_norm"))
+        residual = normed if config.get("norm_before_residual", False) else x
+        inputs = torch.cat((layer.norm(embedding[tokens], layer.get("input_layernorm")), normed), -1)
+        x = layer.run(inputs, residual, positions)[-1:]
+        logits = (layer.norm(x, tensors["norm.weight"]) @ tensors["lm_head.weight"].T)[0]
+        rows.append(spread(logits, tensors.get("d2t"), config))
+        if step < len(forced):
+            tokens, positions = torch.tensor([forced[step]]), positions[-1:] + 1
+    return torch.stack(rows)
+
+
+def spread(logits, d2t, config):
+    """compute_logits / hot_token_id: draft id i is target id i + d2t[i]; without d2t there is nothing to map."""
+    if d2t is None:
+        assert len(logits) == config["vocab_size"]
+        return logits
+    assert len(logits) == config["draft_vocab_size"] and d2t.dtype == torch.int64
+    return torch.full((config["vocab_size"],), -torch.inf).index_put((torch.arange(len(d2t)) + d2t,), logits)
+
+
+def eagle1(directory, model, committed, forced, engine):
+    config, tensors = config_and_tensors(directory)
+    bias = tensors.get("fc.bias", torch.zeros(config["hidden_size"]))
+    if engine == "sglang":
+        assert config["architectures"] == ["LlamaForCausalLMEagle"] and "fc.bias" in tensors
+    else:
+        assert config["architectures"] == ["LlamaForCausalLM"] and "fc.bias" not in tensors and config["bias"] is False
+    assert not any("input_layernorm" in name or name.startswith(("norm", "lm_head")) for name in tensors)
+    hidden, embedding = states(model, committed)
+    layer = Layer(config, tensors, "layers.0.")
+    x, tokens, positions = hidden[-1], torch.tensor(committed[1:]), torch.arange(len(committed) - 1)
+    rows = []
+    for step in range(len(forced) + 1):
+        x = torch.cat((embedding[tokens], x), -1) @ tensors["fc.weight"].T + bias
+        x = layer.run(x, x, positions)[-1:]
+        rows.append((x @ model.get_output_embeddings().weight.detach().T)[0])
+        if step < len(forced):
+            tokens, positions = torch.tensor([forced[step]]), positions[-1:] + 1
+    return torch.stack(rows)
+
+
+def medusa(directory, model, committed, forced):
+    """medusa_model.py with the vocabulary matrix inside of each head's Sequential."""
+    config, tensors = config_and_tensors(directory, "medusa_lm_head.pt")
+    h = states(model, committed)[0][-1][-1]
+    rows = []
+    for k in range(config["medusa_num_heads"]):
+        block = F.silu(h @ tensors[f"{k}.0.linear.weight"].T + tensors[f"{k}.0.linear.bias"])
+        rows.append((h + block) @ tensors[f"{k}.1.weight"].T)
+    return torch.stack(rows)
+
+
+def hydra(directory, model, committed, forced):
+    """prefix_mlp_head.py, grounded: the modules of a head's Sequential are Dropout, ResBlock, Dropout, ResBlock, …"""
+    config, tensors = config_and_tensors(directory, "hydra_lm_head.pt")
+    assert (config["hydra_head_arch"], config["grounded_heads"]) == ("prefix-mlp", True)
+    hidden, embedding = states(model, committed)
+    base = model.config.to_dict()
+    base |= {"rope_theta": base["rope_parameters"]["rope_theta"]}
+    layer = Layer(base, tensors, "prefix_embeding_layer.layers.0.")
+    x = layer.run(layer.norm(hidden[-1], layer.get("input_layernorm")), hidden[-1], torch.arange(len(hidden[-1])))
+    inputs, rows = [layer.norm(x, tensors["prefix_embeding_layer.norm.weight"])[-1]], []
+    for k in range(config["hydra_num_heads"]):
+        inputs.append(embedding[[committed[-1], *forced][k]])
+        x = torch.cat(inputs)
+        for place in range(config["hydra_num_layers"]):
+            name = f"hydra_mlp.{k}.{2 * place + 1}"
+
+            def linear(part, x, name=name):
+                return x @ tensors[f"{name}.{part}.weight"].T + tensors[f"{name}.{part}.bias"]
+
+            x = (linear("res_connection", x) if place == 0 else x) + F.silu(linear("linear", x))
+        rows.append(x @ tensors[f"hydra_lm_head.{k}.1.weight"].T + tensors[f"hydra_lm_head.{k}.1.bias"])
+    return torch.stack(rows)
+
+
+def causal_lm(directory, committed, forced):
+    """Any engine that loads a plain `transformers` directory."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([[*committed, *forced]])).logits[0, len(committed) - 1 :]

@@ -1,0 +1,182 @@
+"""A directory written for an engine, put through that engine's arithmetic, gives the logits a drafter has here."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
+
+from specctl import api
+from specctl.errors import CheckpointError, UsageError
+from specctl.formats import checkpoint, exporting, roundtrip
+from specctl.formats.head import Head
+from specctl.recipe import ExportRecipe
+from tests.formats import consumers
+from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
+
+
+def export(drafter, to, place, **options):
+    return exporting.export(ExportRecipe(drafter=drafter, to=to, output_dir=place, check=True, **options))
+
+
+def drafted(consumer, directory, model, text, **options):
+    ids, committed = text
+    return consumer(directory, model, ids[:committed], ids[committed : committed + STEPS - 1], **options)
+
+
+def assert_same(found, expected):
+    assert torch.equal(found.isfinite(), expected.isfinite()), "other tokens can be drafted"
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 700], ids=["full", "pruned"])
+@pytest.mark.parametrize("taps", [DEFAULT, CUSTOM], ids=["default", "custom"])
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_eagle3_as_an_engine_computes_it(make, ours, model, text, tmp_path, to, taps, draft_vocab):
+    """Off by one in layers or tokens, absolute d2t, a forgotten norm or theta: each moves the logits."""
+    drafter = make("eagle3", taps=taps, draft_vocab=draft_vocab)
+    result = export(drafter, to, tmp_path / "out")
+    layers = consumers.sglang_layers if to == "sglang" else consumers.vllm_layers
+    assert_same(drafted(consumers.eagle3, tmp_path / "out", model, text, layers_of=layers), ours(drafter))
+    assert result.max_difference < 1e-4
+    names = load_file(tmp_path / "out/model.safetensors").keys()
+    assert ({"d2t", "t2d"} <= names) == (draft_vocab is not None)
+
+
+def test_the_comparison_sees_wrong_layers(make, ours, model, text, tmp_path):
+    """Negative control: SGLang's reading of a file with vLLM's key alone is another head."""
+    drafter = make("eagle3", taps=CUSTOM, draft_vocab=700)
+    export(drafter, "vllm", tmp_path / "out")
+    wrong = drafted(
+        consumers.eagle3, tmp_path / "out", model, text, layers_of=lambda config, n: [i - 1 for i in CUSTOM]
+    )
+    assert (wrong - ours(drafter)).nan_to_num().abs().max() > 0.01
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "eagle"])
+def test_eagle1_as_an_engine_computes_it(make, ours, model, text, tmp_path, to):
+    drafter = make("eagle")
+    export(drafter, to, tmp_path / "out")
+    assert_same(drafted(consumers.eagle1, tmp_path / "out", model, text, engine=to), ours(drafter))
+
+
+@pytest.mark.parametrize("family", ["medusa", "hydra"])
+def test_heads_as_their_repositories_compute_them(make, ours, model, text, tmp_path, family):
+    drafter = make(family)
+    result = export(drafter, family, tmp_path / "out")
+    assert_same(drafted(getattr(consumers, family), tmp_path / "out", model, text), ours(drafter))
+    assert "neither vLLM" in result.notes[0]
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "hf"])
+def test_lm_loads_with_transformers(make, ours, target, text, tmp_path, to):
+    drafter = make("lm")
+    export(drafter, to, tmp_path / "out")
+    ids, committed = text
+    logits = consumers.causal_lm(tmp_path / "out", ids[:committed], ids[committed : committed + STEPS - 1])
+    assert_same(logits, ours(drafter))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == target.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "eagle"])
+def test_config_is_what_transformers_understands(make, target, tmp_path, to):
+    """Engines read the configuration through AutoConfig, which rewrites RoPE keys: the trained theta must survive."""
+    export(make("eagle3", draft_vocab=700), to, tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+    assert (config.draft_vocab_size, config.vocab_size) == (700, target.vocab_size)
+    assert config.max_position_embeddings == target.context_length, "a shorter one would cut the target's context"
+    assert config.tie_word_embeddings is False
+    raw = json.loads((tmp_path / "out/config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert not any("eagle" in key for key in raw), "default layers need no key"
+
+
+def test_commands_name_the_directory_and_the_target(make, tmp_path, target):
+    place = str(tmp_path / "out")
+    result = export(make("eagle3", draft_vocab=700), "vllm", tmp_path / "out", tokens=5)
+    (command,) = result.commands
+    assert command.startswith("vllm serve /")
+    spec = json.loads(command.split("--speculative-config ")[1].strip("'"))
+    assert spec == {"method": "eagle3", "model": place, "num_speculative_tokens": 5}
+    (command,) = export(make("eagle"), "sglang", tmp_path / "two").commands
+    assert f"--speculative-algorithm EAGLE --speculative-draft-model-path {tmp_path / 'two'} " in command
+    assert "--speculative-num-draft-tokens 4" in command
+
+
+@pytest.mark.parametrize(
+    ("taps", "to", "says"),
+    [
+        ((2, 5, 10), "vllm", "taps"),
+        ((0, 5, 7), "sglang", "taps"),
+        ((5, 2, 7), "vllm", "taps"),
+        ((2, 5), "vllm", "taps"),
+        ((2, 5, 10), "speculators", "taps"),
+        (CUSTOM, "eagle", "always"),
+    ],
+)
+def test_what_an_engine_cannot_feed_is_refused(make, tmp_path, taps, to, says):
+    with pytest.raises(CheckpointError, match=says):
+        export(make("eagle3", taps=taps, draft_vocab=64), to, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_speculators_take_any_number_of_layers(make, tmp_path):
+    assert export(make("eagle3", taps=(2, 5), draft_vocab=64), "speculators", tmp_path / "out").max_difference < 1e-4
+
+
+def test_a_family_that_has_no_place_in_a_format(make, tmp_path):
+    with pytest.raises(UsageError, match="cannot be written for hydra") as error:
+        export(make("eagle3", draft_vocab=64), "hydra", tmp_path / "out")
+    assert "vllm" in error.value.hint
+
+
+def test_only_an_export_is_overwritten(make, tmp_path):
+    drafter, place = make("eagle3", draft_vocab=64), tmp_path / "out"
+    export(drafter, "vllm", place)
+    with pytest.raises(UsageError, match="exists"):
+        export(drafter, "sglang", place)
+    export(drafter, "sglang", place, overwrite=True)
+    assert json.loads((place / "export.json").read_text())["to"] == "sglang"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("")
+    with pytest.raises(UsageError, match="not written by specctl export"):
+        export(drafter, "vllm", tmp_path / "mine", overwrite=True)
+
+
+def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
+    """The exit code of the contract is 4, and no directory that somebody could serve stays behind."""
+    write = exporting._write
+
+    def spoil(files, *rest):
+        files.tensors["norm.weight"] = files.tensors["norm.weight"] * 1.01
+        write(files, *rest)
+
+    monkeypatch.setattr(exporting, "_write", spoil)
+    with pytest.raises(CheckpointError, match="differs by") as error:
+        export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
+    assert error.value.exit_code == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "lm", "medusa", "hydra"])
+def test_the_check_sees_every_tensor(make, family):
+    """Vacuous, if changing a weight went unnoticed. Later prefix positions and all steps are in the batch."""
+    options = {"draft_vocab": 64} if family == "eagle3" else {}
+    found = checkpoint.load(make(family, **options))
+    head = Head(family, found.config["architecture"], found.tensors)
+    assert roundtrip.difference(head, head, STEPS) == 0
+    for name, tensor in found.tensors.items():
+        if tensor.is_floating_point() and "embed_tokens" not in name:
+            changed = Head(family, head.architecture, {**found.tensors, name: tensor + 0.1 * torch.randn_like(tensor)})
+            assert roundtrip.difference(head, changed, STEPS) > roundtrip.TOLERANCE, name
+
+
+def test_the_python_function_and_a_target_that_is_another_model(make, tmp_path, monkeypatch, tiny_directory):
+    monkeypatch.chdir(tmp_path)
+    drafter = make("eagle3", draft_vocab=64)
+    result = api.export(drafter=str(drafter), to="vllm", tokens=2)
+    assert result.output == "exported/eagle3-vllm"
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        api.export(drafter=str(drafter), target__name=tiny_directory("llama"), output_dir="two")

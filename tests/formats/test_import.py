@@ -1,0 +1,364 @@
+"""Other people's heads: what is converted, what is refused and with which words, and that nothing is executed."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specctl import api
+from specctl.decoding.target import builtin_path
+from specctl.drafters import pool
+from specctl.errors import CheckpointError, UsageError
+from specctl.evaluation import importing
+from specctl.formats import checkpoint, exporting, foreign, registry
+from specctl.formats.head import Facts
+from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
+from tests.formats.conftest import CUSTOM, STEPS
+
+FORMATS = [
+    *(("eagle3", to, "eagle3") for to in ("vllm", "sglang")),
+    ("eagle3", "speculators", "speculators"),
+    *(("eagle", to, "eagle") for to in ("vllm", "sglang", "eagle")),
+    *((family, family, family) for family in ("medusa", "hydra")),
+    ("lm", "hf", "hf"),
+]
+
+
+@pytest.fixture
+def head(make, tmp_path):
+    """`head("eagle3", "vllm", change)` → a foreign directory in which `change(config, tensors)` altered something."""
+
+    def write(family="eagle3", to="vllm", change=None, **options):
+        if family == "eagle3":
+            options = {"draft_vocab": 300, "taps": CUSTOM, **options}
+        place = tmp_path / "head"
+        exporting.export(ExportRecipe(drafter=make(family, **options), to=to, output_dir=place))
+        (place / "export.json").unlink()
+        if change is not None:
+            config, tensors = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
+            change(config, tensors)
+            (place / "config.json").write_text(json.dumps(config))
+            save_file(tensors, place / "model.safetensors")
+        return place
+
+    return write
+
+
+def import_head(place, target, output, **options):
+    options = {"probe": {"enabled": False}, **options}
+    return importing.import_head(ImportRecipe(head=place, output_dir=output, **options), target=target)
+
+
+@pytest.mark.parametrize(("family", "to", "name"), FORMATS)
+def test_a_head_comes_back_as_it_went(head, make, target, tmp_path, family, to, name):
+    place = head(family, to)
+    result = import_head(place, target, tmp_path / "drafter")
+    assert (result.format, result.family, result.notes) == (name, family, [])
+    options = {"draft_vocab": 300, "taps": CUSTOM} if family == "eagle3" else {}
+    before, after = checkpoint.load(make(family, **options)), checkpoint.load(tmp_path / "drafter")
+    assert before.tensors.keys() == after.tensors.keys()
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    assert after.config["target"] == target.identity
+    differing = {
+        key for key, value in before.config["architecture"].items() if after.config["architecture"].get(key) != value
+    }
+    assert differing <= {"max_position_embeddings"}
+    pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
+
+
+def test_default_layers_and_whole_vocabulary_need_no_keys(head, target, tmp_path):
+    place = head(taps=(2, 5, 7), draft_vocab=None)
+    assert "d2t" not in load_file(place / "model.safetensors")
+    import_head(place, target, tmp_path / "drafter")
+    found = checkpoint.load(tmp_path / "drafter")
+    assert found.config["architecture"]["taps"] == [2, 5, 7]
+    assert not found.tensors["d2t"].any() and found.tensors["t2d"].all()
+
+
+def only_nested(config, tensors):
+    del config["eagle_aux_hidden_state_layer_ids"]
+
+
+def only_top(config, tensors):
+    del config["eagle_config"]
+
+
+def names_with_prefix(config, tensors):
+    for name in list(tensors):
+        if name not in ("d2t", "t2d", "lm_head.weight"):
+            tensors[f"model.{name.replace('midlayer.', 'layers.0.')}"] = tensors.pop(name)
+
+
+def new_rope_keys(config, tensors):
+    theta = config.pop("rope_theta")
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+
+
+def zero_bias(config, tensors):
+    tensors["fc.bias"] = torch.zeros(config["hidden_size"])
+
+
+@pytest.mark.parametrize("change", [only_nested, only_top, names_with_prefix, new_rope_keys, zero_bias])
+def test_other_spellings_of_the_same_head(head, make, target, tmp_path, change):
+    """SpecForge writes nested layer ids (one less), vLLM users top-level ones, transformers 5 other RoPE keys."""
+    import_head(head(change=change), target, tmp_path / "drafter")
+    found = checkpoint.load(tmp_path / "drafter")
+    assert found.config["architecture"]["taps"] == list(CUSTOM)
+    assert found.config["architecture"]["rope_theta"] == 5000.0
+    original = checkpoint.load(make("eagle3", draft_vocab=300, taps=CUSTOM)).tensors
+    assert all(torch.equal(tensor, found.tensors[name]) for name, tensor in original.items())
+
+
+def absolute(config, tensors):
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def test_absolute_d2t_is_converted_where_t2d_proves_it(head, make, target, tmp_path):
+    result = import_head(head(change=absolute), target, tmp_path / "drafter")
+    assert "not offsets" in result.notes[0]
+    original = checkpoint.load(make("eagle3", draft_vocab=300, taps=CUSTOM)).tensors
+    assert torch.equal(checkpoint.load(tmp_path / "drafter").tensors["d2t"], original["d2t"])
+
+
+@pytest.mark.parametrize("draft_vocab", [300, None], ids=["pruned", "full"])
+@pytest.mark.parametrize("more", [64, -64])
+def test_a_vocabulary_padded_otherwise(head, target, tmp_path, monkeypatch, draft_vocab, more):
+    """Only rows that no token uses may differ: here the tokenizer is said to use all but the last hundred."""
+    original = Facts.of_target
+
+    def padded(target):
+        facts = original(target)
+        return Facts(**{**vars(facts), "num_tokens": facts.vocab_size - 100})
+
+    monkeypatch.setattr(Facts, "of_target", padded)
+
+    def change(config, tensors):
+        config["vocab_size"] += more
+        if draft_vocab is None:
+            config["draft_vocab_size"] += more
+            weight = tensors["lm_head.weight"]
+            tensors["lm_head.weight"] = torch.cat((weight, weight[:64])) if more > 0 else weight[:more].clone()
+        else:
+            member = tensors["t2d"].clone()
+            if more < 0:  # move the draft tokens out of the rows that go
+                member[-64:] = False
+                spare = (~member).nonzero().squeeze(1)[: int(tensors["t2d"][-64:].sum())]
+                member[spare] = True
+                tensors["d2t"] = member.nonzero().squeeze(1) - torch.arange(draft_vocab)
+                member = member[:more].clone()
+            else:
+                member = torch.cat((member, torch.zeros(64, dtype=torch.bool)))
+            tensors["t2d"] = member
+
+    result = import_head(head(change=change, draft_vocab=draft_vocab), target, tmp_path / "drafter")
+    assert "padding" in result.notes[0]
+    found = checkpoint.load(tmp_path / "drafter")
+    assert found.config["architecture"]["vocab_size"] == target.vocab_size == len(found.tensors["t2d"])
+    assert found.config["architecture"]["draft_vocab_size"] == (draft_vocab or target.vocab_size + min(more, 0))
+    pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
+
+
+def setting(**values):
+    return lambda config, tensors: config.update(values)
+
+
+def without(*names):
+    return lambda config, tensors: [tensors.pop(name) for name in names]
+
+
+def with_tensor(name, *shape):
+    return lambda config, tensors: tensors.update({name: torch.ones(shape)})
+
+
+def both(*changes):
+    return lambda config, tensors: [change(config, tensors) for change in changes]
+
+
+def reshaped(config, tensors):
+    tensors["norm.weight"] = tensors["norm.weight"][:-1].clone()
+
+
+def repeated_d2t(config, tensors):
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+
+
+def not_finite(config, tensors):
+    tensors["norm.weight"][3] = torch.nan
+
+
+BAD = {
+    "other hidden size": (setting(hidden_size=128), "hidden_size is 128", "256"),
+    "other target": (setting(target_hidden_size=128), "target_hidden_size is 128", "256"),
+    "other vocabulary": (setting(vocab_size=32000), "vocab_size is 32000", "4096"),
+    "vocabulary that only looks padded": (setting(vocab_size=4000), "vocab_size is 4000", "4096"),
+    "two layers": (setting(num_hidden_layers=2), "num_hidden_layers is 2", "num_hidden_layers 1"),
+    "tied": (setting(tie_word_embeddings=True), "tie_word_embeddings is True", "False"),
+    "attention bias": (setting(attention_bias=True), "attention_bias is True", "False"),
+    "norm before residual": (setting(norm_before_residual=True), "norm_before_residual is True", "False"),
+    "other activation": (setting(hidden_act="gelu"), "hidden_act is gelu", "silu"),
+    "sliding window": (setting(sliding_window=512), "sliding_window is 512", "None"),
+    "quantised": (setting(quantization_config={"bits": 4}), "quantization_config", "None"),
+    "scaled RoPE": (setting(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "rope_scaling is", "default"),
+    "old scaled RoPE": (setting(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling is", "default"),
+    "new scaled RoPE": (
+        setting(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_parameters is", "default"
+    ),
+    "layers out of range": (
+        both(only_top, setting(eagle_aux_hidden_state_layer_ids=[1, 4, 10])), "[1, 4, 10]", "0 … 9"
+    ),
+    "layers not ascending": (
+        both(only_top, setting(eagle_aux_hidden_state_layer_ids=[4, 1, 9])), "[4, 1, 9]", "ascend"
+    ),
+    "layers of another number": (both(only_top, setting(eagle_aux_hidden_state_layer_ids=[1, 4])), "fc.weight", "512"),
+    "layers in no convention": (setting(eagle_aux_hidden_state_layer_ids=[0, 3, 8]), "while eagle_config", "SGLang"),
+    "layers as text": (setting(eagle_aux_hidden_state_layer_ids="1,4,9"), "is 1,4,9", "list"),
+    "no keys at all": (lambda config, tensors: config.clear(), "hidden_size is None", "Llama"),
+    "missing tensor": (without("midlayer.mlp.up_proj.weight"), "midlayer.mlp.up_proj.weight is missing", "[160, 256]"),
+    "no head": (without("lm_head.weight"), "d2t", "0"),
+    "unknown tensor": (with_tensor("midlayer.self_attn.q_norm.weight", 16), "q_norm.weight is a tensor", "no place"),
+    "bias": (with_tensor("midlayer.self_attn.q_proj.bias", 128), "q_proj.bias is a bias", "no place"),
+    "wrong shape": (reshaped, "norm.weight is of shape [255]", "[256]"),
+    "own embedding": (with_tensor("embed_tokens.weight", 4096, 256), "embed_tokens.weight is not", "builtin"),
+    "no d2t": (without("d2t", "t2d"), "d2t is missing", "offsets"),
+    "d2t absolute, unproven": (both(absolute, without("t2d")), "strictly increasing", "i + d2t[i]"),
+    "d2t repeats": (repeated_d2t, "not a mapping", "each once"),
+    "other draft vocabulary": (setting(draft_vocab_size=299), "draft_vocab_size is 299", "300 rows"),
+    "not finite": (not_finite, "norm.weight holds values", "again"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_our_head_cannot_represent(head, target, tmp_path, case):
+    """Each of them would load, draft, and be rejected by the target nearly always, without a word."""
+    change, says, right = BAD[case]
+    with pytest.raises(CheckpointError) as error:
+        import_head(head(change=change), target, tmp_path / "drafter", format="eagle3")
+    assert says in error.value.message
+    assert str(tmp_path / "head") in error.value.message, "the file is named"
+    assert right in (error.value.hint or "")
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_speculators_without_the_norm_flag_are_refused(head, target, tmp_path):
+    """vLLM takes a missing flag for true; the package for false."""
+    place = head(to="speculators", change=lambda config, tensors: config.pop("norm_before_residual"))
+    with pytest.raises(CheckpointError, match="norm_before_residual is missing"):
+        import_head(place, target, tmp_path / "drafter")
+
+
+def test_eagle1_with_a_bias_is_refused_and_its_copies_are_dropped(head, target, tmp_path):
+    def with_copies(config, tensors):
+        tensors["embed_tokens.weight"] = target.model.embedding.bfloat16()
+        tensors["lm_head.weight"] = target.head_weight.clone()
+
+    import_head(head("eagle", "sglang", change=with_copies), target, tmp_path / "drafter")
+    (tmp_path / "head/export.json").write_text("{}")  # to be overwritten
+    place = tmp_path / "head"
+    tensors = load_file(place / "model.safetensors")
+    save_file({**tensors, "fc.bias": tensors["fc.bias"] + 0.1}, place / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"fc\.bias is a bias that is not zero"):
+        import_head(place, target, tmp_path / "two")
+
+
+class Bomb:
+    """What a pickle can do."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt"])
+def test_a_malicious_pickle_is_not_run(head, target, tmp_path, name):
+    place = head()
+    (place / "model.safetensors").unlink()
+    torch.save({"fc.weight": torch.ones(2), "x": Bomb(tmp_path / "executed")}, place / name)
+    with pytest.raises(CheckpointError, match="not loaded"):
+        import_head(place, target, tmp_path / "drafter")
+    assert not (tmp_path / "executed").exists()
+    torch.load(place / name, weights_only=False)
+    assert (tmp_path / "executed").exists(), "negative control: it does run where it is let"
+
+
+def test_a_pickle_of_tensors_is_read_once_and_safetensors_first(head, target, tmp_path):
+    place = head()
+    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
+    (place / "model.safetensors").unlink()
+    import_head(place, target, tmp_path / "drafter")
+    torch.save([1, 2], place / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="named tensors"):
+        import_head(place, target, tmp_path / "two")
+    save_file(checkpoint.load(tmp_path / "drafter").tensors, place / "model.safetensors")
+    import_head(place, target, tmp_path / "two")
+
+
+def test_what_is_no_head(target, tmp_path):
+    with pytest.raises(UsageError, match="no head directory"):
+        foreign.read(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        foreign.read(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no weights"):
+        foreign.read(tmp_path)
+    save_file({"something": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no known format"):
+        registry.detect(foreign.read(tmp_path))
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        foreign.read(tmp_path)
+
+
+def test_an_lm_of_another_vocabulary_is_refused(head, target, tmp_path):
+    def smaller(config, tensors):
+        config["vocab_size"] = 4000
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:4000].clone()
+
+    with pytest.raises(CheckpointError, match="vocab_size is 4000"):
+        import_head(head("lm", "hf", change=smaller), target, tmp_path / "drafter")
+
+
+def test_a_tied_lm_gets_its_own_matrix(head, target, tmp_path):
+    def tie(config, tensors):
+        config["tie_word_embeddings"] = True
+        del tensors["lm_head.weight"]
+
+    import_head(head("lm", "hf", change=tie), target, tmp_path / "drafter")
+    found = checkpoint.load(tmp_path / "drafter").tensors
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
+def test_the_probe_speaks_up_about_a_head_that_drafts_nothing(head, target, tmp_path, capsys):
+    probe = {"prompts": 2, "max_new_tokens": 8}
+    result = import_head(head(), target, tmp_path / "drafter", probe=probe)
+    assert result.probe.prompts == 2 and result.probe.accept_rate < 0.05
+    assert "wrong layer ids, d2t or RoPE" in capsys.readouterr().err
+
+
+def test_the_probe_is_silent_about_a_good_one(target, tmp_path, capsys):
+    """The target as its own drafter: nearly everything is accepted."""
+    place = tmp_path / "lm"
+    place.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (place / name).write_bytes((builtin_path() / name).read_bytes())
+    result = import_head(place, target, tmp_path / "drafter", probe={"prompts": 2, "max_new_tokens": STEPS})
+    assert result.probe.mat > 1.5
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_import_writes_nothing_over_other_things(head, target, tmp_path):
+    place = head()
+    import_head(place, target, tmp_path / "drafter")
+    with pytest.raises(UsageError, match="holds a drafter already"):
+        import_head(place, target, tmp_path / "drafter")
+    import_head(place, target, tmp_path / "drafter", overwrite=True)
+
+
+def test_the_python_function(head, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = api.import_head(head=str(head()), target__dtype="fp32", probe__prompts=1, probe__max_new_tokens=4)
+    assert result.drafter == "drafters/head"
+    assert checkpoint.load(tmp_path / "drafters/head").info["format"] == "eagle3"

@@ -1,0 +1,42 @@
+"""The `speculators` package's own model on an exported directory: not our reading of it, but it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from specctl.formats import checkpoint, exporting
+from specctl.recipe import ExportRecipe
+from tests.formats import consumers
+from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
+
+PYTHON = os.environ.get("SPECCTL_SPECULATORS_PYTHON")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="SPECCTL_SPECULATORS_PYTHON names no interpreter with `speculators` installed")
+@pytest.mark.parametrize("draft_vocab", [None, 700], ids=["full", "pruned"])
+@pytest.mark.parametrize("taps", [DEFAULT, CUSTOM], ids=["default", "custom"])
+def test_the_package_computes_what_the_drafter_computes_here(make, ours, model, text, tmp_path, taps, draft_vocab):
+    drafter, place = make("eagle3", taps=taps, draft_vocab=draft_vocab), tmp_path / "out"
+    exporting.export(ExportRecipe(drafter=drafter, to="speculators", output_dir=place))
+    ids, committed = text
+    hidden, embedding = consumers.states(model, ids)
+    features = torch.cat([hidden[i] for i in taps], -1)
+    given = {"features": features, "tokens": torch.tensor(ids[1:]), "embedding": embedding}
+    torch.save({**given, "steps": STEPS, "row": committed - 2}, tmp_path / "given.pt")
+    script = Path(__file__).with_name("speculators_model.py")
+    done = subprocess.run(
+        [str(PYTHON), str(script), str(place), str(tmp_path / "given.pt"), str(tmp_path / "result.pt")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    logits = torch.load(tmp_path / "result.pt")
+    found = checkpoint.load(drafter).tensors
+    target_ids = found["d2t"] + torch.arange(len(found["d2t"]))
+    expected = ours(drafter)[:, target_ids]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -1,0 +1,136 @@
+"""The comparison with speculators: both sides get the same data, and compute the same thing before they are timed."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specctl.drafters import eagle3_head
+from specctl.errors import SpecctlError, UsageError
+from specctl.training import against_speculators, comparison
+from specctl.training.comparison import LIKE, PACKED, Measured
+from specctl.training.comparison_ours import losses, read_features, shared, trainer_for, write
+from specctl.training.data import batches
+
+
+@pytest.fixture(scope="module")
+def written(distilled, tmp_path_factory):
+    """(our trainer with its features, the shared file's settings and tensors, the file)"""
+    place = tmp_path_factory.mktemp("comparison")
+    trainer = trainer_for(place, distilled, LIKE)
+    write(shared(place), trainer, steps=9)
+    return trainer, *against_speculators.read(str(shared(place))), shared(place)
+
+
+def test_features_come_back_as_they_were(written):
+    """A range off by one would shift a document's features by a slot."""
+    trainer, _, _, file = written
+    found, kept = read_features(file), trainer.trainee.store.kept
+    assert found.keys() == kept.keys()
+    for document, features in kept.items():
+        for name in ("taps", "teacher", "best"):
+            assert torch.equal(getattr(found[document], name), getattr(features, name))
+
+
+def test_both_sides_run_the_documents_of_the_trainer_s_steps(written):
+    """Also in its second epoch: other documents a step would be other work."""
+    trainer, settings, _, _ = written
+    epochs = [batches(trainer.corpus.train, trainer.batch_tokens, seed=0, epoch=epoch) for epoch in (0, 1, 2, 3)]
+    order = [[e.index for e in batch] for epoch in epochs for batch in epoch]
+    assert len(epochs[0]) < 9
+    assert settings["batches"] == order[:9]
+    assert trainer.schedule.steps_per_epoch == len(epochs[0])
+
+
+def test_a_packed_row_holds_each_document_s_slots(written):
+    """Slot i: token i + 1, features of i, the target's state at i + 1; trained where our side trains."""
+    trainer, settings, tensors, _ = written
+    batch = settings["batches"][0]
+    row = against_speculators.rows(settings, tensors, batch)
+    ours = trainer.trainee.batch([trainer.corpus.train[document] for document in batch], 0)
+    assert torch.equal(row["input_ids"][0], ours.key_tokens)
+    assert torch.equal(row["hidden_states"][0], ours.features)
+    assert torch.equal(row["position_ids"][0], ours.key_positions + 1)
+    count = len(ours.query_rows)
+    assert torch.equal(row["verifier_last_hidden_states"][0, ours.query_rows], ours.teacher[:count])
+    assert torch.equal(row["loss_mask"][0, ours.query_rows], ours.inside[:count])
+    assert row["loss_mask"].sum() == ours.inside[:count].sum()
+    assert row["document_ids"][0].bincount().tolist() == [stop - start for start, stop in ours.layout.slots]
+
+
+def test_the_vocabulary_head_is_frozen_in_the_comparison_alone(written, distilled, tmp_path):
+    trainer, *_ = written
+    assert not trainer.trainee.module.lm_head.weight.requires_grad
+    assert trainer_for(tmp_path, distilled, "default").trainee.module.lm_head.weight.requires_grad
+
+
+def test_turns_add_up():
+    assert comparison.turns(7) == [3, 3, 1]
+    assert comparison.turns(6) == [3, 3]
+
+
+def test_sides_that_compute_something_else_are_not_compared():
+    comparison.require_equal([2.0, 3.0], [2.001, 3.001])
+    with pytest.raises(SpecctlError, match="same thing"):
+        comparison.require_equal([2.0, 3.0], [2.0, 3.2])
+    with pytest.raises(SpecctlError, match="same thing"):
+        comparison.require_equal([2.0, float("nan")], [2.0, 3.0])
+
+
+def test_rates_are_of_all_turns_together():
+    sides = {name: Measured(1, 2**30, [1.0], 2**31, [300, 100], [1.0, 1.0]) for name in comparison.NAMES}
+    sides[PACKED].seconds = [4.0, 1.0]
+    text = "\n".join(comparison.report(sides))
+    assert "2.50 × speculators, documents packed (turns 1.00 to 4.00)" in text
+
+
+def test_an_interpreter_without_speculators_is_refused():
+    for python in (sys.executable, "/nowhere/python"):
+        with pytest.raises(UsageError):
+            comparison.require_speculators(Path(python))
+
+
+def test_their_side_runs_without_specctl():
+    source = Path(against_speculators.__file__).read_text()
+    assert not re.search(r"^\s*(from|import) specctl", source, re.MULTILINE)
+
+
+@pytest.fixture
+def python():
+    """An interpreter with speculators 0.9."""
+    if "SPECCTL_SPECULATORS_PYTHON" not in os.environ:
+        pytest.skip("SPECCTL_SPECULATORS_PYTHON names no interpreter with speculators 0.9")
+    return Path(os.environ["SPECCTL_SPECULATORS_PYTHON"])
+
+
+@pytest.mark.slow
+def test_speculators_computes_the_same_losses(python, distilled, tmp_path, monkeypatch):
+    """In fp32, where nothing hides in rounding: weights, shifts, masks, positions and attention of all six steps."""
+    trainer = trainer_for(tmp_path, distilled, LIKE, dtype="fp32")
+    with torch.no_grad():  # attention of fresh weights is nearly uniform: a wrong key or position would not show
+        for parameter in trainer.trainee.module.midlayer.self_attn.parameters():
+            parameter.mul_(4)
+    write(shared(tmp_path), trainer, steps=1)
+    command = [str(python), "-I", against_speculators.__file__, str(shared(tmp_path)), PACKED]
+    with comparison.started(command) as side:
+        theirs = comparison.answer(side)["losses"]
+    assert comparison.furthest(losses(trainer), theirs) < 1e-5
+    attention = eagle3_head.ttt_attention
+    monkeypatch.setattr(eagle3_head, "ttt_attention", lambda q, k, v, *own: attention(q, k, v, *dropped(own)))
+    assert comparison.furthest(losses(trainer), theirs) > 1e-4  # the check sees one key less
+
+
+def dropped(own):
+    """Keys, values and layout of a step without the last key."""
+    keys, values, layout = own
+    return keys[:-1], values[:-1], layout
+
+
+@pytest.mark.slow
+def test_every_side_runs_the_same_steps(python, distilled):
+    measured = comparison.compare(distilled, python, steps=1)
+    assert measured.keys() == comparison.NAMES.keys()
+    assert len({tuple(one.tokens) for one in measured.values()}) == 1

@@ -1,0 +1,68 @@
+"""Precision: products in bf16, weights and optimizer state in fp32, whatever DeepSpeed does."""
+
+import math
+
+import pytest
+import torch
+
+from specctl.formats import checkpoint as drafters
+from specctl.recipe import DrafterRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training import loop
+
+
+def recipe(distilled, place, **changes):
+    return TrainRecipe(
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        distilled=distilled,
+        output_dir=place / "drafter",
+        drafter=DrafterRecipe(vocab_size=256),
+        max_steps=2,
+        ttt_steps=2,
+        batch_tokens=128,
+        eval=HeldOutRecipe(prompts=1, max_new_tokens=2),
+        optimizer=OptimizerRecipe(type="adamw"),
+        **changes,
+    )
+
+
+def floats(state):
+    """Dtypes of all tensors of an optimizer's state but its step counters."""
+    return {t.dtype for values in state.values() for t in values.values() if torch.is_tensor(t) and t.numel() > 1}
+
+
+@pytest.mark.parametrize(("stage", "checkpointing"), [(0, True), (1, False), (2, False), (3, True)])
+def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatch, stage, checkpointing):
+    """Under every ZeRO stage. DeepSpeed asks for the autocast of the GPU and switches off what it finds outside of its
+    engine; here it is told that of the CPU, which is what happens on a GPU."""
+    real = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: real(*device or ("cpu",)))
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    values = recipe(distilled, tmp_path, precision="bf16", zero_stage=stage, gradient_checkpointing=checkpointing)
+    trainer = loop.make_trainer(values, Run(tmp_path))
+    seen = set()
+    trainer.trainee.module.lm_head.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    trainer.start()
+    trainer.train()
+    assert seen == {torch.bfloat16}
+    engine = trainer.engine
+    assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
+    optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
+    assert floats(optimizer.state) == {torch.float32}
+    kept = drafters.load(tmp_path / "drafter").tensors
+    assert {t.dtype for t in kept.values() if t.is_floating_point()} == {torch.float32}
+
+
+def test_without_held_out_prompts_the_last_weights_are_kept(distilled, target, tmp_path, monkeypatch):
+    """Not those of the first evaluation, and no `mat` is claimed."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    values = recipe(distilled, tmp_path, precision="fp32")
+    values = values.model_copy(update={"eval": HeldOutRecipe(every=1, fraction=1e-9)})
+    trainer = loop.make_trainer(values, Run(tmp_path))
+    trainer.start()
+    trainer.train()
+    found = drafters.load(tmp_path / "drafter")
+    assert found.info["steps"] == 2 and found.info["mat"] == {}
+    last = trainer.trainee.module.state_dict()
+    assert all(torch.equal(found.tensors[name], last[name]) for name in last)
+    assert math.isnan(trainer.result().mat)

@@ -1,0 +1,286 @@
+"""Target features are the same wherever they are kept, survive a kill, and never belong to something else."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from specctl.decoding.target import Target, builtin_path
+from specctl.drafters import eagle3
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.errors import CheckpointError, Interrupted, SpecctlError
+from specctl.formats import checkpoint as drafters
+from specctl.progress import interrupts
+from specctl.recipe import DrafterRecipe, FeatureRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training import feature_files, features, loop
+from specctl.training.data import Example
+from specctl.training.feature_files import GB, choose
+from specctl.training.features import FeatureStore, slot_batch
+
+TAPS = (1, 2)
+CACHED = FeatureRecipe(mode="cached")
+
+
+@pytest.fixture(scope="module")
+def examples():
+    random = torch.Generator().manual_seed(0)
+    return [Example(i, f"p{i}", torch.randint(5, 500, (8 + i % 5,), generator=random).tolist(), 4) for i in range(12)]
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    """About three examples in each."""
+    monkeypatch.setattr(features, "SHARD_BYTES", 2**16)
+
+
+def cached(target, examples, place, *, taps=TAPS, **ranks):
+    store = FeatureStore(target, taps)
+    store.prepare(examples, CACHED, place, **ranks)
+    return store
+
+
+def shards(place):
+    return sorted(place.glob("*/*.safetensors"))
+
+
+def same(ours, theirs):
+    """Bitwise, example by example."""
+    pairs = [(vars(a).values(), vars(b).values()) for a, b in zip(ours, theirs, strict=True)]
+    return all(torch.equal(x, y) for a, b in pairs for x, y in zip(a, b, strict=True))
+
+
+def train(distilled, place, mode, **changes):
+    """Losses of three steps and the weights."""
+    place.mkdir(parents=True, exist_ok=True)
+    recipe = TrainRecipe(
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        distilled=distilled,
+        output_dir=place / "drafter",
+        drafter=DrafterRecipe(vocab_size=256),
+        max_steps=3,
+        ttt_steps=2,
+        batch_tokens=256,
+        eval=HeldOutRecipe(prompts=1, max_new_tokens=2),
+        optimizer=OptimizerRecipe(type="adamw"),
+        features=FeatureRecipe(mode=mode, dir=place.parent / "features"),
+        precision="fp32",
+        **changes,
+    )
+    try:
+        loop.train_drafter(recipe, Run(place))
+    finally:
+        interrupts.reset()
+        path = place / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    return losses, drafters.load(place / "drafter").tensors
+
+
+def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
+    distilled, target, tmp_path, monkeypatch, small_shards
+):
+    """Bitwise in fp32; the cached run is stopped once while it writes features and once after a step."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    runs = {mode: train(distilled, tmp_path / mode, mode) for mode in ("memory", "online")}
+    place = tmp_path / "cached"
+    compute, computed = FeatureStore._compute, []
+
+    def stop_at_the_tenth(self, group):
+        computed.append(group)
+        if len(computed) == 10:
+            interrupts._note(15, None)
+        return compute(self, group)
+
+    monkeypatch.setattr(FeatureStore, "_compute", stop_at_the_tenth)
+    with pytest.raises(Interrupted):
+        train(distilled, place, "cached")
+    kept = {path: path.stat().st_mtime_ns for path in shards(tmp_path / "features")}
+    assert kept
+    step = loop.Trainer._step
+
+    def stop_after_one(self, bar):
+        step(self, bar)
+        if self.at.step == 1:
+            interrupts._note(15, None)
+
+    monkeypatch.setattr(loop.Trainer, "_step", stop_after_one)
+    with pytest.raises(Interrupted):
+        train(distilled, place, "cached", resume=True)
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in shards(tmp_path / "features")}.items()
+    monkeypatch.setattr(loop.Trainer, "_step", step)
+    computed.clear()
+    runs["cached"] = train(distilled, place, "cached", resume=True)
+    assert len(computed) == 1, "one sequence runs again, to compare the target's weights"
+    assert runs["memory"][0] == runs["online"][0] == runs["cached"][0]
+    for mode in ("online", "cached"):
+        assert all(torch.equal(runs[mode][1][name], tensor) for name, tensor in runs["memory"][1].items())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: os.truncate(path, path.stat().st_size - 8),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(shards(path.parent.parent)[0].read_bytes()),
+        lambda path: path.write_bytes(b""),
+    ],
+    ids=["truncated", "missing", "another shard", "empty"],
+)
+def test_a_damaged_shard_is_made_again_alone(target, examples, tmp_path, small_shards, damage):
+    first = cached(target, examples, tmp_path)
+    expected = [dataclasses.replace(f) for f in FeatureStore(target, TAPS).get(examples)]
+    files = shards(tmp_path)
+    assert len(files) >= 3
+    before = {path: path.stat().st_mtime_ns for path in files}
+    damage(files[1])
+    files[1].with_name(f".{files[1].name}.tmp").write_bytes(b"left by a kill")
+    del first
+    again = cached(target, examples, tmp_path)
+    assert same(again.get(examples), expected)
+    changed = [path for path in files if path.stat().st_mtime_ns != before[path]]
+    assert changed == [files[1]]
+    assert not list(tmp_path.glob("*/.*.tmp")) and not list(tmp_path.glob("*/*.lock"))
+
+
+def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, monkeypatch):
+    cached(target, examples, tmp_path)
+    cached(target, examples, tmp_path, taps=(2, 1))
+    cut = dataclasses.replace(examples[3], tokens=examples[3].tokens[:-1])
+    cached(target, [*examples[:3], cut, *examples[4:]], tmp_path)
+    monkeypatch.setitem(target.identity, "revision", "other")
+    cached(target, examples, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_target_whose_weights_changed_is_refused(target, examples, tmp_path, monkeypatch):
+    """A directory fine-tuned in place keeps its name, its sizes and its vocabulary."""
+    cached(target, examples, tmp_path)
+    monkeypatch.setattr(target.model.norm, "scale", target.model.norm.scale * 1.2)
+    with pytest.raises(CheckpointError, match="holds features of other weights"):
+        cached(target, examples, tmp_path)
+
+
+def test_no_byte_is_written_where_there_is_no_room(target, examples, tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "disk", lambda path: (1000, 0))
+    with pytest.raises(SpecctlError, match=r"need 0\.0 GB more in .*, where 0\.0 GB are free") as caught:
+        cached(target, examples, tmp_path / "new")
+    assert "features.dir" in caught.value.hint and "features.mode=online" in caught.value.hint
+    assert not (tmp_path / "new").exists()
+
+
+def test_processes_on_one_disk_need_the_sum(target, examples, tmp_path, monkeypatch):
+    """Each alone would fit; a process of another machine with a disk of its own does not count."""
+    need = FeatureStore(target, TAPS).estimate(examples[0::2])
+    monkeypatch.setattr(features, "disk", lambda path: (2 * need, 7))
+    for other, fits in ((7, False), (8, True)):
+        monkeypatch.setattr(
+            features, "_over_ranks", lambda values, *rest, other=other: [values, [other, 2 * need], [other, need]]
+        )
+        store = FeatureStore(target, TAPS)
+        if fits:
+            store.prepare(examples, CACHED, tmp_path, 0, 2)
+        else:
+            with pytest.raises(SpecctlError, match="GB more"):
+                store.prepare(examples, CACHED, tmp_path, 0, 2)
+
+
+def test_each_rank_keeps_its_own(target, examples, tmp_path, monkeypatch):
+    """And computes what it is asked of others: a rank without a share of a batch runs somebody else's example."""
+    monkeypatch.setattr(features, "_over_ranks", lambda values, *rest: [values])
+    ranks = [cached(target, examples, tmp_path, rank=rank, world=2) for rank in range(2)]
+    assert [path.name[:4] for path in shards(tmp_path)] == ["0of2", "1of2"]
+    whole = FeatureStore(target, TAPS).get(examples)
+    for rank, store in enumerate(ranks):
+        assert all((e.index in store.kept) == (e.index % 2 == rank) for e in examples)
+        assert same(store.get(examples), whole)
+
+
+def test_two_writers_of_one_directory(target, examples, tmp_path, small_shards):
+    store = cached(target, examples, tmp_path)
+    with store.kept.writing():
+        cached(target, examples, tmp_path)  # a reader needs no lock
+        shards(tmp_path)[0].unlink()
+        with pytest.raises(SpecctlError, match="is being written by process"):
+            cached(target, examples, tmp_path)
+
+
+def test_few_shards_are_mapped_at_a_time(target, examples, tmp_path, monkeypatch, small_shards):
+    """Mapped pages count as this process' memory: the whole set must not pile up."""
+    monkeypatch.setattr(feature_files, "OPEN", 2)
+    store = cached(target, examples, tmp_path)
+    found = store.get(examples)
+    assert len(shards(tmp_path)) > 2 >= len(store.kept._open)
+    assert same(found, FeatureStore(target, TAPS).get(examples)), "views outlive the handle of their file"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "free", "chosen"),
+    [
+        ({}, 1, 0, "memory"),
+        ({}, 5, 100, "online"),
+        ({"dir": "d"}, 1, 100, "memory"),
+        ({"dir": "d"}, 5, 100, "cached"),
+        ({"dir": "d"}, 5, 5, "online"),
+        ({"mode": "online"}, 1, 100, "online"),
+        ({"mode": "memory"}, 1, 0, "memory"),
+        ({"mode": "memory"}, 5, 100, "features.budget_gb is 2"),
+        ({"mode": "cached"}, 5, 6, "cached"),
+        ({"mode": "cached"}, 5, 5, "5.0 GB more in place, where 5.0 GB are free"),
+    ],
+)
+def test_the_mode(tmp_path, capsys, recipe, size, free, chosen):
+    """`auto` fills no disk unasked; a mode that was asked for is not replaced by another."""
+    options = FeatureRecipe(**recipe)
+    if " " in chosen:
+        with pytest.raises(SpecctlError, match=chosen):
+            choose(options, Path("place"), size * GB, size * GB, free * GB)
+        return
+    assert choose(options, Path("place"), size * GB, size * GB, free * GB) == chosen
+    assert "target features" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["taps", "teacher"])
+def test_a_state_that_is_not_finite_names_its_prompt(target, examples, monkeypatch, value, where):
+    real = target.model.forward
+
+    def poisoned(tokens, *rest):
+        hidden, tapped = real(tokens, *rest)
+        chosen = {"taps": tapped, "teacher": hidden}[where]
+        rows = (tokens == examples[7].tokens[4]).any(1)
+        chosen[rows, 4, 3] = value
+        return hidden, tapped
+
+    monkeypatch.setattr(target.model, "forward", poisoned)
+    store = FeatureStore(target, TAPS)
+    with pytest.raises(SpecctlError, match=r"not finite for prompt p7$"):
+        store.get([examples[7]])
+
+
+@pytest.mark.parametrize(("path", "length"), [("lean", 32_768), ("transformers", 8192)])
+def test_a_long_sample(path, length, largest_tensor):
+    """Target pass, packing, training-time test and gradients of one long document, with nothing quadratic in it."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_path())
+    sizes = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+    )
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=len(tokenizer), max_position_embeddings=length, eos_token_id=3
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    target = Target("tiny", model, tokenizer, path=path)
+    document = Example(0, "long", torch.randint(5, 500, (length,)).tolist(), length - 200)
+    store = FeatureStore(target, (1,))
+    head = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=64, taps=[1]), target), torch.arange(64))
+    head.steps, head.decay = 2, 0.8
+    with largest_tensor() as seen:
+        batch = slot_batch([document], store.get([document]), 2, head.t2d)
+        total, _, _ = head(batch, target.model.embedding, target.head_weight[:64])
+        total.backward()
+    assert total.isfinite() and batch.features.shape == (length - 2, 16)
+    assert seen.elements < 300 * length
