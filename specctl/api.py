@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specctl.evaluation.importing import ImportResult
     from specctl.evaluation.matrix import EvalResult
     from specctl.formats.exporting import ExportResult
-    from specctl.training.loop import TrainResult
+    from specctl.training.outcome import TrainResult
 
 FUNCTIONS = {
     "distill": ("specctl.distillation.generate", "distill"),

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeI
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LocalPath = Annotated[Path, Field(strict=False)]
-Arch = Literal["eagle", "eagle3", "hydra", "medusa", "lm"]
+Arch = Literal["eagle", "eagle3", "hydra", "medusa", "lm", "retrieval"]
 
 
 def _split(value: Any) -> Any:
@@ -365,7 +365,7 @@ class EvalRecipe(ResumableRecipe):
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
-    drafters: list[str] = []  # drafter directories, or the name of a family without weights: lookup
+    drafters: list[str] = []  # drafter directories, or the name of a family without weights: lookup, suffix
     pool: LocalPath | None = None  # directory of drafter directories
     matrix: bool = False
     metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # in the cells of the matrix

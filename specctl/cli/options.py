@@ -79,12 +79,14 @@ FLAGS: dict[str, Flag] = {
     "top_p": Flag(("sampling.top_p",), float, "Nucleus; 1 is off."),
     "top_k": Flag(("sampling.top_k",), int, "0 is off."),
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
-    "arch": Flag(("arch",), str, "Drafter architecture: eagle3, eagle, hydra, medusa, lm."),
+    "arch": Flag(("arch",), str, "Drafter architecture: eagle3, eagle, hydra, medusa, lm or retrieval."),
     "each": Flag(("each",), bool, "One drafter per domain, into one directory, instead of one for the mixture."),
     "init": Flag(("init",), Path, "Drafter to start from: fine-tunes it to the domain.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
-    "drafter": Flag(("drafter",), str, "Drafter directory, or lookup.", metavar="PATH"),
-    "drafters": Flag(("drafters",), list[str], "Drafter directory, or lookup; repeatable.", _names, metavar="PATH"),
+    "drafter": Flag(("drafter",), str, "Drafter directory, or lookup or suffix.", metavar="PATH"),
+    "drafters": Flag(
+        ("drafters",), list[str], "Drafter directory, or lookup or suffix; repeatable.", _names, metavar="PATH"
+    ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
     "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),
     "metric": Flag(("metric",), str, "Cells of the matrix: mat, speedup or accept_rate."),

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specctl.cli.output import cell, output
+from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
-
-WITHOUT_WEIGHTS = ("lookup",)  # drafters that are named, not loaded
 
 
 def check_data(data: DataRecipe) -> None:
@@ -41,10 +40,10 @@ def _step(path: str) -> str:
 def check_drafters(names: list[str]) -> None:
     """Each is a drafter directory or a drafter that needs no weights. Raises UsageError, CheckpointError."""
     for name in names:
-        if name in WITHOUT_WEIGHTS:
+        if name in WEIGHTLESS:
             continue
         if not Path(name).is_dir():
-            raise UsageError(f"no drafter {name}", hint=f"a drafter directory, or {', '.join(WITHOUT_WEIGHTS)}")
+            raise UsageError(f"no drafter {name}", hint=f"a drafter directory, or {', '.join(WEIGHTLESS)}")
         if not (Path(name) / "config.json").is_file():
             raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
 

@@ -107,17 +107,25 @@ def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[
     if not first:
         found.append(plan.check_target(recipes[0].target))
     for recipe in recipes:
-        lengths = {"epochs": recipe.epochs, "steps": recipe.max_steps, "minutes": recipe.max_minutes}
-        until = " or ".join(f"{length:g} {name}" for name, length in lengths.items() if length) or "the default length"
-        what = "a LoRA adapter of" if recipe.lora.enabled else "from" if recipe.init else ""
-        start = f"{what} {recipe.init} " if recipe.init else ""
-        found += [
-            f"read distilled data from {', '.join(map(str, recipe.sources))}",
-            f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
-            f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
-            f"write the drafter to {recipe.output}",
-        ]
+        found.append(f"read distilled data from {', '.join(map(str, recipe.sources))}")
+        found += _collecting(recipe) if recipe.arch == "retrieval" else _training(recipe)
+        found.append(f"write the drafter to {recipe.output}")
     return found
+
+
+def _collecting(recipe: TrainRecipe) -> list[str]:
+    return ["index the responses, without training", f"measure mat on {recipe.eval.prompts} held-out prompts"]
+
+
+def _training(recipe: TrainRecipe) -> list[str]:
+    lengths = {"epochs": recipe.epochs, "steps": recipe.max_steps, "minutes": recipe.max_minutes}
+    until = " or ".join(f"{length:g} {name}" for name, length in lengths.items() if length) or "the default length"
+    what = "a LoRA adapter of" if recipe.lora.enabled else "from" if recipe.init else ""
+    start = f"{what} {recipe.init} " if recipe.init else ""
+    return [
+        f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
+        f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
+    ]
 
 
 def show_pool(document: dict[str, Any]) -> Any:

@@ -47,6 +47,16 @@ class DraftTree:
         )
         return cls(tokens.view(len(chains), width), parents.view(len(chains), width), rows)
 
+    @classmethod
+    def from_trees(cls, trees: list[tuple[list[int], list[int]]], device: torch.device) -> DraftTree:
+        """(tokens, parents) of any length, one pair per sequence; what is a chain throughout is marked as one."""
+        if all(parents == list(range(-1, len(parents) - 1)) for _, parents in trees):
+            return cls.from_chains([tokens for tokens, _ in trees], device)
+        width = max(len(tokens) for tokens, _ in trees)
+        tokens = [tokens + [0] * (width - len(tokens)) for tokens, _ in trees]
+        parents = [parents + [PADDING] * (width - len(parents)) for _, parents in trees]
+        return cls(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False)
+
     @property
     def size(self) -> int:
         return self.tokens.shape[1]

@@ -11,10 +11,10 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from specctl.decoding.draft import Drafter, NoDraft
+from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters.lookup import Lookup
 from specctl.drafters.lora import Adapter
+from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError
 from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
@@ -26,26 +26,21 @@ FAMILIES = {
     "hydra": "specctl.drafters.hydra",
     "medusa": "specctl.drafters.medusa",
     "lm": "specctl.drafters.lm",
+    "retrieval": "specctl.drafters.retrieval",
 }
-WEIGHTLESS: dict[str, Callable[[DraftingRecipe], Drafter]] = {
-    "none": lambda drafting: NoDraft(),
-    "lookup": lambda drafting: Lookup(drafting.depth),
-}
-"""Drafters that are named, not loaded."""
 
 
 class Family(Protocol):
-    """The module of a family with weights. `config` is a checkpoint's config.json, `tensors` its weights.
+    """The Python module of a family whose drafters are kept in directories.
 
     A family whose drafters have `adapted(adapter)` names the projections of its module in `ADAPTABLE`.
+
+    `module` is what one of them holds, weights or a datastore; `config` is a checkpoint's config.json, `tensors` its
+    model.safetensors.
     """
 
-    def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The module's state dict as a checkpoint stores it."""
-        ...
-
-    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> nn.Module:
-        """The trainable module; CheckpointError where weights and architecture do not fit."""
+    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+        """What was trained or collected; CheckpointError where tensors and architecture do not fit."""
         ...
 
     def drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
@@ -56,8 +51,16 @@ class Family(Protocol):
         """config.json of a checkpoint of this module; `target` is `Target.identity`."""
         ...
 
+
+class TrainableFamily(Family, Protocol):
+    """A family whose modules are `nn.Module`s and learn by gradients."""
+
     def prepare(self, module: Any, recipe: TrainRecipe) -> None:
         """Set the module's training options (a restored one is made to decode)."""
+        ...
+
+    def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The module's state dict as a checkpoint stores it."""
         ...
 
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
@@ -69,6 +72,11 @@ class Family(Protocol):
 def family(name: str) -> Family:
     """The module of a family."""
     return cast(Family, importlib.import_module(FAMILIES[name]))
+
+
+def trainable(name: str) -> TrainableFamily:
+    """The module of a family that learns by gradients."""
+    return cast(TrainableFamily, family(name))
 
 
 def load_drafter(

@@ -52,7 +52,7 @@ def steps(trainer: Trainer, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--distilled", type=Path, required=True)
-    parser.add_argument("--arch", default="eagle3", choices=get_args(Arch))
+    parser.add_argument("--arch", default="eagle3", choices=sorted({*get_args(Arch)} - {"retrieval"}))
     parser.add_argument("--steps", type=int, default=None, help="60, or 24 against speculators")
     parser.add_argument("--against-speculators", type=Path, metavar="PYTHON", help="time eagle3 against speculators")
     parser.add_argument("--gradient-checkpointing", action="store_true")

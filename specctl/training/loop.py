@@ -6,46 +6,27 @@ accuracy with low acceptance in service is the most frequent complaint in this f
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from specctl.decoding.loop import Decoded, decode
-from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.errors import SpecctlError
 from specctl.formats import checkpoint as drafter_directory
 from specctl.progress import Progress, interrupts, log, track
 from specctl.recipe import TrainRecipe
-from specctl.runs import Run, to_json
+from specctl.runs import Run
 from specctl.training import checkpoint
+from specctl.training.collect import collect
 from specctl.training.data import Corpus, Example, batches, load_corpus
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.logging import Trackers
+from specctl.training.outcome import TrainResult, facts, held_out_acceptance, recipe_hash
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainees import Trainee, make_trainee
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The result document. `tokens_per_s` counts response tokens over the time spent in training steps; `mat` and
-    `acceptance_by_position` are those of the kept drafter on the held-out prompts; NaN (null in JSON) without any."""
-
-    arch: str
-    domain: str
-    params: int
-    steps: int
-    train_tokens: int
-    tokens_per_s: float
-    final_loss: float
-    mat: float
-    acceptance_by_position: list[float]
-    drafter: str
 
 
 @dataclass
@@ -62,13 +43,16 @@ class Progressed:
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
-    """Train the drafter that `recipe` describes and write it to `recipe.output`.
+    """Train the drafter that `recipe` describes, or collect it where nothing is trained, and write it to
+    `recipe.output`.
 
     Raises:
         DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
         Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
         SpecctlError: the loss or a gradient is not finite; the last checkpoint is from before that.
     """
+    if recipe.arch == "retrieval":
+        return collect(recipe, run)
     trainer = make_trainer(recipe, run)
     try:
         trainer.start()
@@ -227,39 +211,17 @@ class Trainer:
             if not self.corpus.held_out:  # nothing to choose by: the last one is kept
                 self._write(tensors)
                 return
-            decoded = self._decode(tensors)
-            passes = sum(d.target_passes for d in decoded)
-            mat = sum(d.decoded_tokens for d in decoded) / passes if passes else 1.0
-            acceptance = acceptance_by_position(decoded)
+            drafter = self.trainee.drafter(tensors)
+            mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus, drafter)
             self.run.metrics(step=at.step, mat=mat, acceptance_by_position=acceptance)
             self.trackers.log(at.step, mat=mat)
             if mat > at.best_mat:
                 at.best_mat, at.best_acceptance = mat, acceptance
                 self._write(tensors)
 
-    def _decode(self, tensors: dict[str, torch.Tensor]) -> list[Decoded]:
-        prompts = self.corpus.held_out
-        drafter = self.trainee.drafter(tensors)
-        return decode(
-            self.target,
-            prompts,
-            sampling=GREEDY,
-            max_new_tokens=self.recipe.eval.max_new_tokens,
-            seeds=[0] * len(prompts),
-            drafter=drafter,
-        )
-
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         at, recipe = self.at, self.recipe
-        info = {
-            "domain": self.corpus.domains,
-            "data_fingerprint": self.corpus.fingerprint,
-            "recipe": at.recipe,
-            "steps": at.step,
-            "train_tokens": at.tokens,
-            "mat": {"held-out " + "+".join(self.corpus.domains): round(at.best_mat, 3)} if at.best_mat else {},
-            "licence": "that of the target",
-        }
+        info = facts(recipe, self.corpus, steps=at.step, tokens=at.tokens, mat=at.best_mat)
         kept = self.trainee.tensors(tensors)
         drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
 
@@ -280,23 +242,3 @@ class Trainer:
             acceptance_by_position=at.best_acceptance,
             drafter=str(self.recipe.output),
         )
-
-
-def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
-    """P(draft token at depth d is accepted | it was verified), d = 1 … ."""
-    depth = max((len(d.offered_by_depth) for d in decoded), default=0)
-    result = []
-    for k in range(depth):
-        offered = sum(d.offered_by_depth[k] for d in decoded if len(d.offered_by_depth) > k)
-        accepted = sum(d.accepted_by_depth[k] for d in decoded if len(d.accepted_by_depth) > k)
-        result.append(accepted / offered if offered else 0.0)
-    return result
-
-
-def recipe_hash(recipe: TrainRecipe) -> str:
-    """16 hex digits over what decides the weights: everything but where and how the run is recorded or continued, and
-    where features are kept."""
-    values: dict[str, Any] = recipe.model_dump(
-        mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources", "features"}
-    )
-    return hashlib.sha256(to_json(values).encode()).hexdigest()[:16]

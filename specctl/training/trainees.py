@@ -36,7 +36,7 @@ class Trainee:
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         self.recipe, self.target = recipe, target
-        self.family = pool.family(recipe.arch)
+        self.family = pool.trainable(recipe.arch)
         self.base: Any = None  # of an adapter: the drafter whose weights it shares
         self.origin: dict[str, Any] = {}
         if recipe.init is not None:

@@ -32,6 +32,17 @@ def test_every_recipe_is_dry_run(specctl, workplace, name):
     assert sorted(workplace.rglob("*")) == before
 
 
+def test_a_store_is_not_said_to_be_trained(specctl):
+    steps = specctl("train-drafter", "--arch", "retrieval", "--dry-run", "--json").json["steps"]
+    assert any(step.startswith("index the responses") for step in steps)
+    assert not any("ZeRO" in step for step in steps)
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "suffix"])
+def test_drafters_without_weights_are_named(specctl, name):
+    assert specctl("eval", "--drafter", name, "--dry-run").code == 0
+
+
 def test_every_command_has_a_recipe():
     assert {command_of(name) for name in YAML} == set(RECIPES)
 

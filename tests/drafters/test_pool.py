@@ -1,6 +1,8 @@
 """Drafters by name, by directory and by pool; what cannot be used is an error that says what would be right."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from specctl.decoding.draft import NoDraft
 from specctl.drafters import lm
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
+from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError
 from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe, DraftingRecipe
@@ -33,6 +36,14 @@ def test_by_name(target):
     assert isinstance(load_drafter("none", target, DRAFTING), NoDraft)
     lookup = load_drafter("lookup", target, DraftingRecipe(depth=4))
     assert isinstance(lookup, Lookup) and lookup.depth == 4
+    suffix = load_drafter("suffix", target, DraftingRecipe(depth=4, nodes=5, children=2))
+    assert isinstance(suffix, Suffix) and (suffix.depth, suffix.nodes, suffix.children) == (4, 5, 2)
+
+
+def test_names_are_checked_without_torch():
+    """The command line does so before it loads anything."""
+    code = "import sys, specctl.drafters.weightless; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_by_directory(target, tmp_path):

@@ -13,10 +13,12 @@ from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, lm
+from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.head import HeadConfig
 from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape as Eagle3Shape
 from specctl.recipe import TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, own_weights, perfect, ragged
@@ -82,12 +84,19 @@ DRAFTERS = {
     "trees": lambda target, texts: bushes(texts, 0, target.vocab_size),
     "full trees": lambda target, texts: Scripted(full_tree(texts), chain=False),
     "lookup": lambda target, texts: Lookup(),
+    "suffix": lambda target, texts: Suffix(),
+    "retrieval": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
     "lm": lambda target, texts: lm.LMDrafter(own_weights(target, 0.1), target, lm.Shape(4, 0.1, False)),
     "lm itself": lambda target, texts: lm.LMDrafter(own_weights(target), target, lm.Shape(5, 0.0, False)),
     "eagle": lambda target, texts: random_eagle(target, Eagle3Shape(4, 2, 8, 2, 0.0)),
     "eagle3 chain": lambda target, texts: random_eagle3(target, Eagle3Shape(4, 1, 4, 1, 0.0)),
     "eagle3 tree": lambda target, texts: random_eagle3(target, Eagle3Shape(3, 2, 7, 2, 0.0)),
 }
+
+
+def misprinted(text):
+    """Every ninth token is another one: drafts from it are long, and wrong in the middle."""
+    return [token + 1 if at % 9 == 8 else token for at, token in enumerate(text)]
 
 
 def full_tree(texts):
@@ -141,7 +150,7 @@ def assert_counts(one):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["lookup", "ragged", "perfect", "eagle3 chain"])
+@pytest.mark.parametrize("kind", ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain"])
 def test_exact_mode_at_temperature_one(dtype, kind, target, prompts):
     """Chains in fixed shapes: bitwise, so also in bf16, where batch and single plain decoding differ otherwise."""
     here = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype="bf16")
@@ -164,7 +173,7 @@ def test_a_perfect_drafter_is_accepted_whole(target, prompts, plain):
 def test_switching_drafters_every_round(target, prompts, plain):
     """Each of them sits idle while others commit tokens; a stale cache would draft on, unseen but for acceptance."""
     texts = whole(plain(GREEDY))
-    names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "garbage", "lm itself"]
+    names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "retrieval", "garbage", "lm itself"]
     controller = Rotate([DRAFTERS[name](target, texts) for name in names])
     own = [d for d in controller.drafters if isinstance(d, lm.LMDrafter)]
     accepted = []
@@ -187,7 +196,7 @@ def test_switching_drafters_every_round(target, prompts, plain):
     assert accepted and all(accepted)
 
 
-@pytest.mark.parametrize("name", ["perfect", "trees", "lookup", "lm itself"])
+@pytest.mark.parametrize("name", ["perfect", "trees", "lookup", "retrieval", "lm itself"])
 def test_end_of_sequence_inside_a_draft(target, prompts, plain, name, monkeypatch):
     """The draft goes on behind the end of the text: neither the tokens nor the counts may show it."""
     texts = whole(plain(GREEDY))
@@ -209,7 +218,7 @@ def test_shrinking_batch(target, prompts, plain):
     texts = whole(plain(HOT))
     batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 18, 5, 9, 13, 20]
     sizes = set()
-    for name in ("lookup", "lm", "trees", "eagle3 tree"):
+    for name in ("lookup", "retrieval", "lm", "trees", "eagle3 tree"):
         found = decode(
             target,
             batch,

@@ -1,0 +1,86 @@
+"""What `train-drafter` says about the drafter it made: acceptance on held-out prompts, drafter.json, the result."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from specctl.decoding.draft import Drafter
+from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import Target
+from specctl.recipe import TrainRecipe
+from specctl.runs import to_json
+from specctl.training.data import Corpus
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result document. `tokens_per_s` counts response tokens over the time spent in training steps (or collecting);
+    `mat` and `acceptance_by_position` are those of the kept drafter on the held-out prompts; NaN (null in JSON) without
+    any."""
+
+    arch: str
+    domain: str
+    params: int
+    steps: int
+    train_tokens: int
+    tokens_per_s: float
+    final_loss: float
+    mat: float
+    acceptance_by_position: list[float]
+    drafter: str
+
+
+def held_out_acceptance(
+    recipe: TrainRecipe, target: Target, corpus: Corpus, drafter: Drafter
+) -> tuple[float, list[float]]:
+    """mat and acceptance by position of `drafter` on the held-out prompts, decoded greedily; (NaN, []) without any."""
+    if not corpus.held_out:
+        return math.nan, []
+    decoded = decode(
+        target,
+        corpus.held_out,
+        sampling=GREEDY,
+        max_new_tokens=recipe.eval.max_new_tokens,
+        seeds=[0] * len(corpus.held_out),
+        drafter=drafter,
+    )
+    passes = sum(d.target_passes for d in decoded)
+    mat = sum(d.decoded_tokens for d in decoded) / passes if passes else 1.0
+    return mat, acceptance_by_position(decoded)
+
+
+def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
+    """P(draft token at depth d is accepted | it was verified), d = 1 … ."""
+    depth = max((len(d.offered_by_depth) for d in decoded), default=0)
+    result = []
+    for k in range(depth):
+        offered = sum(d.offered_by_depth[k] for d in decoded if len(d.offered_by_depth) > k)
+        accepted = sum(d.accepted_by_depth[k] for d in decoded if len(d.accepted_by_depth) > k)
+        result.append(accepted / offered if offered else 0.0)
+    return result
+
+
+def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: float) -> dict[str, Any]:
+    """drafter.json: where the drafter comes from, and how well it drafts."""
+    return {
+        "domain": corpus.domains,
+        "data_fingerprint": corpus.fingerprint,
+        "recipe": recipe_hash(recipe),
+        "steps": steps,
+        "train_tokens": tokens,
+        "mat": {"held-out " + "+".join(corpus.domains): round(mat, 3)} if corpus.held_out else {},
+        "licence": "that of the target",
+    }
+
+
+def recipe_hash(recipe: TrainRecipe) -> str:
+    """16 hex digits over what decides the weights: everything but where and how the run is recorded or continued, and
+    where features are kept."""
+    values: dict[str, Any] = recipe.model_dump(
+        mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources", "features"}
+    )
+    return hashlib.sha256(to_json(values).encode()).hexdigest()[:16]

@@ -1,0 +1,141 @@
+"""The suffix automaton against its definition: classes of substrings by where they end, counted one by one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specctl.drafters.automaton import UNSEEN, Match, SuffixAutomaton
+
+TEXT = st.lists(st.integers(0, 2), max_size=24)
+
+
+def automaton_of(ids):
+    automaton = SuffixAutomaton()
+    automaton.extend(ids)
+    return automaton
+
+
+def ends(ids, gram):
+    return [end for end in range(len(gram), len(ids) + 1) if ids[end - len(gram) : end] == gram]
+
+
+def counted(ids):
+    """Update exclusion by definition: {substring: {follower: count}}, the followers in the order last seen."""
+    counts = {}
+    for at, token in enumerate(ids):
+        before, known = ids[:at], None
+        for size in range(at, -1, -1):
+            gram = before[at - size :]
+            if known is not None and ends(before, gram) != known:
+                break  # longer substrings of the class that knew the token were the last to count
+            followers = counts.setdefault(tuple(gram), {})
+            if token in followers:
+                known = ends(before, gram)
+            followers[token] = followers.pop(token, 0) + 1
+    return counts
+
+
+def strings(automaton):
+    """Every substring, with its state."""
+    waiting = [((), 0)]
+    while waiting:
+        gram, state = waiting.pop()
+        yield gram, state
+        waiting += [((*gram, token), to) for token, to in automaton.next[state].items()]
+
+
+@given(TEXT)
+def test_substrings_followers_and_counts(ids):
+    """A clone without its counts, or a redirected transition too few, shows here."""
+    automaton, expected = automaton_of(ids), counted(ids)
+    found = dict(strings(automaton))
+    assert set(found) == {tuple(ids[a:b]) for a in range(len(ids) + 1) for b in range(a, len(ids) + 1)}
+    for gram, state in found.items():
+        assert list(automaton.count[state].items()) == list(expected.get(gram, {}).items())
+        assert automaton.total[state] == sum(automaton.count[state].values())
+
+
+@given(TEXT)
+def test_the_match_is_the_longest_suffix_seen_before(ids):
+    automaton = automaton_of(ids)
+    sizes = [size for size in range(len(ids)) if len(ends(ids, ids[len(ids) - size :])) > 1]
+    assert automaton.length[automaton.match] == max(sizes, default=0)
+
+
+@given(text=TEXT, cuts=st.lists(st.integers(0, 24), max_size=5))
+def test_text_that_grows_by_pieces(text, cuts):
+    """The match state after every commit is that of an automaton built from nothing."""
+    automaton = SuffixAutomaton()
+    for cut in [*sorted(cuts), len(text)]:
+        automaton.extend(text[:cut])
+        automaton.extend(text, cut)  # nothing new
+        assert vars(automaton) == vars(automaton_of(text[:cut]))
+
+
+def fibonacci(size):
+    a, b = [0], [0, 1]
+    while len(b) < size:
+        a, b = b, b + a
+    return b[:size]
+
+
+ADVERSARIAL = {
+    "equal tokens": [7] * 5000,
+    "two in turn": [1, 2] * 2500,
+    "most states": [1] + [2] * 4999,
+    "fibonacci": fibonacci(5000),
+    "one token with ever new followers": [token for i in range(2500) for token in (0, i + 1)],
+    "all different": list(range(5000)),
+}
+
+
+@pytest.mark.parametrize("ids", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_linear_in_memory_and_work(ids, monkeypatch):
+    """Work is counted in visits of a state; copies of transitions are bounded by the transitions that remain."""
+    visits = 0
+    count = SuffixAutomaton._count
+
+    def counting(self, state, token):
+        nonlocal visits
+        visits += 1
+        count(self, state, token)
+
+    monkeypatch.setattr(SuffixAutomaton, "_count", counting)
+    automaton = automaton_of(ids)
+    assert len(automaton.length) <= 2 * len(ids) - 1 + 1
+    assert sum(map(len, automaton.next)) <= 3 * len(ids) - 4
+    assert visits <= 3 * len(ids)
+
+
+@pytest.mark.parametrize("ids", [[], [5], [5, 6]])
+def test_nothing_to_match(ids):
+    automaton = automaton_of(ids)
+    assert automaton.match == 0
+    assert Match.of(automaton).followers(3) == []
+
+
+def test_the_last_seen_followers_with_their_shares():
+    """Behind 1 stood 2, 3, 2 and 4; the last two kinds seen are asked for."""
+    automaton = automaton_of([1, 2, 1, 3, 1, 2, 1, 4, 9, 1])
+    found = Match.of(automaton).followers(2)
+    weight = 4 + 3 * UNSEEN
+    assert [(follower.token, follower.probability) for follower in found] == [(4, 1 / weight), (2, 2 / weight)]
+
+
+def test_a_longer_match_is_trusted_more():
+    """Each token of the draft is part of the match behind which the next one stands."""
+    automaton = automaton_of([1, 2, 3, 4, 8, 1, 2])
+    (three,) = Match.of(automaton).followers(1)
+    (four,) = three.behind.followers(1)
+    assert (three.token, three.probability) == (3, 1 / (1 + UNSEEN / 4))
+    assert (four.token, four.probability) == (4, 1 / (1 + UNSEEN / 9))
+
+
+def test_a_periodic_text_goes_on():
+    automaton = automaton_of([5, 6, 5, 6, 5])
+    place, read = Match.of(automaton), []
+    for _ in range(7):
+        (follower,) = place.followers(1)
+        read.append(follower.token)
+        place = follower.behind
+    assert read == [6, 5, 6, 5, 6, 5, 6]

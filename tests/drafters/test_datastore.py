@@ -1,0 +1,86 @@
+"""The suffix array against sorting, lookups against a scan of the documents."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specctl.drafters import datastore
+from specctl.drafters.datastore import LONGEST, SEPARATOR, UNSEEN, Datastore, suffix_array
+from specctl.drafters.trie import Shape, grow
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=4)
+
+
+def by_sorting(tokens):
+    return sorted(range(len(tokens)), key=lambda at: (tokens[at : at + LONGEST], at))
+
+
+@given(st.lists(st.integers(SEPARATOR, 2), min_size=1, max_size=80))
+def test_suffix_array_is_sorted_suffixes(tokens):
+    """An alphabet of four and long texts: many suffixes agree in more than the tokens that are compared."""
+    assert suffix_array(torch.tensor(tokens, dtype=torch.int32)).tolist() == by_sorting(tokens)
+
+
+@pytest.mark.parametrize("tokens", [[3], [7] * 5000, [1, 2] * 2500, list(range(5000, 0, -1))])
+def test_suffix_array_of_adversarial_texts(tokens):
+    array = suffix_array(torch.tensor(tokens, dtype=torch.int32))
+    assert array.dtype == torch.int32
+    assert array.tolist() == by_sorting(tokens)
+
+
+@given(documents=DOCUMENTS, context=st.lists(st.integers(0, 2), min_size=1, max_size=5))
+def test_occurrences_are_all_and_no_others(documents, context):
+    store = Datastore.of(documents)
+    flat = store.tokens.tolist()
+    found = [int(store.suffixes[place]) for place in store.occurrences(context)]
+    assert sorted(found) == [at for at in range(len(flat)) if flat[at : at + len(context)] == context]
+
+
+@given(documents=DOCUMENTS, ids=st.lists(st.integers(0, 2), min_size=1, max_size=20))
+def test_no_draft_crosses_a_document(documents, ids):
+    """Every path of the tree stands in one document, behind a suffix of the context."""
+    tokens, parents = grow([Datastore.of(documents).find(ids, 6)], Shape(depth=6, nodes=40, children=4))
+    for node in range(len(tokens)):
+        path, at = [], node
+        while at >= 0:
+            path, at = [tokens[at], *path], parents[at]
+        drafted = [ids[-1], *path]
+        assert any(document[at : at + len(drafted)] == drafted for document in documents for at in range(len(document)))
+
+
+def test_counts_by_hand(monkeypatch):
+    """The context 1 2 stands three times, followed by 3 twice and by the end of a document once."""
+    monkeypatch.setattr(datastore, "ENOUGH", 1)
+    found = Datastore.of([[1, 2, 3, 4], [9, 1, 2], [1, 2, 3, 5]]).find([8, 1, 2], 4)
+    assert len(found.rows) == 3
+    (three,) = found.followers(5)
+    assert (three.token, three.probability) == (3, 2 / (3 + 2 * UNSEEN))
+    four, five = three.behind.followers(5)
+    assert (four.token, five.token) == (4, 5)
+    assert four.probability == five.probability == 1 / (2 + 2 * UNSEEN)
+    assert four.behind.followers(5) == []
+
+
+def test_shorter_contexts_join_until_enough(monkeypatch):
+    """2 alone stands once more, followed by 7; what the longer context knows is counted with it again."""
+    store = Datastore.of([[1, 2, 3], [6, 2, 7]])
+    monkeypatch.setattr(datastore, "ENOUGH", 1)
+    assert [row[0] for row in store.find([1, 2], 1).rows] == [3]
+    monkeypatch.setattr(datastore, "ENOUGH", 2)
+    assert [row[0] for row in store.find([1, 2], 1).rows] == [3, 3, 7]
+
+
+def test_a_frequent_context_is_sampled(monkeypatch):
+    """5,000 occurrences cost what 64 do, and keep the shares of what follows: 3 stands behind a fifth of them."""
+    store = Datastore.of([[1, 3] if i % 5 == 0 else [1, 2] for i in range(5000)])
+    found = store.find([1], 1)
+    assert len(found.rows) == datastore.SAMPLE
+    assert [(f.token, round(f.probability, 1)) for f in found.followers(2)] == [(2, 0.8), (3, 0.2)]
+
+
+@pytest.mark.parametrize("documents", [[], [[]], [[4]]])
+def test_almost_nothing_in_store(documents):
+    store = Datastore.of(documents)
+    assert grow([store.find([4], 3)], Shape(3, 3, 3)) == ([], [])
+    assert store.find([], 3).rows == []

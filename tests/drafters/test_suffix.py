@@ -1,0 +1,105 @@
+"""Drafts and scores of `suffix`, with and without a store, against ones made from nothing in every round."""
+
+import pytest
+import torch
+
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters.automaton import Match, SuffixAutomaton
+from specctl.drafters.datastore import Datastore
+from specctl.drafters.suffix import Suffix, SuffixMemory, Text
+from specctl.drafters.trie import Shape, first_level, grow
+
+DEPTH, NODES, CHILDREN = 6, 9, 3
+
+
+def scratch(ids, corpus, shape):
+    """The tree behind `ids`, from an automaton that saw nothing else."""
+    automaton = SuffixAutomaton()
+    automaton.extend(ids)
+    places = [Match.of(automaton)]
+    return grow(places if corpus is None else [*places, corpus.find(ids, DEPTH)], shape)
+
+
+class Watched(Suffix):
+    """Checks every draft and every score against one made from nothing, and the room that is left."""
+
+    def __init__(self, corpus=None):
+        super().__init__(DEPTH, NODES, CHILDREN, corpus)
+        self.rounds, self.idle, self.widths = 0, 0, set()
+
+    def propose(self, state, budget):
+        budget = min(budget, 4 + self.rounds % 9)  # sometimes less than the drafter wants
+        draft = super().propose(state, budget)
+        assert draft.rows is None and draft.size <= budget
+        for row, tokens, parents in zip(state.rows, draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+            room = row.limit - len(row.ids) - 1 if row.stop is None else 0
+            count = sum(parent >= -1 for parent in parents)
+            shape = Shape(max(0, min(DEPTH, room)), min(NODES, budget), CHILDREN)
+            assert (tokens[:count], parents[:count]) == scratch(row.ids, self.corpus, shape)
+            self.idle += row.stop is not None
+        self.rounds += 1
+        self._check_scores(state)
+        return draft
+
+    def _check_scores(self, state):
+        """Spans go on where the last ended, step back, and are empty."""
+        shape = Shape(DEPTH, NODES, CHILDREN)
+        first = 2 if self.rounds % 3 == 0 else 6
+        spans = [range(max(2, len(row.ids) - first), len(row.ids) - (i == 1) * 1) for i, row in enumerate(state.rows)]
+        spans[-1] = range(0)
+        for row, span, score in zip(state.rows, spans, self.score(state, spans, depths=2), strict=True):
+            assert score.positions == span and score.logits is None
+            assert score.tokens.dtype == torch.long and score.tokens.shape[:2] == (1, len(span))
+            for position, children in zip(span, score.tokens[0].tolist(), strict=True):
+                expected = first_level(scratch(row.ids[:position], self.corpus, shape))
+                assert children == expected + [-1] * (len(children) - len(expected))
+                self.widths.add(len(expected))
+
+
+@pytest.mark.parametrize("with_store", [False, True], ids=["text", "text and store"])
+def test_every_draft_and_score_in_a_batch(target, prompts, with_store):
+    """Ragged, shrinking, with finished sequences that stay a while."""
+    repeating = [prompt + prompt[-9:] for prompt in prompts] * 2
+    options = dict(sampling=GREEDY, max_new_tokens=[20, 2, 12, 14, 9, 20], seeds=[0] * 6)
+    corpus = None
+    if with_store:
+        plain = decode(target, repeating[:3], sampling=GREEDY, max_new_tokens=12, seeds=[0] * 3)
+        corpus = Datastore.of([one.prompt_ids[-4:] + one.output_ids for one in plain])
+    drafter = Watched(corpus)
+    found = decode(target, repeating, drafter=drafter, **options)
+    assert sum(one.accepted for one in found) > 0
+    assert drafter.idle > 0 and len(drafter.widths) > 2
+
+
+def test_exact_mode_takes_chains_only(target, prompts):
+    shapes = []
+
+    def watch(state, draft, verdict):
+        shapes.append((draft.chain, draft.size))
+
+    repeating = prompts[1] + prompts[1][:40]
+    options = dict(sampling=GREEDY, max_new_tokens=24, seeds=[0])
+    drafter = Suffix(children=4, nodes=30)
+    decode(target, [repeating], drafter=drafter, exact=True, on_round=watch, **options)
+    assert all(chain and size <= 7 for chain, size in shapes)
+    assert max(size for _, size in shapes) > 1
+    shapes.clear()
+    decode(target, [repeating], drafter=drafter, on_round=watch, **options)
+    assert not all(chain for chain, _ in shapes)
+
+
+def test_a_scored_position_further_back():
+    """The trailing automaton cannot unread; it starts again."""
+    text, ids = Text(), [1, 2, 1, 2, 3, 1]
+    for end in (4, 6, 2, 2, 5):
+        assert text.before(end, ids).size == end
+    text.automaton.extend(ids)
+    assert text.before(3, ids).size == 3 and text.automaton.size == 6
+
+
+def test_select_keeps_the_right_sequences():
+    a, b, c = Text(), Text(), Text()
+    memory = SuffixMemory([a, b, c])
+    memory.select(torch.tensor([2, 0]))
+    assert memory.rows == [c, a]

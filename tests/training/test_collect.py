@@ -1,0 +1,64 @@
+"""train-drafter --arch retrieval: no steps, a drafter directory like every other, nothing of the held-out prompts."""
+
+import json
+
+import pytest
+
+from specctl.drafters.pool import load_drafter
+from specctl.errors import RecipeError, UsageError
+from specctl.recipe import DrafterRecipe, DraftingRecipe, HeldOutRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training.data import load_corpus
+from specctl.training.loop import train_drafter
+
+
+def recipe(distilled, place, **changes):
+    values = dict(
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        arch="retrieval",
+        distilled=distilled,
+        output_dir=place / "drafter",
+        eval=HeldOutRecipe(prompts=2, max_new_tokens=12, fraction=0.2),
+    )
+    return TrainRecipe(**{**values, **changes})
+
+
+def test_collected_measured_and_loaded(distilled, target, tmp_path):
+    made = recipe(distilled, tmp_path)
+    result = train_drafter(made, Run(tmp_path))
+    corpus = load_corpus(distilled, target, max_length=2048, held_out=0.2, prompts=2)
+    assert (result.arch, result.steps, result.domain) == ("retrieval", 0, "sql")
+    assert result.train_tokens == sum(example.response_length for example in corpus.train)
+    assert result.mat > 1 and result.acceptance_by_position
+    drafter = load_drafter(result.drafter, target, DraftingRecipe())
+    store = drafter.corpus.tokens.tolist()
+    for example in corpus.train:
+        response = example.tokens[example.prompt_length :]
+        assert any(store[at : at + len(response)] == response for at in range(len(store)))
+    info = json.loads((tmp_path / "drafter" / "drafter.json").read_text())
+    assert info["mat"] == {"held-out sql": round(result.mat, 3)}
+    assert info["steps"] == 0
+    assert "retrieval" in (tmp_path / "drafter" / "README.md").read_text()
+
+
+def test_held_out_prompts_are_not_in_the_store(distilled, target, tmp_path):
+    """Or its mat would measure memory."""
+    result = train_drafter(recipe(distilled, tmp_path), Run(tmp_path))
+    store = load_drafter(result.drafter, target, DraftingRecipe()).corpus.tokens.tolist()
+    corpus = load_corpus(distilled, target, max_length=2048, held_out=0.2, prompts=2)
+    assert len(corpus.held_out) == 2
+    assert store.count(-1) == len(corpus.train)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"drafter": DrafterRecipe(preset="tiny")}, {"objective": "ce"}], ids=["drafter", "objective"]
+)
+def test_what_only_a_trained_drafter_has(distilled, tmp_path, changes):
+    with pytest.raises(RecipeError, match="retrieval"):
+        train_drafter(recipe(distilled, tmp_path, **changes), Run(tmp_path))
+
+
+def test_one_process(distilled, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="one process"):
+        train_drafter(recipe(distilled, tmp_path), Run(tmp_path))
