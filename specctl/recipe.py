@@ -188,6 +188,7 @@ class DrafterRecipe(Section):
     num_heads: PositiveInt | None = None
     num_kv_heads: PositiveInt | None = None
     num_layers: PositiveInt | None = None
+    draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
 

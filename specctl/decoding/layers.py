@@ -48,8 +48,8 @@ class DraftLinear(Linear):
     FEW = 3  # measured on the built-in head: beyond, the packed bf16 product is faster
     LANES = 16  # torch's kernel has no tail: with another input width it reads past the weights
 
-    def __init__(self, weight: Tensor):
-        super().__init__(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__(weight, bias)
         self.scale: Tensor | None = None
         if self.packed and weight.shape[1] % self.LANES == 0 and hasattr(torch, "_weight_int8pack_mm"):
             wide = weight.detach().float()
@@ -58,7 +58,8 @@ class DraftLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.scale is not None and x.shape[0] <= self.FEW:
-            return torch._weight_int8pack_mm(x, self.int8, self.scale)
+            y = torch._weight_int8pack_mm(x, self.int8, self.scale)
+            return y if self.bias is None else y.add_(self.bias)
         return super().__call__(x)
 
 
@@ -87,6 +88,13 @@ class Rope:
         half = cos.shape[-1] // 2
         self.cos = cos
         self.sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+    @classmethod
+    def of(cls, inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Tables of `positions` [N] from the frequencies [D/2], without any scaling."""
+        angle = positions[:, None].float() * inv_freq
+        angle = torch.cat((angle, angle), -1)
+        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def at(self, plan: Plan, heads: int, untouched: int) -> tuple[Tensor, Tensor]:
         """cos and sin [N, heads + untouched, D] for the rows of a plan, made once a step.

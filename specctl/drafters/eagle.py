@@ -15,7 +15,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.eagle_head import EagleHead
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.head import HeadConfig, head_config, restored
-from specctl.drafters.tree import Shape, shape_for
+from specctl.drafters.tree import Shape, default_shape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -58,7 +58,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
 
 def drafter(head: EagleHead, target: Target, drafting: DraftingRecipe) -> EagleDrafter:
     """Inference of `head`."""
-    return EagleDrafter(head, target, shape_for(drafting, target.device))
+    return EagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.head import HeadConfig, head_config, restored
-from specctl.drafters.tree import Shape, shape_for
+from specctl.drafters.tree import Shape, default_shape, shape_for
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 
@@ -55,7 +55,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
 
 def drafter(head: Eagle3Head, target: Target, drafting: DraftingRecipe) -> Eagle3Drafter:
     """Inference of `head`."""
-    return Eagle3Drafter(head, target, shape_for(drafting, target.device))
+    return Eagle3Drafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: Eagle3Head, target: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Eagle3Layer(HeadLayer):
 class Eagle3Head(DraftHead):
     """Parameters carry the names of the published checkpoints (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`)."""
 
+    config: HeadConfig
+
     def __init__(self, config: HeadConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
@@ -81,7 +83,7 @@ class Eagle3Head(DraftHead):
     def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""
         attention, shape = self.midlayer.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
-        return self.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
+        return self.midlayer.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
 
     def _step(
         self,
@@ -106,6 +108,6 @@ class Eagle3Head(DraftHead):
         inputs = torch.cat((tokens, layer.hidden_norm(x)), -1)
         if k:
             own = [*own, self._key_and_value(inputs, positions + k)]
-        query = self.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
+        query = layer.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
         return layer.leave(x, out), own

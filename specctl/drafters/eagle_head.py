@@ -22,6 +22,8 @@ CLASSIFICATION = 0.1  # weight of the distillation loss beside the regression's 
 class EagleHead(DraftHead):
     """Parameters carry the names of the published checkpoints (`fc`, `layers.0.*`), the fusion without bias."""
 
+    config: HeadConfig
+
     def __init__(self, config: HeadConfig):
         super().__init__(config, stored=False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -52,10 +54,10 @@ class EagleHead(DraftHead):
             scale = (NOISE * 512 / lengths).clamp_max(NOISE).repeat_interleave(lengths)
             features = features + (torch.rand_like(features) - 0.5) * scale.unsqueeze(1)
         x = self.fc(torch.cat((F.embedding(batch.key_tokens, embedding).float(), features), -1)).float()
-        key = self.rope(attention.k_proj(x).view(len(x), -1, config.head_dim), batch.key_positions)
+        key = layer.rope(attention.k_proj(x).view(len(x), -1, config.head_dim), batch.key_positions)
         value = attention.v_proj(x).view(len(x), -1, config.head_dim)
         x, positions = x[batch.query_rows], batch.key_positions[batch.query_rows]
-        query = self.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
+        query = layer.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
         predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
         losses, valid = self.losses(predicted, [rows], batch, target_head)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,27 +22,33 @@ LOSS_ROWS = 512  # teacher rows in a part; each belongs to a row of logits of ev
 
 
 @dataclass(frozen=True)
-class HeadConfig:
-    """Shape of a head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
+class DraftConfig:
+    """Shape of any head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
 
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"taps": list(self.taps)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> HeadConfig:
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         return cls(**{**values, "taps": tuple(values["taps"])})
+
+
+@dataclass(frozen=True)
+class HeadConfig(DraftConfig):
+    """Shape of a head with a decoder layer."""
+
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
 
 
 def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
@@ -123,16 +130,51 @@ class HeadMLP(nn.Module):
 class HeadLayer(nn.Module):
     """A decoder layer without the norm before its attention, which is where the families differ."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: HeadConfig, width: int):
         super().__init__()
+        self.config = config
         self.self_attn = HeadAttention(config, width)
         self.mlp = HeadMLP(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
+
+    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [N, heads, D] rotated to `positions` [N]."""
+        angle = positions[:, None].float() * self.inv_freq
+        cos, sin = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angle.cos(), angle.sin()))
+        low, high = x.chunk(2, -1)
+        return x * cos + torch.cat((-high, low), -1) * sin
 
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [N, H] from its residual stream and what its heads saw [N, Hq, D]."""
         x = residual + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What draft rows learn from.
+
+    Attributes:
+        rows: [N + T, Vd] target probabilities, renormalised on the draft vocabulary (EAGLE-3 practice); or the places
+            [N + T] of sampled tokens in it; or, with `head` [Vd, Ht], the target's hidden states [N + T, Ht].
+        inside: [N + T] whether the target's choice is in the draft vocabulary.
+    """
+
+    rows: Tensor
+    inside: Tensor
+    head: Tensor | None = None
+
+    @torch.no_grad()
+    def known(self) -> Tensor:
+        """`rows`, made probabilities where they are hidden states."""
+        if self.head is None:
+            return self.rows
+        logits = F.linear(self.rows.to(self.head.dtype), self.head)
+        return logits.float().softmax(-1).to(logits.dtype)
 
 
 class DraftHead(nn.Module):
@@ -144,9 +186,8 @@ class DraftHead(nn.Module):
 
     d2t: Tensor
     t2d: Tensor
-    inv_freq: Tensor
 
-    def __init__(self, config: HeadConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
+    def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
         """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None: the first, or they come with a state dict);
         `stored`: they are part of the checkpoint."""
         super().__init__()
@@ -158,8 +199,6 @@ class DraftHead(nn.Module):
         # d2t holds offsets, as vLLM and SGLang read it: target id = i + d2t[i].
         self.register_buffer("d2t", ids - torch.arange(config.draft_vocab_size), persistent=stored)
         self.register_buffer("t2d", member, persistent=stored)
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -169,13 +208,6 @@ class DraftHead(nn.Module):
     def draft_ids(self) -> Tensor:
         """[Vd] target id of every draft token."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
-
-    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [N, heads, D] rotated to `positions` [N]."""
-        angle = positions[:, None].float() * self.inv_freq
-        cos, sin = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angle.cos(), angle.sin()))
-        low, high = x.chunk(2, -1)
-        return x * cos + torch.cat((-high, low), -1) * sin
 
     def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
         """Draft vocabulary logits [n, Vd] of layer outputs x [n, H]."""
@@ -189,35 +221,44 @@ class DraftHead(nn.Module):
             target_head: [Vd, Ht] rows of the target's vocabulary head.
         """
         step = torch.cat([torch.full_like(part, k) for k, part in enumerate(rows)])
-        row = torch.cat(rows)
-        at, valid = row + step, batch.left[row] > step
+        logits = partial(self.logits, target_head=target_head)
+        return self.losses_of(logits, x, torch.cat(rows), step, batch, self.teacher(batch, target_head))
+
+    def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
+        """What the rows of a batch are compared with."""
         if self.objective == "ce":
-            inside, teacher = self.t2d[batch.labels], torch.searchsorted(self.draft_ids, batch.labels)
-        else:
-            inside, teacher = batch.inside, batch.teacher
-        valid = valid & inside[at]
+            return Teacher(torch.searchsorted(self.draft_ids, batch.labels), self.t2d[batch.labels])
+        whole = Teacher(batch.teacher, batch.inside, target_head)
+        return whole if self.gradient_checkpointing else replace(whole, rows=whole.known(), head=None)
+
+    def losses_of(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        x: Tensor,
+        row: Tensor,
+        step: Tensor,
+        batch: SlotBatch,
+        teacher: Teacher,
+    ) -> tuple[Tensor, Tensor]:
+        """The same of any `logits` of x [n, ·], at the response slots `row` [n] and steps `step` [n]."""
+        at, valid = row + step, batch.left[row] > step
+        valid = valid & teacher.inside[at]
         if not self.gradient_checkpointing:
-            return self._losses(x, teacher, at, valid, target_head), valid
+            return distillation_loss(self.objective, logits(x), teacher.rows[at], valid), valid
         # Sorted by teacher row, so that a part makes the probabilities of its teacher rows once for all steps.
         at, order = at.sort(stable=True)
-        teachers = teacher.split(LOSS_ROWS)
+        teachers = [replace(teacher, rows=rows) for rows in teacher.rows.split(LOSS_ROWS)]
         sizes = (at // LOSS_ROWS).bincount(minlength=len(teachers)).tolist()
         parts = zip(
             x[order].split(sizes), teachers, (at % LOSS_ROWS).split(sizes), valid[order].split(sizes), strict=True
         )
-        losses = [checkpoint(self._losses, *part, target_head, use_reentrant=False) for part in parts]
+        losses = [checkpoint(self._losses, logits, *part, use_reentrant=False) for part in parts]
         return torch.cat(losses)[order.argsort()], valid
 
-    def _losses(self, x: Tensor, teacher: Tensor, at: Tensor, valid: Tensor, target_head: Tensor) -> Tensor:
-        """[n] losses of layer outputs x [n, H] against rows `at` [n] of the teacher."""
-        known = teacher if self.objective == "ce" else self._teacher(teacher, target_head)
-        return distillation_loss(self.objective, self.logits(x, target_head), known[at], valid)
-
-    @torch.no_grad()
-    def _teacher(self, hidden: Tensor, target_head: Tensor) -> Tensor:
-        """Target probabilities [N + T, Vd], renormalised on the draft vocabulary (EAGLE-3 practice)."""
-        logits = F.linear(hidden.to(target_head.dtype), target_head)
-        return logits.float().softmax(-1).to(logits.dtype)
+    def _losses(
+        self, logits: Callable[[Tensor], Tensor], x: Tensor, teacher: Teacher, at: Tensor, valid: Tensor
+    ) -> Tensor:
+        return distillation_loss(self.objective, logits(x), teacher.known()[at], valid)
 
     def sums(self, losses: Tensor, valid: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """(Σ_k decay^k Σ loss, Σ_k decay^k · valid rows, [steps, 2] sums of (loss, valid rows) per step).
@@ -235,10 +276,15 @@ class DraftHead(nn.Module):
 Head = TypeVar("Head", bound=DraftHead)
 
 
-def restored(kind: Callable[[HeadConfig], Head], config: dict[str, Any], tensors: dict[str, Tensor]) -> Head:
-    """A head of `kind` from the contents of a checkpoint. CheckpointError when they do not fit."""
+def restored(
+    kind: Callable[[Any], Head],
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    shape: type[DraftConfig] = HeadConfig,
+) -> Head:
+    """A head of `kind` and `shape` from the contents of a checkpoint. CheckpointError when they do not fit."""
     try:
-        head = kind(HeadConfig.from_dict(config["architecture"]))
+        head = kind(shape.from_dict(config["architecture"]))
         head.load_state_dict(tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(

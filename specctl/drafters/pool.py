@@ -23,6 +23,8 @@ from specctl.recipe import DraftingRecipe, TrainRecipe
 FAMILIES = {
     "eagle": "specctl.drafters.eagle",
     "eagle3": "specctl.drafters.eagle3",
+    "hydra": "specctl.drafters.hydra",
+    "medusa": "specctl.drafters.medusa",
     "lm": "specctl.drafters.lm",
     "retrieval": "specctl.drafters.retrieval",
 }

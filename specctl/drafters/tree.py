@@ -44,9 +44,8 @@ def default_shape(device: torch.device) -> Shape:
     return Shape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
 
 
-def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
-    """The measured default with what a `DraftingRecipe` sets."""
-    default = default_shape(device)
+def shape_for(drafting: DraftingRecipe, default: Shape) -> Shape:
+    """The family's default with what a `DraftingRecipe` sets."""
     fields = ("depth", "width", "nodes", "children", "stop_below")
     given = {name: value for name in fields if (value := getattr(drafting, name, None)) is not None}
     return Shape(**{**vars(default), **given})

@@ -9,7 +9,7 @@ from torch import nn
 
 from specctl.recipe import OptimizerRecipe
 
-EMBEDDING_LIKE = ("lm_head", "embed")  # matrices whose rows are tokens: Muon's geometry does not fit them
+EMBEDDING_LIKE = ("lm_head", "embed_tokens")  # matrices whose rows are tokens: Muon's geometry does not fit them
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
 
-EPOCHS = {"eagle": 5, "eagle3": 5, "lm": 3}
+EPOCHS = {"eagle": 5, "eagle3": 5, "hydra": 10, "medusa": 5, "lm": 3}
 # On a CPU a run lasts as long as the built-in target's heads need, whatever the size of the data: 6 minutes on 2 cores.
 CPU_TOKENS = 700_000
 BATCH_TOKENS = {"cpu": 384, "cuda": 16_384}  # a small target learns from many small steps; a GPU wants to be filled

@@ -100,7 +100,7 @@ def forced(drafter, target, committed, following):
         def propose(self, state, budget):
             drafter.advance(state)
             memory = state.memory[drafter]
-            hidden, logits = memory.hidden, memory.logits
+            hidden, logits = memory.hidden, drafter.logits(memory.hidden)
             taken.append(logits[0])
             for step, token in enumerate(following[: STEPS - 1]):
                 if len(following) <= step + 1:  # training has no target for what follows the last token

@@ -1,0 +1,124 @@
+"""What `hydra` and `medusa` share: one head for each draft depth on the target's last state, and their distillation.
+
+Slot i of a sequence holds the target's state h_i after its final norm and the token x_{i+1}; head k = 0, 1, … predicts
+x_{i+2+k}. Every head has a vocabulary matrix of its own, as in the published files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.decoding.target import Target
+from specctl.drafters.head import DraftConfig, DraftHead, SlotBatch
+from specctl.errors import RecipeError
+from specctl.recipe import DrafterRecipe, TrainRecipe
+
+DRAFT_HEADS = 4  # of both papers' released heads
+
+
+@dataclass(frozen=True)
+class HeadsConfig(DraftConfig):
+    """Shape of `draft_heads` heads of `num_layers` layers each."""
+
+    draft_heads: int
+    num_layers: int
+
+
+def heads_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str, Any]:
+    """The fields of a `HeadsConfig`. The default draft vocabulary is the target's: the published files know no other.
+
+    Raises RecipeError where the recipe asks for other features.
+    """
+    if recipe.taps is not None:
+        raise RecipeError("hydra and medusa heads read the target's last hidden state", hint="leave drafter.taps out")
+    return {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": min(recipe.vocab_size or target.vocab_size, target.vocab_size),
+        "taps": (target.num_layers,),
+        "draft_heads": recipe.draft_heads or DRAFT_HEADS,
+        "num_layers": recipe.num_layers or layers,
+    }
+
+
+def draft_ids(config: HeadsConfig, frequent: Callable[[int], list[int]]) -> Tensor | None:
+    """Of a draft vocabulary smaller than the target's: its most frequent tokens (`pool.Family.build`)."""
+    size = config.draft_vocab_size
+    return torch.tensor(frequent(size)) if size < config.vocab_size else None
+
+
+class ResBlock(nn.Module):
+    """skip(x) + silu(linear(x)), which starts as skip(x): the identity, or a projection of several states to one."""
+
+    def __init__(self, size: int, states: int = 1):
+        super().__init__()
+        self.linear = nn.Linear(states * size, size)
+        self.res_connection = nn.Linear(states * size, size) if states > 1 else nn.Identity()
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class DepthHeads(DraftHead):
+    """Base of the modules."""
+
+    config: HeadsConfig
+
+    def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None):
+        # The published files have no draft vocabulary: it is stored where it says something.
+        super().__init__(config, draft_ids, stored=config.draft_vocab_size < config.vocab_size)
+        self.steps = config.draft_heads
+
+    def states(self, batch: SlotBatch) -> Tensor:
+        """What the heads read [N, H] of the text up to each response slot."""
+        raise NotImplementedError
+
+    def head(self, k: int, inputs: Tensor) -> Tensor:
+        """Logits [n, Vd] of head k from its inputs [n, ·]."""
+        raise NotImplementedError
+
+    def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
+        """What head k reads [n, ·] at the response slots `row` [n], whose states are [n, H]."""
+        raise NotImplementedError
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of all heads over a batch, one after another, tokens teacher-forced. Returns as `DraftHead.sums`.
+
+        Head 0 learns from all response slots, the others from `later_rows`.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
+        """
+        states, teacher = self.states(batch), self.teacher(batch, target_head)
+        losses, valid = [], []
+        for k in range(self.steps):
+            row = batch.later_rows if k else torch.arange(len(states), device=states.device)
+            inputs = self.inputs(k, batch, states[row] if k else states, row, embedding)
+            step = torch.full_like(row, k)
+            loss, used = self.losses_of(partial(self.head, k), inputs, row, step, batch, teacher)
+            losses.append(loss)
+            valid.append(used)
+        return self.sums(torch.cat(losses), torch.cat(valid), [len(part) for part in losses])
+
+
+def prepare(module: DepthHeads, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    module.decay, module.objective = recipe.ttt_decay, recipe.distillation
+
+
+@torch.no_grad()
+def start_from_target(head: nn.Linear, ids: Tensor, target: Target) -> None:
+    """A vocabulary matrix starts as the target's own."""
+    head.weight.copy_(target.head_weight[ids.to(target.device)].float())
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)

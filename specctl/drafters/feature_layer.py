@@ -1,0 +1,208 @@
+"""A draft head's weights at inference, and a decoder layer over the target's features with its cache."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.decoding.cache import KVCache, Plan, plan_rows
+from specctl.decoding.layers import DraftLinear, Linear, RMSNorm, Rope, attend
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.drafters.head import DraftHead, HeadLayer
+from specctl.drafters.lora import Adapter, Part
+
+
+class HeadWeights:
+    """Copies of a module's weights, fused and packed as the target's are; adapters can update them."""
+
+    def __init__(self, module: nn.Module, target: Target):
+        self.device, self.dtype = target.device, target.dtype
+        self._names = {part: name for name, part in module.named_modules()}
+        self._parts: dict[Linear, list[Part]] = {}
+
+    def weight(self, module: nn.Linear) -> Tensor:
+        """A projection's weight where and in what the target computes."""
+        return module.weight.detach().to(self.device, self.dtype)
+
+    def linear(self, *modules: nn.Linear) -> Linear:
+        """Projections of one input as one product, all of them with a bias or none."""
+        biases = [module.bias.detach().to(self.device, self.dtype) for module in modules if module.bias is not None]
+        weight = torch.cat([self.weight(module) for module in modules])
+        product = DraftLinear(weight, torch.cat(biases) if biases else None)
+        self._parts[product] = [(self._names[module], module.out_features) for module in modules]
+        return product
+
+    def rms_norm(self, module: nn.RMSNorm) -> RMSNorm:
+        assert module.eps is not None
+        return RMSNorm(module.weight.detach().to(self.device), module.eps, self.dtype)
+
+    def adapted(self, adapter: Adapter) -> Self:
+        """The same with low-rank updates: it shares every weight and has caches of its own."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(twin, name, self._updated(value, adapter))
+        return twin
+
+    def _updated(self, value: Any, adapter: Adapter) -> Any:
+        if isinstance(value, Linear):
+            return adapter.on(value, self._parts.get(value, []), self.device)
+        if isinstance(value, HeadWeights):
+            return value.adapted(adapter)
+        return [self._updated(part, adapter) for part in value] if isinstance(value, list) else value
+
+
+@dataclass
+class Memory:
+    """The layer's own cache: slots 0 .. cached−1 hold keys and values made from the target's features."""
+
+    cache: KVCache
+    cached: list[int]
+    hidden: Tensor  # [B, H] the layer's output at the last slot, before its norm
+
+    def select(self, index: Tensor) -> None:
+        self.cache.select(index)
+        self.cached = [self.cached[b] for b in index.tolist()]
+        self.hidden = self.hidden[index]
+
+
+class FeatureLayer(HeadWeights, ABC):
+    """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it."""
+
+    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
+        super().__init__(head, target)
+        config = layer.config
+        self.size = config.hidden_size
+        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o = self.linear(attention.o_proj)
+        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
+        self.down = self.linear(mlp.down_proj)
+        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
+        self._inv_freq = layer.inv_freq.to(self.device)
+        self._rope: Rope | None = None
+
+    @abstractmethod
+    def feature(self, tapped: Tensor) -> Tensor:
+        """Tapped target states [N, F] as features [N, H] fp32."""
+
+    @abstractmethod
+    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [N] and features [N, H]: the residual stream [N, H] fp32 and the input of the projections."""
+
+    def _tables(self, memory: Memory, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """Rotary tables of the drafting steps of a round, made at once."""
+        rope = self._rope_for(memory.cache.capacity)
+        return rope.ahead(memory.cached, steps, self.heads + self.kv_heads, self.kv_heads)
+
+    def _rope_for(self, capacity: int) -> Rope:
+        if self._rope is None or self._rope.cos.shape[0] < capacity:
+            self._rope = Rope.of(self._inv_freq, torch.arange(capacity, device=self.device), self.dtype)
+        return self._rope
+
+    def _layer(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        cache: KVCache,
+        plan: Plan,
+        table: tuple[Tensor, Tensor],
+        last: list[int] | None = None,
+    ) -> Tensor:
+        """Run the layer over rows [B, T] of tokens and features [B·T, ·].
+
+        With `last`, only row last[b] of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        """
+        batch, rows = tokens.shape
+        residual, pairs, query = self._project(tokens.reshape(-1), features, table)
+        cache.write(0, pairs, plan)
+        if last is not None:
+            if rows > 1:
+                kept = torch.tensor([b * rows + row for b, row in enumerate(last)], device=tokens.device)
+                query, residual = query[kept], residual[kept]
+            rows = 1
+            ends = [start + row for start, row in zip(plan.base, last, strict=True)]
+            plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
+        return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
+
+    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual stream [N, H] fp32, keys beside values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
+        residual, inputs = self.enter(tokens, features)
+        qkv = Rope.rotate(self.qkv(inputs).view(len(tokens), self.heads + 2 * self.kv_heads, self.dim), table)
+        return residual, qkv[:, self.heads :], qkv[:, : self.heads]
+
+    def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        x = residual + self.o(attended)
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate).mul_(up))
+
+    def _memory(self, state: DecodeState) -> Memory:
+        memory = state.memory.get(self)
+        if memory is None:
+            options = dict(dtype=state.dtype, device=state.device)
+            cache = KVCache(1, state.batch, self.kv_heads, state.capacity, self.dim, **options)
+            hidden = torch.zeros(state.batch, self.size, device=state.device)
+            memory = state.memory[self] = Memory(cache, [0] * state.batch, hidden)
+        return memory
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget keys and values; the next `advance` recomputes them from the retained features."""
+        state.memory.pop(self, None)
+
+    def advance(self, state: DecodeState) -> None:
+        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row."""
+        memory = self._memory(state)
+        width = max(end - start for start, end in zip(memory.cached, state.cached, strict=True))
+        if width > 0:
+            memory.hidden, _ = self.read(state, width, every=False)
+            memory.cached = list(state.cached)
+
+    def last(self, state: DecodeState) -> Tensor:
+        """The layer's output at every sequence's last slot [B, H]."""
+        memory = self._memory(state)
+        assert memory.cached == state.cached, "stale draft cache"
+        return memory.hidden
+
+    def read(self, state: DecodeState, width: int, every: bool) -> tuple[Tensor, list[int]]:
+        """Run every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end.
+
+        Returns the layer's output at all of them [B·width, H] or at the last ones [B, H], and the first of the slots.
+        """
+        memory = self._memory(state)
+        features, starts = last_slots(state, width)
+        counts = [end - start for start, end in zip(starts, state.cached, strict=True)]
+        tokens = torch.tensor(
+            [
+                row.ids[start + 1 :][:width] + [0] * (width - count)
+                for row, start, count in zip(state.rows, starts, counts, strict=True)
+            ],
+            device=state.device,
+        )
+        plan = plan_rows(starts, width, device=state.device, dtype=state.dtype)
+        # A row with nothing new (finished, waiting to be dropped) runs a padding row whose result is not used.
+        last = None if every else [max(count - 1, 0) for count in counts]
+        table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
+
+
+def last_slots(state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
+    """Target features of every sequence's last `width` slots [B·width, F], and the first of those slots.
+
+    A sequence that has fewer repeats its last: behind it there may never have been written anything, and a NaN among
+    keys is one everywhere, masked or not.
+    """
+    assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
+    starts = [max(end - width, 0) for end in state.cached]
+    if state.batch == 1:
+        return state.features[0, starts[0] : state.cached[0]], starts
+    where = torch.tensor(starts, device=state.device)[:, None] + torch.arange(width, device=state.device)
+    where = torch.minimum(where, torch.tensor(state.cached, device=state.device)[:, None] - 1)
+    rows = torch.arange(state.batch, device=state.device)[:, None]
+    return state.features[rows, where].flatten(0, 1), starts

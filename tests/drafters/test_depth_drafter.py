@@ -1,0 +1,253 @@
+"""Hydra and Medusa: what trains is what drafts, through rounds of any length, alone and in a batch."""
+
+import pytest
+import torch
+
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters import pool
+from specctl.errors import CheckpointError, RecipeError
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.training.data import Example
+from specctl.training.features import FeatureStore, slot_batch
+from tests.lossless.drafters import ragged
+
+HEADS = 3
+FAMILIES = ("hydra", "medusa")
+
+
+@pytest.fixture(scope="module", params=[(name, size) for name in FAMILIES for size in (None, 512)], ids=str)
+def family(request):
+    """(name, draft vocabulary)."""
+    return request.param
+
+
+def built(target, name, vocab_size=None, **options):
+    """Heads that start from the target, disturbed: blocks start at zero, and a forgotten one would not show."""
+    recipe = TrainRecipe(arch=name, drafter=DrafterRecipe(draft_heads=HEADS, vocab_size=vocab_size, **options))
+    torch.manual_seed(0)
+    module = pool.family(name).build(recipe, target, lambda size: list(range(2, 2 + 3 * size, 3)))
+    pool.family(name).prepare(module, recipe)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) * (1.0 if parameter.dim() == 1 else 0.3)
+    return module.eval()
+
+
+@pytest.fixture(scope="module")
+def module(target, family):
+    return built(target, *family)
+
+
+@pytest.fixture(scope="module")
+def drafter(target, family, module):
+    return pool.family(family[0]).drafter(module, target, DraftingRecipe(stop_below=0.0))
+
+
+@pytest.fixture(scope="module")
+def examples(target, prompts):
+    """Two documents of different lengths, so that packing and padding are exercised."""
+    texts = [
+        decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0]
+        for p, n in zip(prompts[1:], (14, 9), strict=True)
+    ]
+    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
+
+
+def packed(module, target, examples, stride=1):
+    store = FeatureStore(target, module.taps)
+    batch = slot_batch(examples, store.get(examples), module.steps, module.t2d, stride)
+    return batch, target.model.embedding, target.head_weight[module.draft_ids]
+
+
+@pytest.fixture(scope="module")
+def seen(target, module, examples):
+    """Of each head, {response slot: logits}, and of each example its first slot, as training computes them."""
+    outputs = []
+    last = getattr(module, "hydra_lm_head", None) or module.lm_head
+    hooks = [head.register_forward_hook(lambda m, inputs, output: outputs.append(output.detach())) for head in last]
+    batch, *others = packed(module, target, examples)
+    module(batch, *others)
+    for hook in hooks:
+        hook.remove()
+    rows = [list(range(len(batch.query_rows)))] + [batch.later_rows.tolist()] * (HEADS - 1)
+    return [dict(zip(part, logits, strict=True)) for part, logits in zip(rows, outputs, strict=True)]
+
+
+def test_drafting_computes_what_training_computes(target, drafter, examples, seen):
+    """After every round, whatever it committed: the state that was kept, and head k behind the text's own tokens.
+
+    Catches an off-by-one of features or tokens, and a cache of the prefix attention that rounds leave wrong.
+    """
+    texts = [example.tokens for example in examples]
+    firsts = [0, examples[0].response_length - 1]
+    compared, steps = [0] * HEADS, set()
+
+    def ask(state, draft, verdict):
+        drafter.advance(state)
+        steps.update(map(len, verdict.committed))
+        for b, row in enumerate(state.rows):
+            text, known = texts[row.index], len(row.ids)
+            assert row.ids == text[:known]
+            at = firsts[row.index] + known - 1 - row.prompt_length
+            for k in range(min(HEADS, len(text) - known)):
+                tokens = torch.tensor([text[known - 1 : known + k]])
+                logits = drafter.logits(k, drafter.last(state)[b : b + 1], tokens)[0]
+                torch.testing.assert_close(logits, seen[k][at], atol=1e-4, rtol=1e-4)
+                compared[k] += 1
+
+    decode(
+        target, [e.tokens[: e.prompt_length] for e in examples], sampling=GREEDY, seeds=[0, 0], taps=drafter.taps,
+        max_new_tokens=[e.response_length for e in examples], on_round=ask,
+        drafter=ragged(texts, 1, target.vocab_size, taps=drafter.taps),
+    )  # fmt: skip
+    assert min(compared) >= 5 and len(steps) > 2
+
+
+def test_score_is_what_training_sees(target, drafter, module, examples, seen):
+    """In a batch, at spans of different lengths, at positions of the prompt and of the response; one of them empty."""
+    firsts, compared = [0, examples[0].response_length - 1], 0
+    found = []
+
+    def ask(state, draft, verdict):
+        if not found:
+            spans = [
+                range(6, len(state.rows[0].ids)),
+                range(8, 8),
+                range(len(state.rows[2].ids) - 2, len(state.rows[2].ids)),
+            ]
+            found.extend(drafter.score(state, spans, 9))
+
+    batch = [examples[0], examples[1], examples[1]]
+    length = {example.index: example.prompt_length + 6 for example in examples}
+    decode(
+        target, [e.tokens[: length[e.index]] for e in batch], sampling=GREEDY, seeds=[0] * 3, taps=drafter.taps,
+        max_new_tokens=4, on_round=ask,
+    )  # fmt: skip
+    assert found[1].logits.shape[:2] == (HEADS, 0)
+    for example, score in zip(batch, found, strict=True):
+        assert score.logits.shape == (HEADS, len(score.positions), module.config.draft_vocab_size)
+        assert (score.ids is None) == (module.config.draft_vocab_size == target.vocab_size)
+        for k in range(HEADS):
+            for place, position in enumerate(score.positions):
+                row = position - 2 - k - (example.prompt_length - 1)
+                if row >= 0:
+                    expected = seen[k][firsts[example.index] + row]
+                    torch.testing.assert_close(score.logits[k, place], expected, atol=1e-4, rtol=1e-4)
+                    compared += 1
+    assert compared > 15
+
+
+@pytest.mark.parametrize("shape", [{}, {"width": 3, "nodes": 20, "children": 3}, {"nodes": 3, "children": 1}], ids=str)
+def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
+    drafter = pool.family(family[0]).drafter(module, target, DraftingRecipe(stop_below=0.0, **shape))
+    options = dict(sampling=GREEDY, max_new_tokens=[12, 3, 8], seeds=[0] * 3)
+    proposed = []
+    found = decode(
+        target, prompts, drafter=drafter, **options,
+        on_round=lambda state, draft, verdict: proposed.extend(draft.tokens.flatten().tolist()),
+    )  # fmt: skip
+    assert [d.output_ids for d in found] == [d.output_ids for d in decode(target, prompts, **options)]
+    assert proposed and set(proposed) <= set(module.draft_ids.tolist())
+
+
+def test_an_unseen_row_s_memory_is_not_read(target, prompts, module, family):
+    """Behind a sequence's last slot nothing was written: a NaN there must not reach the others' keys."""
+    drafter = pool.family(family[0]).drafter(module, target, DraftingRecipe())
+    options = dict(sampling=GREEDY, max_new_tokens=6, seeds=[0] * 3)
+
+    class Late:
+        taps = drafter.taps
+
+        def propose(self, state, budget):
+            for b, row in enumerate(state.rows):
+                state.features[b, len(row.ids) - 1 :] = float("nan")
+            drafter.advance(state)
+            assert drafter.last(state).isfinite().all()
+            return drafter.propose(state, budget)
+
+    decode(target, prompts, drafter=Late(), **options)
+
+
+def test_weights_and_counts(target, module, examples):
+    """A head counts the slots it is valid for; with a stride the later ones count those that go on."""
+    inputs = packed(module, target, examples, stride=2)
+    batch = inputs[0]
+    total, weight, steps = module(*inputs)
+    for k in range(HEADS):
+        rows = batch.later_rows if k else torch.arange(len(batch.query_rows))
+        assert steps[k, 1] == int(((batch.left[rows] > k) & batch.inside[rows + k]).sum()) > 0
+    shares = 0.8 ** torch.arange(HEADS)
+    torch.testing.assert_close(weight, (shares * steps[:, 1]).sum())
+    torch.testing.assert_close(total.detach(), (shares * steps[:, 0]).sum())
+
+
+def test_gradients_flow_only_where_valid(target, module, examples):
+    """Nothing is learnt from a document without valid slots, nor by a head without any."""
+    batch, *others = packed(module, target, examples)
+    batch.features = batch.features.clone().requires_grad_()
+    (_, _), (start, stop) = batch.layout.slots
+    batch.left[batch.layout.rows[1][0] :] = 0
+    batch.left.clamp_(max=HEADS - 1)
+    module.zero_grad()
+    module(batch, *others)[0].backward()
+    assert batch.features.grad[start:stop].abs().max() == 0
+    assert batch.features.grad[:start].abs().max() > 0
+    for k in range(HEADS):
+        heads = getattr(module, "hydra_lm_head", None) or module.lm_head
+        learnt = max(float(p.grad.abs().max()) for p in heads[k].parameters())
+        assert (learnt > 0) == (k < HEADS - 1)
+
+
+def test_checkpointing_changes_nothing(target, module, examples):
+    inputs = packed(module, target, examples)
+    found = []
+    for on in (False, True):
+        module.gradient_checkpointing = on
+        module.zero_grad()
+        total = module(*inputs)[0]
+        total.backward()
+        found.append((total.detach(), [p.grad.clone() for p in module.parameters()]))
+    module.gradient_checkpointing = False
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_short_training_learns(target, family, examples):
+    """Every head, also the last."""
+    name, vocab_size = family
+    module = built(target, name, vocab_size)
+    inputs = packed(module, target, examples)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        total, weight, steps = module(*inputs)
+        (total / weight).backward()
+        optimizer.step()
+        losses.append(steps[:, 0] / steps[:, 1])
+    assert (losses[-1] < 0.8 * losses[0]).all()
+
+
+def test_a_checkpoint_and_back(target, family, module):
+    kind = pool.family(family[0])
+    config, tensors = kind.config(module, target.identity), kind.published(module.state_dict())
+    back = kind.restore(config, tensors)
+    assert back.config == module.config and torch.equal(back.draft_ids, module.draft_ids)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    some = sorted(tensors)[-1]
+    for wrong in (
+        {name: tensor for name, tensor in tensors.items() if name != some},
+        tensors | {some: tensors[some][:-1]},
+        tensors | {"9.0.linear.weight": torch.zeros(1)},
+    ):
+        with pytest.raises(CheckpointError, match="do not fit"):
+            kind.restore(config, wrong)
+    with pytest.raises(CheckpointError, match="draft_heads"):
+        shape = {key: value for key, value in config["architecture"].items() if key != "draft_heads"}
+        kind.restore({**config, "architecture": shape}, tensors)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_the_families_do_not_have_is_refused(target, name):
+    with pytest.raises(RecipeError, match="last hidden state"):
+        built(target, name, taps=[1, 2])

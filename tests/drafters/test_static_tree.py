@@ -1,0 +1,103 @@
+"""The form of static trees, and that every round fills in the right tokens behind the right parents."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specctl.drafters.static_tree import StaticTree, Trees, best_paths
+from specctl.drafters.tree import Shape
+
+CPU = torch.device("cpu")
+VOCAB = 7
+
+
+def test_the_paths_most_often_accepted():
+    """0.6, 0.36, 0.3, 0.216, 0.18 twice, 0.1296, 0.108 three times, 0.09: by hand."""
+    paths = best_paths(Shape(depth=4, width=9, nodes=6, children=2, stop_below=0.0), (0.6, 0.3))
+    assert paths[:4] == [(0,), (0, 0), (1,), (0, 0, 0)]
+    assert set(paths[4:]) == {(0, 1), (1, 0)}
+
+
+def test_width_children_and_depth_bound_the_tree():
+    paths = best_paths(Shape(depth=3, width=1, nodes=50, children=3, stop_below=0.0), (0.5, 0.2, 0.1, 0.1))
+    assert sorted(paths) == sorted([(0,) * d + (rank,) for d in range(3) for rank in range(3)])
+
+
+def test_a_parent_comes_before_its_children():
+    """Also where a child is as likely as its parent: any beginning of the list must be a tree."""
+    paths = best_paths(Shape(depth=5, width=3, nodes=30, children=2, stop_below=0.0), (1.0, 1.0))
+    assert all(len(path) == 1 or path[:-1] in paths[:place] for place, path in enumerate(paths))
+
+
+def next_tokens(tokens):
+    """Rank r behind the path `tokens` is (sum of the path + r) modulo the vocabulary."""
+    return [(sum(tokens) + rank) % VOCAB for rank in range(VOCAB)]
+
+
+def rows(depth, paths):
+    """Logits [B, m, V] that say so, rank r at −r."""
+    logits = torch.empty(*paths.shape[:2], VOCAB)
+    for b, nodes in enumerate(paths.tolist()):
+        for m, path in enumerate(nodes):
+            assert len(path) == depth + 1
+            logits[b, m, next_tokens(path)] = -torch.arange(VOCAB).float()
+    return logits
+
+
+PATHS = [(0,), (2,), (0, 1), (2, 0), (2, 3), (2, 3, 1)]
+
+
+def test_tokens_stand_behind_their_parents():
+    tree = StaticTree(PATHS, CPU)
+    draft = tree.grow(torch.tensor([3, 5]), rows, None, -math.inf)
+    assert tree.paths == PATHS
+    assert draft.parents.tolist() == [[-1, -1, 0, 1, 1, 4]] * 2 and not draft.chain
+    for root, tokens in zip((3, 5), draft.tokens.tolist(), strict=True):
+        known = {(): [root]}
+        for path, token in zip(PATHS, tokens, strict=True):
+            before = known[path[:-1]]
+            assert token == next_tokens(before)[path[-1]]
+            known[path] = [*before, token]
+
+
+def test_candidates_that_do_not_depend_on_the_path():
+    """Medusa's rows [B, 1, V] serve all parents of a level."""
+    draft = StaticTree(PATHS, CPU).grow(
+        torch.tensor([3]), lambda depth, paths: rows(0, paths[:, :1, :1]), None, -math.inf
+    )
+    assert draft.tokens.tolist() == [[next_tokens([3])[path[-1]] for path in PATHS]]
+
+
+def test_draft_ids():
+    ids = 10 * torch.arange(VOCAB)
+    tree = StaticTree([(0,), (0, 0)], CPU)
+    draft = tree.grow(torch.tensor([3]), lambda depth, paths: rows(0, paths[:, :, -1:] // 10), ids, -math.inf)
+    assert draft.tokens.tolist() == [[0, 0]] and draft.chain
+
+
+def test_unlikely_levels_are_left_out():
+    """Only nodes with children count: (0,) is likelier than (2,), but nothing stands behind it."""
+    tree = StaticTree([(0,), (2,), (2, 0), (2, 0, 0)], CPU)
+    logprob = rows(0, torch.tensor([[[3]]])).log_softmax(-1).max() - 2
+    for floor, size in ((logprob - 0.1, 3), (logprob + 0.1, 2)):
+        assert tree.grow(torch.tensor([3]), rows, None, float(floor)).size == size
+
+
+@pytest.mark.parametrize(
+    "room,budget,exact,sizes",
+    [(9, 62, 0, (3, 4)), (1, 62, 0, (1, 2)), (9, 2, 0, (2, 2)), (9, 7, 8, (3, 3)), (9, 2, 8, (2, 2))],
+)
+def test_a_tree_for_the_room_there_is(room, budget, exact, sizes):
+    """(levels, nodes); chains alone in exact mode; a finished row does not count."""
+    trees = Trees(Shape(depth=3, width=1, nodes=4, children=2, stop_below=0.0), (0.6, 0.3), CPU)
+    state = SimpleNamespace(rows=[SimpleNamespace(room=room), SimpleNamespace(room=0)], exact_rows=exact)
+    tree = trees.of(state, budget)
+    assert (len(tree.levels), len(tree.paths)) == sizes
+    assert tree.chain == (sizes[0] == sizes[1])
+
+
+def test_no_room():
+    trees = Trees(Shape(3, 1, 4, 2, 0.0), (0.6, 0.3), CPU)
+    assert trees.of(SimpleNamespace(rows=[SimpleNamespace(room=0)], exact_rows=0), 62) is None
