@@ -188,7 +188,7 @@ class DrafterRecipe(Section):
     num_heads: PositiveInt | None = None
     num_kv_heads: PositiveInt | None = None
     num_layers: PositiveInt | None = None
-    draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth
+    draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth; None = 4
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
 
@@ -290,7 +290,8 @@ class TrainRecipe(WriterRecipe):
     objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv"] = "auto"
     ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
-    ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth, as a share of the one before it
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # hydra; its paper takes 0.2, for ten epochs at 7B
     optimizer: OptimizerRecipe = OptimizerRecipe()
     epochs: PositiveInt | None = None
     max_steps: PositiveInt | None = None

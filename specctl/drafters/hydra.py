@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -85,7 +85,13 @@ class HydraDrafter(DepthDrafter):
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "linear")
 """Projections that a LoRA adapter may update."""
 
-prepare = depth_heads.prepare
+
+def prepare(module: HydraHeads, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    depth_heads.prepare(module, recipe)
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = recipe.dropout
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -166,8 +166,8 @@ class Trainer:
     ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
         mine = self._mine(chosen)
-        # A resumed run drops out what an uninterrupted one would.
-        torch.manual_seed(hash((self.recipe.data.seed, self.at.step, self.rank)))
+        # Dropout and noise depend on the step alone: a resumed run draws what an uninterrupted one would.
+        torch.manual_seed(self.recipe.data.seed + 2**16 * (self.at.step * self.world + self.rank))
         batch = self.trainee.batch(mine or chosen[:1], self.at.step)
         total, weight, steps = self.trainee.loss(self.engine, batch)
         if not mine:

@@ -26,6 +26,8 @@ def batch_tokens(recipe: TrainRecipe, target: Target) -> int:
 
 def ttt_stride(recipe: TrainRecipe, target: Target) -> int:
     """Every how many-th response position takes part in the later steps of the training-time test."""
+    if recipe.arch in ("hydra", "medusa"):  # heads of later depths have weights of their own, and those all to learn
+        return recipe.ttt_stride or 1
     return recipe.ttt_stride or TTT_STRIDE[target.device.type]
 
 

@@ -67,7 +67,8 @@ def test_an_adapter_drafts_as_its_merged_weights(target, prompts, module):
 
 
 def test_dropout_is_for_training_only(target, module):
-    recipe = TrainRecipe(arch="hydra")
-    hydra.prepare(module, recipe)
+    hydra.prepare(module, TrainRecipe(arch="hydra", dropout=0.5))
     x = torch.randn(4, 2 * module.config.hidden_size)
-    torch.testing.assert_close(module.head(0, x), module.head(0, x))
+    assert torch.equal(module.head(0, x), module.head(0, x))
+    assert not torch.equal(module.train().head(0, x), module.head(0, x))
+    module.eval()

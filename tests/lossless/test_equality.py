@@ -12,7 +12,7 @@ from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
-from specctl.drafters import eagle, lm
+from specctl.drafters import eagle, lm, pool
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
@@ -20,7 +20,7 @@ from specctl.drafters.head import HeadConfig
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape as Eagle3Shape
-from specctl.recipe import TrainRecipe
+from specctl.recipe import DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, own_weights, perfect, ragged
 
 NEW = 20
@@ -52,6 +52,13 @@ def random_eagle3(target, shape):
 def random_eagle(target, shape):
     torch.manual_seed(0)
     return eagle.EagleDrafter(eagle.build(TrainRecipe(arch="eagle"), target, None), target, shape)
+
+
+def random_heads(name, target, **drafting):
+    """Hydra or Medusa heads that start as the target's own, which guess a token right now and then."""
+    torch.manual_seed(0)
+    module = pool.family(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
+    return pool.family(name).drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +97,10 @@ DRAFTERS = {
     "lm itself": lambda target, texts: lm.LMDrafter(own_weights(target), target, lm.Shape(5, 0.0, False)),
     "eagle": lambda target, texts: random_eagle(target, Eagle3Shape(4, 2, 8, 2, 0.0)),
     "eagle3 chain": lambda target, texts: random_eagle3(target, Eagle3Shape(4, 1, 4, 1, 0.0)),
+    "hydra": lambda target, texts: random_heads("hydra", target),
+    "hydra tree": lambda target, texts: random_heads("hydra", target, width=3, nodes=20, children=3),
+    "medusa": lambda target, texts: random_heads("medusa", target),
+    "medusa tree": lambda target, texts: random_heads("medusa", target, width=3, nodes=20, children=3),
     "eagle3 tree": lambda target, texts: random_eagle3(target, Eagle3Shape(3, 2, 7, 2, 0.0)),
 }
 
@@ -150,7 +161,7 @@ def assert_counts(one):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain"])
+@pytest.mark.parametrize("kind", ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "hydra"])
 def test_exact_mode_at_temperature_one(dtype, kind, target, prompts):
     """Chains in fixed shapes: bitwise, so also in bf16, where batch and single plain decoding differ otherwise."""
     here = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype="bf16")
@@ -218,7 +229,7 @@ def test_shrinking_batch(target, prompts, plain):
     texts = whole(plain(HOT))
     batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 18, 5, 9, 13, 20]
     sizes = set()
-    for name in ("lookup", "retrieval", "lm", "trees", "eagle3 tree"):
+    for name in ("lookup", "retrieval", "lm", "trees", "eagle3 tree", "hydra tree", "medusa"):
         found = decode(
             target,
             batch,
@@ -270,7 +281,7 @@ def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise):
     assert sum(one.accepted for one in found) > 0
 
 
-@pytest.mark.parametrize("name", ["lm itself", "eagle3 chain", "eagle3 tree"])
+@pytest.mark.parametrize("name", ["lm itself", "eagle3 chain", "eagle3 tree", "hydra"])
 def test_waking_up_in_a_batch_with_finished_rows(target, prompts, name, monkeypatch):
     """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""
     monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink
@@ -284,7 +295,7 @@ def test_waking_up_in_a_batch_with_finished_rows(target, prompts, name, monkeypa
         target,
         batch,
         controller=controller,
-        taps=TAPS,
+        taps=sleeper.taps,
         on_round=lambda state, draft, verdict: sizes.append(state.batch),
         **options,
     )

@@ -97,6 +97,16 @@ def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
+    """Or a resumed run would not be the uninterrupted one."""
+    options = dict(arch="hydra", dropout=0.5, drafter=DrafterRecipe(draft_heads=1))
+    trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(make(tmp_path / "run")))
+    chosen = trainer.corpus.train[:2]
+    first, again = (trainer._forward(chosen)[0].item() for _ in range(2))
+    trainer.at.step += 1
+    assert first == again != trainer._forward(chosen)[0].item()
+
+
 def test_another_recipe_is_not_resumed(trained, distilled):
     place, _ = trained
     with pytest.raises(SpecctlError, match="another recipe"):
