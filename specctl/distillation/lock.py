@@ -17,6 +17,8 @@ from pathlib import Path
 from specctl import progress
 from specctl.errors import DataError
 
+SIGNATURE = 512  # bytes
+
 
 class WriterLock:
     """Held from construction to `release`; DataError explains who holds it otherwise."""
@@ -79,14 +81,14 @@ class WriterLock:
 
 
 def _sign(fd: int) -> None:
-    os.ftruncate(fd, 0)
+    """Name this process in one write of fixed size: a process killed on the way never leaves a lock without an owner."""
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    os.pwrite(fd, json.dumps(owner).encode(), 0)
+    os.pwrite(fd, json.dumps(owner).ljust(SIGNATURE).encode(), 0)
 
 
 def _owner(fd: int) -> dict[str, object]:
     try:
-        owner = json.loads(os.pread(fd, 4096, 0))
+        owner = json.loads(os.pread(fd, SIGNATURE, 0))
         return owner if isinstance(owner, dict) else {}
     except ValueError:
         return {}
