@@ -81,7 +81,7 @@ class WriterLock:
 
 
 def _sign(fd: int) -> None:
-    """Name this process in one write of fixed size: a process killed on the way never leaves a lock without an owner."""
+    """Name this process in one write of fixed size: one killed on the way never leaves a lock without an owner."""
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     os.pwrite(fd, json.dumps(owner).ljust(SIGNATURE).encode(), 0)
 
