@@ -16,6 +16,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 LocalPath = Annotated[Path, Field(strict=False)]
 Arch = Literal["eagle", "eagle3", "hydra", "medusa", "lm", "retrieval"]
 
+Gpu = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090", "cpu"]
+
 
 def _split(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -38,8 +40,18 @@ class TargetRecipe(Section):
     revision: str | None = None
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process' GPUs
+    max_memory: Annotated[str, Field(pattern=r"^\d+([KMG]i?)?B$")] | None = None  # with device_map: of each GPU, 60GiB
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_device_or_a_map(self) -> TargetRecipe:
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError("device_map spreads the target over the GPUs of the process: leave device at auto")
+        if self.max_memory is not None and self.device_map is None:
+            raise ValueError("max_memory needs a device_map")
+        return self
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -95,9 +107,12 @@ class DraftingRecipe(Section):
 
 
 class ResourceRecipe(Section):
-    """What the process may use."""
+    """What the process may use, and the machine that --dry-run estimates for; None = what this machine has."""
 
     threads: PositiveInt | None = None
+    gpus: PositiveInt | None = None  # of all nodes together
+    gpu: Gpu | None = None
+    processes: PositiveInt | None = None  # None = one for each GPU, or one in all with target.device_map
 
 
 class CommandRecipe(Section):
@@ -224,6 +239,20 @@ class FirstDataRecipe(Section):
     """How much to distil when there is no data for the domain yet."""
 
     responses: PositiveInt = 2000
+    max_new_tokens: PositiveInt | None = None  # None = the default of `specctl distill`
+
+
+ENGINE_KEYS = {
+    "gradient_clipping": "use optimizer.clip",
+    "optimizer": "use the section optimizer",
+    "scheduler": "use optimizer.schedule and optimizer.warmup",
+    "bf16": "use precision; master weights are fp32",
+    "fp16": "use precision; master weights are fp32",
+    "train_batch_size": "use batch_tokens",
+    "train_micro_batch_size_per_gpu": "use batch_tokens",
+    "gradient_accumulation_steps": "use batch_tokens",
+}
+"""Keys of a DeepSpeed configuration that have their place in the recipe."""
 
 
 class LoraRecipe(Section):
@@ -274,9 +303,24 @@ class TrainRecipe(WriterRecipe):
     eval: HeldOutRecipe = HeldOutRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of matrix products; weights are and stay fp32
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0  # also set by deepspeed.zero_optimization.stage
     deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
+
+    @model_validator(mode="after")
+    def _one_place_for_each_option_of_the_engine(self) -> TrainRecipe:
+        """What decides the weights is a key of the recipe; the engine's own JSON may not say something else."""
+        for key, ours in ENGINE_KEYS.items():
+            if key in self.deepspeed:
+                raise ValueError(f"deepspeed.{key} is not set here: {ours}")
+        zero = self.deepspeed.get("zero_optimization", {})
+        stage = zero.get("stage", self.zero_stage) if isinstance(zero, dict) else None
+        if type(stage) is not int or not 0 <= stage <= 3:
+            raise ValueError("deepspeed.zero_optimization needs a stage from 0 to 3")
+        if "zero_stage" in self.model_fields_set and stage != self.zero_stage:
+            raise ValueError(f"zero_stage {self.zero_stage} contradicts deepspeed.zero_optimization.stage {stage}")
+        self.zero_stage = stage
+        return self
 
     @property
     def distillation(self) -> str:

@@ -23,6 +23,7 @@ from specctl.recipe import RECIPES, CommandRecipe, Section
 from specctl.recipe_yaml import KeyPath
 
 ENVIRONMENT = "SPECCTL_"
+SUFFIXES = (".yaml", ".json", ".sbatch")  # of recipes, DeepSpeed configurations, Slurm scripts
 NOT_RECIPE_KEYS = {"SPECCTL_KERNELS"}  # read by the kernels' dispatch
 
 
@@ -71,14 +72,14 @@ def resolve(
 
 
 def shipped() -> dict[str, str]:
-    """Names of the recipes in the package (`eval`, `demo/train`, `deepspeed/zero2`) → their text."""
+    """Names of the recipes in the package (`eval`, `deepspeed/zero2`, `slurm/train-drafter`) → their text."""
     found: dict[str, str] = {}
 
     def visit(folder: Any, prefix: str) -> None:
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if entry.is_dir():
                 visit(entry, f"{prefix}{entry.name}/")
-            elif entry.name.endswith((".yaml", ".json")):
+            elif entry.name.endswith(SUFFIXES):
                 found[prefix + entry.name.rsplit(".", 1)[0]] = entry.read_text(encoding="utf-8")
 
     visit(resources.files("specctl.recipes"), "")
@@ -93,7 +94,9 @@ def read(name: str | Path) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{name}: cannot be read as text: {error}") from error
     known = shipped()
-    key = str(name).removesuffix(".yaml").removesuffix(".json")
+    key = str(name)
+    for suffix in SUFFIXES:
+        key = key.removesuffix(suffix)
     if key not in known:
         near = _nearest(key, known)
         raise RecipeError(f"no recipe {str(name)!r}{near}", hint="a file, or a name from `specctl recipes ls`")

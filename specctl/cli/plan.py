@@ -24,13 +24,30 @@ def check_data(data: DataRecipe) -> None:
 
 def check_target(target: TargetRecipe) -> str:
     """One line about how the target would run, from its configuration. CheckpointError where it cannot be used."""
-    name = target.name
-    if name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        return f"target {name} is read from the Hugging Face hub or its cache; not checked"
+    where = local_target(target)
+    if where is None:
+        return f"target {target.name} is read from the Hugging Face hub; not checked"
     from specctl.decoding.target import describe
 
-    about = describe(name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    return f"target {name} runs by {_step(about['path'])}: {about['why']}"
+    about = describe(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    return f"target {target.name} runs by {_step(about['path'])}: {about['why']}"
+
+
+def local_target(target: TargetRecipe) -> str | None:
+    """The directory with the target's configuration (or `builtin`); for a Hugging Face id that of its cache, if it is
+    there. The hub is not asked: --dry-run works offline, and at once."""
+    from specctl.decoding.target import is_hub_id
+
+    if not is_hub_id(target.name):
+        return target.name
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
+    except HFValidationError as error:
+        raise CheckpointError(f"target {target.name} is neither a directory nor a Hugging Face id: {error}") from error
+    return str(Path(found).parent) if isinstance(found, str) else None
 
 
 def _step(path: str) -> str:
@@ -74,10 +91,11 @@ def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -
         raise SpecctlError(f"cannot write to {parent}: permission denied", hint="choose another --output-dir")
 
 
-def show(command: str, recipe: CommandRecipe, steps: list[str]) -> None:
-    """The answer to --dry-run: what would be done, and the recipe with everything filled in."""
+def show(command: str, recipe: CommandRecipe, steps: list[str], **more: Any) -> None:
+    """The answer to --dry-run: what would be done, the recipe with everything filled in, and `more` for --json."""
     resolved = recipe.model_dump(mode="json")
-    output.result({"command": command, "dry_run": True, "steps": steps, "recipe": resolved}, _plan, brief=command)
+    document = {"command": command, "dry_run": True, "steps": steps, **more, "recipe": resolved}
+    output.result(document, _plan, brief=command)
 
 
 def _plan(document: dict[str, Any]) -> str:

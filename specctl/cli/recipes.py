@@ -46,7 +46,7 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
     from specctl.runs import atomic_write
 
     text, _ = read(name)
-    suffix = ".json" if text.lstrip().startswith("{") else ".yaml"
+    suffix = ".json" if text.lstrip().startswith("{") else ".sbatch" if text.startswith("#!") else ".yaml"
     target = to / f"{name.rsplit('/', 1)[-1].removesuffix(suffix)}{suffix}" if to.is_dir() else to
     if target.exists():
         raise UsageError(f"{target} exists", hint="choose another name")
@@ -66,8 +66,8 @@ def validate(name: Name) -> None:
 
 
 def _about(text: str) -> str:
-    """The first comment of a recipe says what it is for."""
-    first = text.lstrip().splitlines()[0]
+    """The first comment of a recipe (after the interpreter of a script) says what it is for."""
+    first = next(line for line in text.lstrip().splitlines() if not line.startswith("#!"))
     return first.lstrip("# ") if first.startswith("#") else ""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -16,7 +18,10 @@ from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, TrainRecipe
+    from specctl.training.estimate import Texts
 
+PROMPT_TOKENS = 128  # assumed of prompts that nobody has rendered yet
+PROMPT_SAMPLE = 200  # records whose prompts are measured
 FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit"),
     *(*TARGET, "seed", "log", "output_dir", "resume", "overwrite"),
@@ -46,7 +51,10 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         plan.check_output(one.output, resume=recipe.resume, overwrite=recipe.overwrite)
     first = {path: data for one in recipes for path, data in distil_first(one).items()}
     if dry_run:
-        return plan.show("train-drafter", recipe, steps(recipes, first))
+        expected = [estimate(one, first) for one in recipes]
+        words = steps(recipes, first) + [line for one in expected for line in one.lines]
+        found = [one.document for one in expected]
+        return plan.show("train-drafter", recipe, words, estimate=found if recipe.each else found[-1])
     with library_output():
         for source, missing in first.items():
             progress.log(f"no finished data in {source}: distilling from {missing.data.limit} prompts first")
@@ -80,7 +88,7 @@ def _domains(recipe: TrainRecipe) -> list[list[str]]:
 
 def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRecipe | None:
     from specctl.distillation import store
-    from specctl.recipe import DistillRecipe
+    from specctl.recipe import DistillRecipe, SamplingRecipe
 
     if store.exists(source):
         held = store.summary(source)
@@ -94,9 +102,66 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"no distilled data in {source}", hint=f"run specctl distill --domain {domains[0]} first")
     data = recipe.data.model_copy(update={"domain": domains, "limit": recipe.data.limit or recipe.distill.responses})
+    longest = recipe.distill.max_new_tokens
     return DistillRecipe(
-        target=recipe.target, data=data, resources=recipe.resources, output_dir=source, resume=recipe.resume
+        target=recipe.target,
+        data=data,
+        sampling=SamplingRecipe(max_new_tokens=longest) if longest else SamplingRecipe(),
+        resources=recipe.resources,
+        output_dir=source,
+        resume=recipe.resume,
     )
+
+
+class Expected(NamedTuple):
+    """The estimate in words, and as a document; None where there is none, and the words say why."""
+
+    lines: list[str]
+    document: dict[str, Any] | None
+
+
+def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
+    """Memory, disk and time of the training, as far as they follow from configurations."""
+    from specctl.cli import plan
+    from specctl.decoding.target import load_config
+    from specctl.drafters.pool import FAMILIES
+    from specctl.training.estimate import estimate
+    from specctl.training.machine import machine_for
+
+    where, machine = plan.local_target(recipe.target), machine_for(recipe)
+    if recipe.arch not in FAMILIES or recipe.arch == "retrieval" or recipe.corpus is not None:
+        what = "a corpus" if recipe.corpus is not None else recipe.arch
+        return Expected([f"no estimate: none is made for {what}"], None)
+    if where is None:
+        cached = f"its config.json in the Hugging Face cache (hf download {recipe.target.name} config.json)"
+        return Expected([f"no estimate: that of target {recipe.target.name} needs {cached}"], None)
+    if machine is None:
+        return Expected(["no estimate: this GPU is not in the table; set resources.gpu to the nearest one"], None)
+    config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
+    found = estimate(recipe, config, machine, texts(recipe, first))
+    return Expected(found.lines, asdict(found))
+
+
+def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
+    """What is known of the data; of data that is still to be distilled a guess, responses of half their longest."""
+    from specctl.distillation import store
+    from specctl.training.estimate import Texts
+
+    number, responses, prompts = 0, 0.0, 0.0  # and their tokens
+    for source in recipe.sources:
+        if source in first:
+            missing = first[source]
+            assert missing.data.limit is not None
+            here = missing.data.limit * len(missing.data.domain) * missing.samples_per_prompt
+            mean, prompt = missing.sampling.max_new_tokens / 2, float(PROMPT_TOKENS)
+        else:
+            held = store.summary(source)
+            sample = [len(record["prompt_ids"]) for record in islice(store.read(source), PROMPT_SAMPLE)]
+            here, mean = held.responses, held.response_tokens / max(1, held.responses)
+            prompt = sum(sample) / max(1, len(sample))
+        number, responses, prompts = number + here, responses + here * mean, prompts + here * prompt
+    counted = not any(source in first for source in recipe.sources)
+    return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=counted)
 
 
 def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[str]:

@@ -1,11 +1,14 @@
 """Steps through `transformers`' own forward, for architectures that the lean step does not cover.
 
 The model writes into our preallocated cache through transformers' cache-layer interface and takes our 4-D mask, so
-rollback, trees and ragged batches work exactly as on the lean path.
+rollback, trees and ragged batches work exactly as on the lean path. So does a model whose layers `accelerate` has
+spread over several GPUs: its hooks carry the rows from one to the next, keys and values stay where their layer is, and
+what leaves this file is on the device of the embedding.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +16,37 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specctl.decoding.cache import KVCache, Plan
+
+
+class ShardedCache(KVCache):
+    """Keys and values where the layers are: one `KVCache` for each device of a model that is spread over several."""
+
+    def __init__(self, devices: list[torch.device], batch: int, heads: int, capacity: int, head_dim: int, *, dtype):
+        """`devices`: that of every layer."""
+        self.parts = {
+            device: KVCache(devices.count(device), batch, heads, capacity, head_dim, dtype=dtype, device=device)
+            for device in dict.fromkeys(devices)
+        }
+        self.capacity = capacity
+        self.places = [(self.parts[device], devices[:layer].count(device)) for layer, device in enumerate(devices)]
+        self._views()
+
+    def _views(self) -> None:
+        self.keys = [part.keys[index] for part, index in self.places]
+        self.values = [part.values[index] for part, index in self.places]
+
+    def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
+        part, index = self.places[layer]
+        part.write(index, pairs, replace(plan, positions=plan.positions.to(pairs.device)))
+
+    def compact(self, sequence: int, start: int, path: list[int]) -> None:
+        for part in self.parts.values():
+            part.compact(sequence, start, path)
+
+    def select(self, index: Tensor) -> None:
+        for device, part in self.parts.items():
+            part.select(index.to(device))
+        self._views()
 
 
 class _Layer(CacheLayerMixin):
@@ -62,12 +96,14 @@ class HFModel:
         self.window = getattr(config, "sliding_window", None)
         layer_types = set(getattr(config, "layer_types", None) or [])
         self.mixed = len(layer_types) > 1
+        self.layer_devices = _layer_devices(model, self.num_layers)
         self.sliding = self.window is not None and ("sliding_attention" in layer_types or not layer_types)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(
-            self.num_layers, batch, self.kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device
-        )
+        shape = (batch, self.kv_heads, capacity, self.head_dim)
+        if set(self.layer_devices) != {self.device}:
+            return ShardedCache(self.layer_devices, *shape, dtype=self.dtype)
+        return KVCache(self.num_layers, *shape, dtype=self.dtype, device=self.device)
 
     def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor] | None:
         if plan.causal and not self.sliding:
@@ -110,11 +146,18 @@ class HFModel:
             logits_to_keep=1,
         )
         states = output.hidden_states
-        tapped = torch.cat([states[tap].to(self.dtype) for tap in taps], -1) if taps else None
-        return states[-1], tapped
+        tapped = torch.cat([states[tap].to(self.device, self.dtype) for tap in taps], -1) if taps else None
+        return states[-1].to(self.device), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `LeanModel.logits`, with a final soft-cap where the configuration has one (Gemma 2)."""
-        logits = self.model.get_output_embeddings()(hidden)
+        logits = self.model.get_output_embeddings()(hidden).to(self.device)
         cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _layer_devices(model, layers: int) -> list[torch.device]:
+    """The device of every decoder layer, wherever the architecture keeps the list of them."""
+    embedding = model.get_input_embeddings().weight.device
+    blocks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
+    return [next(block.parameters()).device for block in blocks[0]] if blocks else [embedding] * layers

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +49,8 @@ class Target:
 
     def __init__(self, name: str, model, tokenizer, *, revision: str | None = None, path: str = "auto"):
         reason = lean.why_not(model.config)
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            reason = reason or "its layers are on several devices"
         if path == "lean" and reason:
             raise UsageError(
                 f"the lean step cannot run target {name}: {reason}", "use the path 'auto' or 'transformers'"
@@ -67,7 +72,7 @@ class Target:
         self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or tokenizer.model_max_length)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.generation_config = model.generation_config
-        self.head_weight: Tensor = model.get_output_embeddings().weight.detach()
+        self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
         self.norm_weight: Tensor | None = (
             getattr(getattr(model.model, "norm", None), "weight", None) if hasattr(model, "model") else None
         )
@@ -151,14 +156,29 @@ def _eos_ids(model, tokenizer) -> frozenset[int]:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is CUDA when there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    """`auto` and `cuda` are this process' own GPU, `auto` without one the CPU."""
+    available = torch.cuda.is_available()
+    if device.startswith("cuda") and not available:
         raise UsageError(
             f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
         )
-    return torch.device(device)
+    if device == "cuda" or (device == "auto" and available):
+        return torch.device("cuda", own_gpus(torch.cuda.device_count(), os.environ)[0])
+    return torch.device("cpu" if device == "auto" else device)
+
+
+def own_gpus(count: int, environ: Mapping[str, str]) -> list[int]:
+    """The GPUs of this process among `count` visible ones: all of them, or every n-th where a launcher started n here.
+
+    The first is that of LOCAL_RANK, which DeepSpeed takes, too. UsageError where there are more processes than GPUs.
+    """
+    rank, processes = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if rank >= count:
+        raise UsageError(
+            f"the process of LOCAL_RANK {rank} has no GPU: {count} visible",
+            "start as many processes as there are GPUs (or, where each sees only its own, with LOCAL_RANK=0)",
+        )
+    return list(range(rank, count, processes))
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -216,6 +236,11 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     return config
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory here."""
+    return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+
+
 def _where(name: str) -> str:
     if name == "builtin":
         return str(builtin_path())
@@ -226,8 +251,21 @@ def _where(name: str) -> str:
     return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
 
 
-def load_model(name: str, *, device: torch.device, dtype: torch.dtype, revision=None, trust_remote_code=False):
-    """The plain `transformers` model of a target, in evaluation mode."""
+def load_model(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision=None,
+    trust_remote_code=False,
+    device_map: str | None = None,
+    max_memory: str | None = None,
+):
+    """The plain `transformers` model of a target, in evaluation mode, on `device` or spread by `device_map`.
+
+    For a GPU the weights are read from the memory-mapped files straight to it: eight processes on a node share the
+    pages of the files and hold no copies in CPU memory.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -235,11 +273,22 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype, revision=
     load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            _where(name), dtype=dtype, revision=revision, trust_remote_code=trust_remote_code
+            _where(name),
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **_placement(device, device_map, max_memory),
         )
+        if device_map is None:
+            model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"cannot load target {name}: {str(error).splitlines()[0]}") from error
-    model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if len(places) > 1 and places & {"cpu", "disk"}:
+        raise CheckpointError(
+            f"target {name} does not fit the memory of the GPUs of this process",
+            "more GPUs, or raise target.max_memory",
+        )
     return model.eval()
 
 
@@ -251,6 +300,23 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         return AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the tokenizer of {name}: {str(error).splitlines()[0]}") from error
+
+
+def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained`. A map spreads over this process' GPUs only: what is free, or `max_memory`."""
+    if find_spec("accelerate") is None:
+        if device_map is None:
+            return {}
+        raise UsageError("target.device_map needs the package accelerate", "pip install accelerate")
+    if device.type == "cpu":
+        return {"device_map": device_map}
+    if device_map is None:
+        return {"device_map": {"": device}}
+    gpus = own_gpus(torch.cuda.device_count(), os.environ)
+    return {
+        "device_map": device_map,
+        "max_memory": {gpu: max_memory or torch.cuda.mem_get_info(gpu)[0] for gpu in gpus},
+    }
 
 
 def keep_freed_memory() -> None:
@@ -276,14 +342,25 @@ def load_target(
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    device_map: str | None = None,
+    max_memory: str | None = None,
     path: str = "auto",
 ) -> Target:
-    """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where."""
+    """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where.
+
+    device_map: how `accelerate` spreads the layers over the GPUs of this process; max_memory: at most so much of each.
+    """
     where = pick_device(device)
     if where.type == "cpu":
         keep_freed_memory()
     model = load_model(
-        name, device=where, dtype=pick_dtype(dtype, where), revision=revision, trust_remote_code=trust_remote_code
+        name,
+        device=where,
+        dtype=pick_dtype(dtype, where),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        max_memory=max_memory,
     )
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     return Target(name, model, tokenizer, revision=revision, path=path)

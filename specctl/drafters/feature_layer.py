@@ -24,7 +24,7 @@ class HeadWeights:
 
     def __init__(self, module: nn.Module, target: Target):
         self.device, self.dtype = target.device, target.dtype
-        self._names = {part: name for name, part in module.named_modules()}
+        self._names = {id(part): name for name, part in module.named_modules()}  # by id: the module is not kept alive
         self._parts: dict[Linear, list[Part]] = {}
 
     def weight(self, module: nn.Linear) -> Tensor:
@@ -36,7 +36,7 @@ class HeadWeights:
         biases = [module.bias.detach().to(self.device, self.dtype) for module in modules if module.bias is not None]
         weight = torch.cat([self.weight(module) for module in modules])
         product = DraftLinear(weight, torch.cat(biases) if biases else None)
-        self._parts[product] = [(self._names[module], module.out_features) for module in modules]
+        self._parts[product] = [(self._names[id(module)], module.out_features) for module in modules]
         return product
 
     def rms_norm(self, module: nn.RMSNorm) -> RMSNorm:

@@ -118,6 +118,8 @@ def load_generator(
         dtype=target.dtype,
         revision=recipe.revision,
         trust_remote_code=recipe.trust_remote_code,
+        device_map=recipe.device_map,
+        max_memory=recipe.max_memory,
     )
     return Generator(model, target.eos_ids, sampling, assistants)
 

@@ -23,9 +23,12 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     alone = "RANK" not in os.environ
     if alone:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        local = str(device.index or 0)  # DeepSpeed takes the GPU of this number
+        os.environ.update(RANK="0", LOCAL_RANK=local, WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import torch.distributed as dist
 
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # collectives run where the target is
     backend = "gloo" if device.type == "cpu" else "nccl"
     with _stdout_to_stderr():
         import deepspeed
@@ -52,18 +55,8 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
             )
         optimizer = make_optimizer(module, recipe.optimizer_type, options, learning_rate)
         _autocast(module, recipe)
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,  # batches are counted in tokens here; DeepSpeed only wants a number
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": options.clip,
-            "zero_optimization": {"stage": recipe.zero_stage},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 2**31,
-            "wall_clock_breakdown": False,
-        }
         try:
-            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config | recipe.deepspeed)
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(recipe))
         except (ValueError, AssertionError, KeyError) as error:
             raise RecipeError(
                 f"DeepSpeed refuses the configuration: {error}", "see `deepspeed:` in the recipe"
@@ -81,6 +74,25 @@ def _autocast(module: nn.Module, recipe: TrainRecipe) -> None:
     dtype = compute_dtype(recipe, device)
     cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     module.forward = cast(module.forward)
+
+
+def engine_config(recipe: TrainRecipe) -> dict[str, Any]:
+    """DeepSpeed's configuration: what the recipe decides, with `recipe.deepspeed` merged into it.
+
+    `zero_optimization` is merged key by key: options of the JSON without a stage must not reset that of the recipe.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # batches are counted in tokens here; DeepSpeed only wants a number
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": recipe.optimizer.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+        **recipe.deepspeed,
+    }
+    zero = {**config.get("zero_optimization", {}), "stage": recipe.zero_stage}
+    return {**config, "zero_optimization": zero}
 
 
 def compute_dtype(recipe: TrainRecipe, device: torch.device) -> torch.dtype:

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from specctl.decoding.layers import Linear
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
 from specctl.drafters import eagle3, lora, pool
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.errors import CheckpointError, RecipeError
 from specctl.formats import checkpoint
-from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe
+from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe, TrainRecipe
 
 SETTINGS = {"rank": 4, "alpha": 8.0}
 
@@ -111,3 +113,27 @@ def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, targ
 def test_unknown_projections_are_refused(head):
     with pytest.raises(RecipeError, match="no embed_tokens"):
         lora.inject(head, LoraRecipe(enabled=True, modules=["fc", "embed_tokens"]), eagle3.ADAPTABLE)
+
+
+@pytest.mark.parametrize("name", ["eagle", "hydra"])
+def test_other_families_take_adapters(target, prompts, name):
+    """Every adaptable projection of the module is one that the drafter updates: drafts score as the merged weights'."""
+    family = pool.trainable(name)
+    torch.manual_seed(0)
+    module = family.build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
+    generator = torch.Generator().manual_seed(1)
+    config = {**family.config(module, target.identity), "lora": SETTINGS}
+    adapter = Adapter.of(config, random_adapter(module, generator, family.ADAPTABLE))
+    merged = family.restore(config, adapter.merge(family.published(module.state_dict())))
+    plain, whole = (family.drafter(part, target, DraftingRecipe()) for part in (module, merged))
+    found = {}
+
+    def ask(state, draft, verdict):
+        span = [range(len(state.rows[0].ids) - 3, len(state.rows[0].ids))]
+        for drafter in (plain, whole, adapted):
+            found.setdefault(drafter, drafter.score(state, span, 2)[0].logits)
+
+    adapted = plain.adapted(adapter)
+    decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=2, seeds=[0], taps=plain.taps, on_round=ask)
+    torch.testing.assert_close(found[adapted], found[whole], atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(found[adapted], found[plain], atol=1e-2)

@@ -1,0 +1,249 @@
+"""What `train-drafter` will take, from the recipe and the target's configuration alone: memory, disk, time.
+
+Nothing is measured and no weights are read: target and drafter are built on torch's meta device and counted. The sums
+are those of this code base (fp32 master weights, autocast, no gradient accumulation). The guesses in them, the share of
+a device's peak that is reached and the length of texts that do not exist yet, are part of the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from specctl.decoding import lean
+from specctl.decoding.target import Target
+from specctl.recipe import TrainRecipe
+from specctl.training.machine import DEVICES, GB, Machine
+from specctl.training.optimizers import EMBEDDING_LIKE
+from specctl.training.outline import Outline
+from specctl.training.schedule import Schedule, batch_tokens, ttt_stride
+
+HEADROOM = 0.9  # of a GPU's memory: the CUDA context, buffers of the collectives and fragmentation take the rest
+FORWARD_TOKENS = 16_384  # at most, padding included, in one forward of the target
+HEAD_ROWS = 4096  # at most, of target logits at a time
+STEP_SECONDS = 0.05  # a step on GPUs takes at least so long: launching kernels, exchanging gradients, the host's part
+JSON_BYTES = 12  # of a token in a distilled record: its id as a number, and the text
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The data: responses, mean tokens of one and of its prompt, and whether they were counted or are assumed."""
+
+    responses: int
+    response_tokens: float
+    prompt_tokens: float
+    counted: bool
+
+    @property
+    def tokens(self) -> float:
+        """Response tokens in all."""
+        return self.responses * self.response_tokens
+
+    @property
+    def length(self) -> float:
+        """Tokens of text, prompt included, for each response token."""
+        return 1 + self.prompt_tokens / self.response_tokens
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The result. Sizes are in GB (10⁹ bytes); `memory_gb` is the peak of the fullest GPU by what takes it, and
+    `advice` names the recipe keys that help when it does not fit, that for the largest part first."""
+
+    gpu: str
+    gpus: int
+    processes: int
+    utilisation: float
+    target_parameters: int
+    drafter_parameters: int
+    responses: int
+    response_tokens: int
+    texts_counted: bool
+    steps: int
+    flops: float
+    hours: float
+    memory_gb: dict[str, float]
+    memory_limit_gb: float
+    fits: bool
+    advice: list[str]
+    disk_gb: dict[str, float]
+
+    @property
+    def lines(self) -> list[str]:
+        """In words."""
+        per = "process" if self.gpu == "cpu" else "GPU"
+        length = f"{self.response_tokens / self.responses:.0f} tokens{'' if self.texts_counted else ' (assumed)'}"
+        fit = "fits" if self.fits else "does NOT fit; what helps: " + "; ".join(self.advice)
+        return [
+            f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
+            f"in the drafter; {self.responses:,} responses of {length}",
+            f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {_time(self.hours)} on {self.gpus} × {self.gpu} "
+            f"at {self.utilisation:.0%} of peak (an assumption); distillation and acceptance checks not included",
+            f"estimate: {sum(self.memory_gb.values()):.3g} of {self.memory_limit_gb:.3g} GB memory per {per} "
+            f"({_sizes(self.memory_gb)}): {fit}",
+            f"estimate: {sum(self.disk_gb.values()):.3g} GB on disk ({_sizes(self.disk_gb)})",
+        ]
+
+
+def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -> Estimate:
+    """The estimate of a recipe whose family has weights; `config` is the target's, as `load_config` returns it."""
+    outline = Outline.of(config, machine.dtype(recipe.target.dtype))
+    drafter = outline.drafter(recipe)
+    parameters = sum(p.numel() for p in drafter.parameters())
+    placed = cast(Target, replace(outline, device=torch.device("cpu" if machine.gpu == "cpu" else "cuda")))
+    batch = batch_tokens(recipe, placed)
+    steps = Schedule.of(recipe, placed, max(1, round(texts.tokens / batch))).steps
+    again = recipe.ttt_steps - 1 if recipe.arch == "eagle3" else 0
+    passes = 1 + again / ttt_stride(recipe, placed)
+
+    features = texts.tokens * feature_bytes(drafter, outline, texts)
+    budget = recipe.features.budget_gb * 2**30 * machine.processes
+    mode: str = recipe.features.mode
+    if mode == "auto":
+        mode = "memory" if features <= budget else "online"
+    flops = steps * batch * drafter_flops(drafter, passes, texts)
+    if features:
+        flops += 2 * outline.active * texts.length * (steps * batch if mode == "online" else texts.tokens)
+
+    seconds = max(flops / machine.flops, steps * STEP_SECONDS if machine.gpu != "cpu" else 0)
+
+    tokens = batch / machine.processes
+    compute = machine.dtype(recipe.precision)
+    memory = {
+        "target": outline.parameters * outline.dtype.itemsize / machine.shards,
+        "drafter": state_bytes(drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
+        "activations": activation_bytes(drafter, tokens, passes, texts, compute),
+    }
+    if compute.itemsize < 4:
+        memory["autocast"] = parameters * compute.itemsize  # a copy of the weights
+    if features:
+        kept = features / machine.processes if mode == "memory" else 0
+        memory["features"] = tokens * feature_bytes(drafter, outline, texts) + kept
+        memory["target's forward"] = forward_bytes(outline, machine)
+    state = 4 * parameters + optimizer_bytes(drafter, recipe.optimizer_type)
+    disk = {
+        "checkpoints": (recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
+        "drafter": 4 * parameters,
+        "distilled data": texts.tokens * texts.length * JSON_BYTES,
+        "features": features if mode == "cached" else 0,
+    }
+    room = HEADROOM * machine.memory_gb * GB - sum(memory.values())
+    return Estimate(
+        gpu=machine.gpu,
+        gpus=machine.gpus,
+        processes=machine.processes,
+        utilisation=DEVICES[machine.gpu].utilisation,
+        target_parameters=outline.parameters,
+        drafter_parameters=parameters,
+        responses=texts.responses,
+        response_tokens=round(texts.tokens),
+        texts_counted=texts.counted,
+        steps=steps,
+        flops=flops,
+        hours=min(seconds / 3600, (recipe.max_minutes or float("inf")) / 60),
+        memory_gb={name: size / GB for name, size in memory.items()},
+        memory_limit_gb=machine.memory_gb,
+        fits=room >= 0,
+        advice=[] if room >= 0 else advice(memory, room, recipe, machine, batch),
+        disk_gb={name: size / GB for name, size in disk.items() if size},
+    )
+
+
+def reads_features(drafter: nn.Module) -> bool:
+    """Whether training the drafter runs the target."""
+    return bool(getattr(drafter, "taps", ()))
+
+
+def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
+    """Of a response token: 2 a parameter forward and 4 backward, for every pass. A drafter that reads no features runs
+    over prompts, too; of the others these are neglected."""
+    matrices = sum(p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and "embed" not in name)
+    return 6 * matrices * (passes if reads_features(drafter) else texts.length)
+
+
+def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
+    """Of a response token: the tapped states of its text, and its own last hidden state."""
+    if not reads_features(drafter):
+        return 0.0
+    taps: Any = drafter.taps
+    return outline.hidden_size * outline.dtype.itemsize * (len(taps) * texts.length + 1)
+
+
+def optimizer_bytes(drafter: nn.Module, kind: str) -> int:
+    """AdamW keeps two fp32 moments; Muon one, of hidden matrices."""
+    total = 0
+    for name, parameter in drafter.named_parameters():
+        hidden = parameter.ndim == 2 and not any(part in name for part in EMBEDDING_LIKE)
+        total += parameter.numel() * (4 if kind == "muon" and hidden else 8)
+    return total
+
+
+def state_bytes(drafter: nn.Module, kind: str, stage: int, processes: int) -> float:
+    """Weights, gradients and optimizer of the drafter in one process: 16 bytes a parameter with AdamW.
+
+    ZeRO 1 splits the optimizer, 2 the gradients, 3 the weights; from 1 on it updates its own fp32 copy of a part.
+    """
+    size = 4 * sum(p.numel() for p in drafter.parameters())
+    weights, gradients, optimizer = (processes if stage >= at else 1 for at in (3, 2, 1))
+    copy = size / processes if stage else 0
+    return size / weights + size / gradients + optimizer_bytes(drafter, kind) / optimizer + copy
+
+
+def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Texts, dtype: torch.dtype) -> float:
+    """What a step over `tokens` response tokens keeps for its backward pass.
+
+    Input and output of every product, fp32 inputs of norms; at the vocabulary head also the gradient that the loss
+    makes ahead, and the teacher's row in fp32 and in `dtype`.
+    """
+    size = dtype.itemsize
+    row = 0.0
+    for name, module in drafter.named_modules():
+        if isinstance(module, nn.Linear):
+            row += (module.in_features + module.out_features) * size * passes
+            if "lm_head" in name:
+                row += module.out_features * (size * (passes + 1) + 4)
+        elif "norm" in type(module).__name__.lower():
+            row += 8 * passes * sum(p.numel() for p in module.parameters())
+    return row * tokens * (1 if reads_features(drafter) else texts.length)
+
+
+def forward_bytes(outline: Outline, machine: Machine) -> float:
+    """Peak of one forward of the target over `FORWARD_TOKENS`: keys and values, the rows of a layer, some logits."""
+    config, size, width = outline.config, outline.dtype.itemsize, outline.hidden_size
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    layer = 2 * heads * dim * size
+    if machine.shards > 1 or lean.why_not(config):
+        layer += width * size  # transformers returns the states of all layers
+    row = layer * outline.num_layers / machine.shards + 3 * inner * size + 12 * width
+    return FORWARD_TOKENS * row + HEAD_ROWS * outline.vocab_size * (size + 4)
+
+
+def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: Machine, batch: int) -> list[str]:
+    """Recipe keys that make it fit, the one for the largest part first; `room` is negative: bytes that are missing."""
+    of_batch = memory["activations"] + memory.get("features", 0)
+    fitting = int(batch * (1 + room / of_batch)) // 64 * 64
+    spread = "fewer processes, so that each has more GPUs for its target"
+    knobs = {"target": spread if machine.shards > 1 else "target.device_map=auto and several GPUs for each process"}
+    if machine.processes > 1 and recipe.zero_stage < 3:
+        knobs["drafter"] = f"zero_stage={recipe.zero_stage + 1}"
+    if fitting > 0:
+        knobs["activations"] = f"batch_tokens={fitting} (it is {batch})"
+    ordered = sorted(knobs, key=lambda name: -memory.get(name, 0))
+    return [knobs[name] for name in ordered]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
+
+
+def _sizes(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {size:.2g}" for name, size in parts.items())

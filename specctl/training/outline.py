@@ -1,0 +1,78 @@
+"""A target without its weights: what can be known from its configuration, on torch's meta device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from specctl.decoding.target import Target
+from specctl.drafters import pool
+from specctl.recipe import TrainRecipe
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What families read of a `Target` to build a drafter, and the target's numbers of parameters.
+
+    Attributes:
+        parameters: all of them, shared ones once.
+        active: those of matrices that every token is multiplied with (a mixture visits a few of its experts).
+    """
+
+    config: Any
+    parameters: int
+    active: int
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    context_length: int
+    head_weight: Tensor
+    norm_weight: Tensor
+    model: Any
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: frozenset[int] = frozenset()
+    tokenizer: Any = field(default_factory=lambda: SimpleNamespace(bos_token_id=None, pad_token_id=None))
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype) -> Outline:
+        """`config`: as `load_config` returns it."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        text = config.get_text_config()
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2]
+        looked_up = 0 if head is embedding else embedding.numel()
+        return cls(
+            config=text,
+            parameters=sum(p.numel() for p in model.parameters()),
+            active=round(sum(count * _visited(name, text) for name, count in matrices)) - looked_up,
+            hidden_size=embedding.shape[1],
+            vocab_size=embedding.shape[0],
+            num_layers=text.num_hidden_layers,
+            context_length=int(getattr(text, "max_position_embeddings", 0) or 2048),
+            head_weight=head.detach(),
+            norm_weight=torch.empty(embedding.shape[1], device="meta"),
+            model=SimpleNamespace(embedding=embedding.detach()),
+            dtype=dtype,
+            device=torch.device("meta"),
+        )
+
+    def drafter(self, recipe: TrainRecipe) -> nn.Module:
+        """The drafter that the recipe would train, on the meta device."""
+        family = pool.trainable(recipe.arch)
+        with torch.device("meta"):
+            return family.build(recipe, cast(Target, self), lambda size: list(range(size)))
+
+
+def _visited(name: str, config: Any) -> float:
+    """Share of a parameter that one token is multiplied with."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    return chosen / experts if chosen and experts and ".experts." in name else 1.0

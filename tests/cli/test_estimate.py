@@ -1,0 +1,153 @@
+"""The estimate of `train-drafter --dry-run`, for the targets of the papers, from their configurations, offline."""
+
+import json
+import os
+import stat
+import subprocess
+
+import pytest
+
+from specctl.drafters.pool import FAMILIES
+from specctl.recipe_io import command_of, resolve, shipped
+
+LLAMA2 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA31 = LLAMA2 | {
+    "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {
+    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA31, 8.03e9),
+    "meta-llama/Llama-2-7b-chat-hf": (LLAMA2, 6.74e9),
+    "lmsys/vicuna-7b-v1.3": (LLAMA2 | {"max_position_embeddings": 2048}, 6.74e9),
+    "Qwen/Qwen3-8B": (QWEN3, 8.19e9),
+    "Qwen/Qwen3-32B": (
+        QWEN3 | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+        32.76e9,
+    ),
+}
+"""Hugging Face id → its configuration and its published number of parameters."""
+PAPERS = [name for name in shipped() if name.startswith("train-drafter/") and name.count("-") > 1]
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A Hugging Face cache that holds nothing but the targets' configurations; the hub itself is off."""
+    cache = tmp_path / "hub"
+    for name, (config, _) in CONFIGS.items():
+        model = cache / f"models--{name.replace('/', '--')}"
+        snapshot = model / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (model / "refs").mkdir()
+        (model / "refs/main").write_text("0" * 40)
+        (snapshot / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_of_papers_are_estimated_from_the_cache(specctl, hub_cache, name):
+    done = specctl("train-drafter", "--recipe", name, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    found, recipe = done.json["estimate"], done.json["recipe"]
+    assert (found is not None) == (recipe["arch"] in FAMILIES)
+    if found is not None:
+        assert found["target_parameters"] == pytest.approx(CONFIGS[recipe["target"]["name"]][1], rel=0.002)
+        assert found["fits"], "a recipe that does not fit the machine it names"
+        assert (found["gpu"], found["gpus"]) == ("h100-80g", 8)
+        assert sum(line.startswith("estimate:") for line in done.json["steps"]) == 4
+        assert any("assumption" in line for line in done.json["steps"])
+    assert "lean step" in done.json["steps"][0], "the configuration in the cache was not looked at"
+
+
+def test_without_the_configuration_the_plan_says_what_is_missing(specctl, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    done = specctl("train-drafter", "--recipe", "train-drafter/qwen3-8b-eagle3", "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert done.json["estimate"] is None
+    assert "config.json" in done.json["steps"][-1]
+
+
+def test_a_name_that_is_neither_path_nor_id_is_refused(specctl):
+    done = specctl("train-drafter", "--target", "a/b/c", "--dry-run")
+    assert done.code == 4
+    assert "a/b/c" in done.err
+
+
+def test_data_that_is_there_is_counted(specctl, distilled, tmp_path):
+    distilled(tmp_path / "distilled/sql")
+    found = specctl("train-drafter", "--dry-run", "--json").json["estimate"]
+    assert (found["responses"], found["response_tokens"], found["texts_counted"]) == (1, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["zero_stage=1", "deepspeed=deepspeed/zero2"], "contradicts"),
+        (["deepspeed=deepspeed/zero2", "optimizer.type=muon", "deepspeed.gradient_clipping=1.0"], "optimizer.clip"),
+        (['deepspeed={"zero_optimization": {"stage": 5}}'], "from 0 to 3"),
+        (['deepspeed={"bf16": {"enabled": true}}'], "precision"),
+    ],
+)
+def test_contradictory_engine_options_are_recipe_errors(specctl, argv, says):
+    done = specctl("train-drafter", "--dry-run", *argv)
+    assert done.code == 2
+    assert says in done.err
+
+
+def test_the_slurm_script_is_bash_and_its_commands_parse(specctl, distilled, hub_cache, tmp_path):
+    """Run it with stand-ins for Slurm and specctl, and dry-run every specctl command line that it came to."""
+    script = shipped()["slurm/train-drafter"]
+    work = tmp_path / "work"
+    work.mkdir()
+    programs = {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nSLURM_PROCID=3 SLURM_LOCALID=3 exec "$@"',
+        "scontrol": f'[ "$1" = show ] && echo node1 || echo "$@" >> {tmp_path}/requeued',
+        "specctl": f"printf '%s\\0' \"$@\" end >> {tmp_path}/calls\nexit $(cat {tmp_path}/code)",
+    }
+    for name, body in programs.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "16", "SLURM_NNODES": "2"}
+    environment = os.environ | slurm | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "WORK": str(work)}
+
+    def run(code: int) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "code").write_text(str(code))
+        return subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, cwd=tmp_path)
+
+    assert run(75).returncode == 75
+    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    (tmp_path / "calls").unlink()
+    done = run(0)
+    assert done.returncode == 0, done.stderr
+    distilled(work / "distilled")
+    calls = [call.strip("\0").split("\0") for call in (tmp_path / "calls").read_text().split("end\0") if call]
+    assert [call[0] for call in calls] == ["distill", "train-drafter", "train-drafter"]
+    for call in calls:
+        planned = specctl(*(word for word in call if word != "--dry-run"), "--dry-run", "--json")
+        assert planned.code == 0, planned.err
+        assert planned.json["recipe"]["target"]["name"] == "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def test_the_slurm_script_is_copied_under_its_own_suffix(specctl, tmp_path):
+    done = specctl("recipes", "cp", "slurm/train-drafter", str(tmp_path))
+    assert done.code == 0, done.err
+    assert (tmp_path / "train-drafter.sbatch").read_text().startswith("#!/bin/bash")
+    listed = {row["name"]: row["about"] for row in specctl("recipes", "ls", "--json").json["recipes"]}
+    assert "Slurm" in listed["slurm/train-drafter"]
+
+
+def test_every_recipe_with_a_stage_resolves_it_in_one_place():
+    for name in (name for name in shipped() if name.startswith("train-drafter/")):
+        recipe = resolve(command_of(name), name, environ={})
+        assert recipe.deepspeed.get("zero_optimization", {}).get("stage", recipe.zero_stage) == recipe.zero_stage

@@ -1,0 +1,137 @@
+"""Where a target is put: one GPU for each process, or its layers over several; no GPU is needed to check it."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specctl.decoding import target as targets
+from specctl.decoding.cache import KVCache, plan_rows
+from specctl.decoding.hf import ShardedCache
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target, own_gpus, pick_device
+from specctl.errors import CheckpointError, UsageError
+from specctl.recipe import TargetRecipe
+from tests.lossless.drafters import constant
+
+CPU = torch.device("cpu")
+CAPTURED: dict = dict(capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "environ", "gpus"),
+    [
+        (8, {}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (8, {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}, [3]),
+        (8, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, [1, 3, 5, 7]),
+        (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [0]),
+    ],
+)
+def test_no_gpu_belongs_to_two_processes(count, environ, gpus):
+    assert own_gpus(count, environ) == gpus
+
+
+def test_more_processes_than_gpus_are_refused():
+    with pytest.raises(UsageError, match="LOCAL_RANK 2"):
+        own_gpus(2, {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"})
+
+
+def test_every_process_takes_its_own_gpu(monkeypatch):
+    """Plain `cuda` is GPU 0: eight processes would all load the target there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 5)
+    assert pick_device("cuda:2") == torch.device("cuda", 2)
+    assert pick_device("cpu") == CPU
+
+
+def test_a_map_of_one_device_changes_nothing(prompts):
+    plain = load_target("builtin", device="cpu", dtype="fp32")
+    mapped = load_target("builtin", dtype="fp32", device_map="auto")
+    options = dict(sampling=GREEDY, max_new_tokens=8, seeds=[0] * len(prompts))
+    assert [d.output_ids for d in decode(mapped, prompts, **options)] == [
+        d.output_ids for d in decode(plain, prompts, **options)
+    ]
+    if mapped.device.type == "cpu":
+        assert mapped.path == "lean"
+
+
+def test_without_accelerate_the_package_is_named(monkeypatch):
+    monkeypatch.setattr(
+        targets, "find_spec", lambda name: None if name == "accelerate" else importlib.util.find_spec(name)
+    )
+    with pytest.raises(UsageError, match="accelerate"):
+        load_target("builtin", device_map="auto")
+    assert load_target("builtin", device="cpu").device == CPU
+
+
+def test_a_target_that_spills_out_of_the_gpus_is_refused(monkeypatch):
+    """Layers that `accelerate` leaves in CPU memory would be copied to the GPU at every step, without a word."""
+    load = AutoModelForCausalLM.from_pretrained
+
+    def spilled(*arguments, **options):
+        model = load(*arguments, **options)
+        model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spilled)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_target("builtin", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(device="cpu", device_map="auto"), dict(max_memory="9GiB"), dict(device_map="x")]
+)
+def test_contradictions_are_recipe_errors(wrong):
+    with pytest.raises(ValueError):
+        TargetRecipe(**wrong)
+
+
+def test_sharded_cache_keeps_what_one_cache_keeps():
+    """Writing, compacting and dropping sequences, with the parts on one device: the same keys and values."""
+    torch.manual_seed(0)
+    single = KVCache(3, 3, 2, 16, 12, dtype=torch.float32, device=CPU)
+    sharded = ShardedCache([CPU] * 3, 3, 2, 16, 12, dtype=torch.float32)
+    plan = plan_rows([0, 2, 5], 4, device=CPU, dtype=torch.float32)
+    pairs = torch.randn(3, 12, 4, 12)
+    for cache in (single, sharded):
+        for layer in range(3):
+            cache.write(layer, pairs[layer], plan)
+        cache.compact(1, 2, [1])
+        cache.select(torch.tensor([1, 2]))
+    for layer in range(3):
+        assert single.keys[layer].abs().sum() > 0
+        assert torch.equal(single.keys[layer], sharded.keys[layer])
+        assert torch.equal(single.values[layer], sharded.values[layer])
+
+
+def test_no_step_mixes_the_devices_of_a_sharded_target():
+    """Layers on two devices: a mask, a cache row or a feature on the wrong one fails on GPUs only."""
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("two_devices.py"))], **CAPTURED)
+    if "cannot import name '_setup_privateuseone" in done.stderr:
+        pytest.skip("this torch cannot register a backend in Python")
+    assert done.stdout == "checked", done.stderr[-2000:]
+
+
+def test_a_wrong_drafter_changes_no_text_through_the_sharded_cache(tiny_directory, monkeypatch):
+    """The whole loop over a `ShardedCache`, trees included, against the plain path."""
+    target = load_target(tiny_directory("llama"), device="cpu", dtype="fp32", path="transformers")
+    prompts = [[(37 * i) % 500 + 10 for i in range(n)] for n in (20, 5)]
+    options = dict(sampling=GREEDY, max_new_tokens=8, seeds=[0, 0], drafter=constant([1, 1, 1]))
+    expected = [d.output_ids for d in decode(target, prompts, **options)]
+    made = []
+
+    def sharded(batch, capacity):
+        made.append(ShardedCache([CPU] * 3, batch, 2, capacity, 12, dtype=torch.float32))
+        return made[-1]
+
+    monkeypatch.setattr(target.model, "new_cache", sharded)
+    assert [d.output_ids for d in decode(target, prompts, **options)] == expected
+    assert made
