@@ -20,7 +20,7 @@ from specctl.drafters.head import DraftConfig, DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
-DRAFT_HEADS = 4  # of both papers' released heads
+DRAFT_HEADS = 4  # as Hydra's released heads; Medusa's have up to 5
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from specctl.drafters.depth_heads import draft_ids, heads_shape, start_from_targ
 from specctl.drafters.feature_layer import FeatureLayer
 from specctl.drafters.head import head_config, restored
 from specctl.drafters.hydra_head import HydraConfig, HydraHeads
+from specctl.drafters.static_tree import default_shape
 from specctl.drafters.tree import Shape, shape_for
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
-ACCURACY = (0.6, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01, 0.008, 0.006)
+# Of each rank, the share of the target's tokens; measured on the built-in target (sql, 450 steps), alike at all depths.
+ACCURACY = (0.62, 0.085, 0.045, 0.04, 0.035, 0.02, 0.017, 0.012, 0.012, 0.008)
 LAYERS = 4  # of each head's MLP
 
 
@@ -108,13 +110,6 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> HydraHeads:
 def drafter(module: HydraHeads, target: Target, drafting: DraftingRecipe) -> HydraDrafter:
     """Inference of `module`."""
     return HydraDrafter(module, target, shape_for(drafting, default_shape(target.device)))
-
-
-def default_shape(device: torch.device) -> Shape:
-    """The default on this kind of device."""
-    if device.type == "cpu":
-        return Shape(depth=4, width=1, nodes=10, children=3, stop_below=0.05)
-    return Shape(depth=4, width=16, nodes=60, children=10, stop_below=0.0)
 
 
 def config(module: HydraHeads, target: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,11 +16,13 @@ from specctl.drafters.depth_drafter import DepthDrafter
 from specctl.drafters.depth_heads import DepthHeads, HeadsConfig, ResBlock, draft_ids, heads_shape, start_from_target
 from specctl.drafters.feature_layer import last_slots
 from specctl.drafters.head import SlotBatch, restored
+from specctl.drafters.static_tree import default_shape
 from specctl.drafters.tree import Shape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
-ACCURACY = (0.55, 0.14, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01, 0.008, 0.006)
+# Of each rank, the share of the target's tokens; measured on the built-in target (sql, 400 steps) at depth 1.
+ACCURACY = (0.5, 0.11, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.02, 0.012)
 
 
 class MedusaHeads(DepthHeads):
@@ -73,13 +74,6 @@ class MedusaDrafter(DepthDrafter):
 
 
 prepare = depth_heads.prepare
-
-
-def default_shape(device: torch.device) -> Shape:
-    """The default on this kind of device."""
-    if device.type == "cpu":
-        return Shape(depth=4, width=1, nodes=10, children=4, stop_below=0.05)
-    return Shape(depth=5, width=16, nodes=60, children=10, stop_below=0.0)
 
 
 # In the published `medusa_lm_head` head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.

@@ -160,7 +160,7 @@ def reads_features(drafter: nn.Module) -> bool:
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
     """Of a response token: 2 a parameter forward and 4 backward, for every pass. A drafter that reads no features runs
     over prompts, too; of the others these are neglected."""
-    matrices = sum(p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and "embed" not in name)
+    matrices = sum(p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and "embed_tokens" not in name)
     return 6 * matrices * (passes if reads_features(drafter) else texts.length)
 
 

@@ -15,8 +15,15 @@ BATCH_TOKENS = {"cpu": 384, "cuda": 16_384}  # a small target learns from many s
 # The first draft position decides most, and the steps after it cost the same each: on a CPU a third of the positions
 # goes on, which loses nothing measurable and pays for six steps instead of three.
 TTT_STRIDE = {"cpu": 3, "cuda": 1}
-# AdamW: EAGLE-3's rate for hidden size 4,096; narrower heads take larger steps. Muon: measured at hidden size 256.
-RATE_AT_4096 = {"adamw": 1e-4, "muon": 2.5e-4}
+# AdamW: the papers' rates for hidden size 4,096; narrower heads take larger steps. Muon: measured at hidden size 256.
+ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
+RATE_AT_4096 = {
+    "eagle": ONE_LAYER,
+    "eagle3": ONE_LAYER,
+    "hydra": {"adamw": 5e-4, "muon": 5e-4},
+    "medusa": {"adamw": 1e-3, "muon": 1e-3},
+    "lm": ONE_LAYER,
+}
 
 
 def batch_tokens(recipe: TrainRecipe, target: Target) -> int:
@@ -47,7 +54,7 @@ class Schedule:
     def of(cls, recipe: TrainRecipe, target: Target, steps_per_epoch: int) -> Schedule:
         steps = recipe.max_steps or _steps(recipe, target, steps_per_epoch)
         options = recipe.optimizer
-        peak = options.lr or RATE_AT_4096[recipe.optimizer_type] * 4096 / target.hidden_size
+        peak = options.lr or RATE_AT_4096[recipe.arch][recipe.optimizer_type] * 4096 / target.hidden_size
         seconds = recipe.max_minutes * 60 if recipe.max_minutes else math.inf
         return cls(steps, steps_per_epoch, seconds, peak, options.final_lr, options.warmup, options.schedule)
 

@@ -1,13 +1,10 @@
-"""Hydra's files are those of its own repository, and its adapters draft as merged weights would."""
+"""Hydra's files are those of its own repository, and its layers run as they do there."""
 
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
-from specctl.decoding.sampling import GREEDY
-from specctl.drafters import hydra, lora
-from specctl.drafters.lora import Adapter
-from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.drafters import hydra
+from specctl.recipe import DrafterRecipe, TrainRecipe
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +35,6 @@ def test_layers_are_applied_as_often_as_there_are(module):
     for _ in range(2):
         y = y + torch.nn.functional.silu(again.linear(y))
     torch.testing.assert_close(module.head(1, x), module.hydra_lm_head[1][1](y))
-
-
-def proposals(target, prompts, drafter):
-    drafts = []
-    decode(
-        target, prompts, sampling=GREEDY, max_new_tokens=8, seeds=[0] * 3, drafter=drafter,
-        on_round=lambda state, draft, verdict: drafts.append(draft.tokens.tolist()),
-    )  # fmt: skip
-    return drafts
-
-
-def test_an_adapter_drafts_as_its_merged_weights(target, prompts, module):
-    """Updates reach the prefix layer and the MLPs of every head."""
-    generator, tensors = torch.Generator().manual_seed(1), {}
-    for name, part in module.named_modules():
-        if name.rsplit(".", 1)[-1] in hydra.ADAPTABLE:
-            rows, columns = part.weight.shape
-            tensors[name + lora.DOWN] = torch.randn(2, columns, generator=generator) * columns**-0.5
-            tensors[name + lora.UP] = torch.randn(rows, 2, generator=generator) * 0.3
-    config = hydra.config(module, target.identity) | {"lora": {"rank": 2, "alpha": 2.0}}
-    adapter = Adapter.of(config, tensors)
-    base = hydra.drafter(module, target, DraftingRecipe())
-    merged = hydra.drafter(hydra.restore(config, adapter.merge(module.state_dict())), target, DraftingRecipe())
-    expected = proposals(target, prompts, merged)
-    assert proposals(target, prompts, base) != expected
-    assert proposals(target, prompts, base.adapted(adapter)) == expected
 
 
 def test_dropout_is_for_training_only(target, module):
