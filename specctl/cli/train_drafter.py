@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import typer
 
@@ -41,8 +41,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     from specctl.cli import plan
 
     plan.check_data(recipe.data)
-    if recipe.init is not None and not (recipe.init / "config.json").is_file():
-        raise CheckpointError(f"init: {recipe.init} is not a drafter directory: it has no config.json")
+    if recipe.init is not None:
+        recipe = started(recipe, recipe.init)
     general = recipe.first_stage()
     recipes = (recipe if general is None else recipe.second_stage(general)).one_each()
     if general is not None and not (general.output / "config.json").is_file():  # one that is there serves again
@@ -64,6 +64,21 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         return output.result(documents[-1], fields, brief=documents[-1]["drafter"])
     pool = str(recipes[-1].output.parent)
     output.result({"command": "train-drafter", "pool": pool, "drafters": documents}, show_pool, brief=pool)
+
+
+def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
+    """The recipe with the architecture of the drafter it starts from, where it names none itself."""
+    if not (init / "config.json").is_file():
+        raise CheckpointError(f"init: {init} is not a drafter directory: it has no config.json")
+    if "arch" in recipe.model_fields_set:
+        return recipe
+    from specctl.formats import checkpoint
+    from specctl.recipe import Arch
+
+    family = checkpoint.family(init)
+    if family not in get_args(Arch):
+        raise CheckpointError(f"init: {init} is of the unknown family {family!r}", hint=", ".join(get_args(Arch)))
+    return recipe.model_copy(update={"arch": family})
 
 
 def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:

@@ -168,6 +168,14 @@ def check_target(config: dict[str, Any], target: Target, name: str = "") -> None
         )
 
 
+def family(directory: Path) -> str:
+    """The family a drafter says it is of. CheckpointError where it says none."""
+    name = _read_json(directory / CONFIG).get("family")
+    if not isinstance(name, str):
+        raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="it has to be written by specctl")
+    return name
+
+
 def weights_digest(directory: Path) -> str:
     """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
     try:

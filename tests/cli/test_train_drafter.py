@@ -113,3 +113,14 @@ def test_the_first_stage_comes_first_and_serves_again(specctl, calls, tmp_path):
     (general / "config.json").write_text("{}")
     assert specctl(*argv).code == 0
     assert [recipe.data.domain for command, recipe in calls if command == "train-drafter"] == [["sql"]]
+
+
+def test_the_architecture_is_that_of_the_drafter_it_starts_from(specctl, calls, distilled, tmp_path):
+    distilled(tmp_path / "distilled/sql")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/config.json").write_text('{"family": "hydra"}')
+    assert specctl("train-drafter", "--init", "d").code == 0
+    assert calls[0][1].arch == "hydra" and str(calls[0][1].output) == "drafters/sql-hydra"
+    (tmp_path / "d/config.json").write_text("{}")
+    done = specctl("train-drafter", "--init", "d")
+    assert done.code == 4 and 'lacks "family"' in done.err
