@@ -159,7 +159,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
         rows, heads, dim = query.shape
         kv_heads = key.shape[1]
-        q = query.view(rows, kv_heads, -1, dim) * dim**-0.5
+        q = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5  # no −1: there may be no rows
         out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
         for block in layout.blocks:
             scores = _scores(_fold(q, block), _pad(key, block), block)
@@ -206,7 +206,7 @@ class _Merged(torch.autograd.Function):
             dq += (ds * own_keys).sum(0)
             down = torch.cat(((ds * q).sum(3), (share * grad).sum(3)))
         rows, _, _, dim = q.shape
-        return (dq * dim**-0.5).view(rows, -1, dim), dk.to(key.dtype), dv.to(value.dtype), down, None
+        return (dq * dim**-0.5).flatten(1, 2), dk.to(key.dtype), dv.to(value.dtype), down, None
 
 
 def _fold(x: Tensor, block: _Block) -> Tensor:

@@ -81,6 +81,19 @@ def test_the_rows_that_go_on_are_chosen_example_by_example(target, head, example
     assert sorted(turns) == list(range(first - 1))
 
 
+def test_a_batch_from_which_no_row_goes_on(target, head, examples):
+    """Responses of two tokens have no later steps: their loss is that of step 0, and there are gradients."""
+    short = [Example(0, "0", examples[0].tokens[: examples[0].prompt_length + 2], examples[0].prompt_length)]
+    store = FeatureStore(target, head.config.taps)
+    batch = slot_batch(short, store.get(short), STEPS, head.t2d)
+    batch.inside[0] = True
+    total, weight, steps = head(batch, target.model.embedding, target.head_weight[head.draft_ids])
+    total.backward()
+    assert len(batch.later_rows) == 0 and weight == 1 and steps[:, 1].tolist() == [1.0] + [0.0] * (STEPS - 1)
+    assert head.fc.weight.grad.isfinite().all() and head.fc.weight.grad.any()
+    head.zero_grad()
+
+
 def test_rows_that_go_on_do_not_depend_on_the_others(target, head, examples):
     """With a stride, step 0 is the same and the rows chosen for later steps get the logits they get without."""
     every, some = (training_logits(head, target, examples, stride) for stride in (1, 3))
