@@ -205,7 +205,7 @@ class _Merged(torch.autograd.Function):
             ds, share = ds.to(q.dtype).unsqueeze(-1), share.to(q.dtype).unsqueeze(-1)
             dq += (ds * own_keys).sum(0)
             down = torch.cat(((ds * q).sum(3), (share * grad).sum(3)))
-        rows, _, _, dim = q.shape
+        dim = q.shape[-1]
         return (dq * dim**-0.5).flatten(1, 2), dk.to(key.dtype), dv.to(value.dtype), down, None
 
 
