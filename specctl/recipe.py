@@ -416,7 +416,7 @@ class EvalRecipe(ResumableRecipe):
     metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # in the cells of the matrix
     baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
     split: Literal["train", "test"] = "test"
-    limit: PositiveInt | None = 100  # prompts per domain
+    limit: PositiveInt | None = 100  # prompts per domain; of a file with more, a sample
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     save_outputs: bool = False
 

@@ -8,6 +8,7 @@ set when asked for, its offline generator. Broken lines are collected as file:li
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ MAX_LINE_BYTES = 1 << 20
 GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no number; it could go on for ever
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_REASONS = 5
+SAMPLE_SLACK = 4  # prompts held at once while a file is sampled, as a multiple of the limit
 EXPECTED = 'one JSON object a line, {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
 
 
@@ -88,16 +90,27 @@ def check_files(data: DataRecipe) -> None:
         )
 
 
-def read_domains(data: DataRecipe, rejections: Rejections, *, split: str = "train") -> list[Prompt]:
+def read_domains(
+    data: DataRecipe, rejections: Rejections, *, split: str = "train", sample: bool = False
+) -> list[Prompt]:
     """The prompts of all domains of a recipe, domain by domain. Raises what `check_files` and `read_prompts` raise."""
     check_files(data)
-    return [p for domain in data.domain for p in read_prompts(data, domain, split=split, rejected_to=rejections)]
+    options: dict[str, Any] = {"split": split, "rejected_to": rejections, "sample": sample}
+    return [prompt for domain in data.domain for prompt in read_prompts(data, domain, **options)]
 
 
 def read_prompts(
-    data: DataRecipe, domain: str, *, split: str = "train", rejected_to: Path | Rejections | None = None
+    data: DataRecipe,
+    domain: str,
+    *,
+    split: str = "train",
+    rejected_to: Path | Rejections | None = None,
+    sample: bool = False,
 ) -> list[Prompt]:
-    """The domain's prompts in source order, each once, at most `data.limit`.
+    """The domain's prompts in source order, each once, the first `data.limit`.
+
+    With `sample` those of a file are drawn from all of it with `data.seed`, in an order of which a smaller limit is the
+    beginning: files are often sorted by origin, and the first hundred prompts measure one of them.
 
     `rejected_to` takes the rejected lines: a path for `rejected.jsonl`, or a collector the caller goes on using.
     Raises DataError (unreadable file, too much rejected, nothing left) and UsageError (unknown domain).
@@ -105,19 +118,33 @@ def read_prompts(
     rejections = rejected_to if isinstance(rejected_to, Rejections) else Rejections(rejected_to, data.max_rejected)
     prompts: dict[str, Prompt] = {}
     repeated = 0
+    sampled = sample and data.limit is not None and data.prompts_of(domain) not in (None, "-")
     for candidate in _candidates(data, domain, split, rejections):
         rejections.seen += 1
         if candidate is not None:
             repeated += candidate.id in prompts
             prompts.setdefault(candidate.id, candidate)
-        if len(prompts) == data.limit:
+        if sampled and data.limit is not None and len(prompts) >= SAMPLE_SLACK * data.limit:
+            prompts = _sample(prompts, data.limit, data.seed)  # now and then, so that memory stays bounded
+        elif not sampled and len(prompts) == data.limit:
             break
+    if sampled and data.limit is not None:
+        prompts = _sample(prompts, data.limit, data.seed)
     rejections.check()
     if not prompts:
         raise DataError(f"no prompts in {data.prompts_of(domain) or domain}", hint=f"expected {EXPECTED}")
     if repeated:
         progress.log(f"{repeated} repeated prompts of {domain} are kept once")
     return list(prompts.values())
+
+
+def _sample(prompts: dict[str, Prompt], count: int, seed: int) -> dict[str, Prompt]:
+    """The `count` prompts whose ids have the smallest hashes with `seed`, ascending: fewer are the first of more."""
+
+    def rank(id: str) -> bytes:
+        return hashlib.sha256(f"{seed}/{id}".encode()).digest()
+
+    return {id: prompts[id] for id in heapq.nsmallest(count, prompts, key=rank)}
 
 
 def prompt_id(messages: list[dict[str, str]]) -> str:

@@ -62,7 +62,7 @@ def evaluate(
     """
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
-    prompts = read_domains(data, rejections, split=recipe.split)
+    prompts = read_domains(data, rejections, split=recipe.split, sample=True)
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     cases = prepare(recipe, target, prompts, rejections)

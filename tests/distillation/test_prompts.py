@@ -177,9 +177,25 @@ def test_one_source_is_one_domain(name):
     assert "{domain}" in caught.value.hint
 
 
-def test_limit_stops_reading(tmp_path):
-    file = write(tmp_path / "p.jsonl", GOOD, GOOD, b'{"prompt": "b"}', b"{")
-    assert [prompt.messages[0]["content"][0] for prompt in read_prompts(data(file, limit=2), "sql")] == ["W", "b"]
+def test_limit_stops_reading_stdin(monkeypatch):
+    """A stream may never end: what is behind the limit is not read."""
+    lines = b"".join(line + b"\n" for line in (GOOD, GOOD, b'{"prompt": "b"}', b"{"))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    assert [prompt.messages[0]["content"][0] for prompt in read_prompts(data("-", limit=2), "sql")] == ["W", "b"]
+
+
+def test_a_file_is_sampled(tmp_path):
+    """From all of it, whatever its order; a smaller limit is the beginning of a larger one."""
+    file = write(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"{n:04}"}).encode() for n in range(500)))
+
+    def drawn(**options):
+        return [prompt.messages[0]["content"] for prompt in read_prompts(data(file, **options), "sql", sample=True)]
+
+    few, many = drawn(limit=20), drawn(limit=60)
+    assert len(set(many)) == 60 and few == many[:20]
+    assert sum(int(text) < 250 for text in many) in range(10, 51)  # binomial(60, 1/2): outside once in 1e7
+    assert few != drawn(limit=20, seed=1) and len(drawn(limit=900)) == 500
+    assert [p.messages[0]["content"] for p in read_prompts(data(file, limit=2), "sql")] == ["0000", "0001"]
 
 
 def test_messages_and_references():
