@@ -1,1 +1,1 @@
-"""Recipes shipped with the package: YAML per command, DeepSpeed JSON. Read through `specctl.recipe_io`."""
+"""Recipes shipped with the package: YAML per command, DeepSpeed JSON. Read through `specctl.recipe.resolve`."""

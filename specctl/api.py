@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, WriterRecipe
-from specctl.recipe_io import Setting, resolve
+from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run
 

@@ -104,7 +104,7 @@ def library_output() -> Iterator[None]:
 def _resolve(
     name: str, recipe: str | None, operands: list[str], given: dict[str, Any], operand: str | None
 ) -> CommandRecipe:
-    from specctl.recipe_io import Setting, resolve
+    from specctl.recipe.resolve import Setting, resolve
 
     overrides = [text for text in operands if OVERRIDE.fullmatch(text)]
     plain = [text for text in operands if not OVERRIDE.fullmatch(text)]

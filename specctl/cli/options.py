@@ -116,7 +116,7 @@ SPELLING = {"temperatures": "temperature", "drafters": "drafter", "data_limit": 
 def settings(given: dict[str, Any], command: str) -> list[Any]:
     """The flags that were given (by their name in `FLAGS`) as recipe settings of `command`."""
     from specctl.recipe import RECIPES
-    from specctl.recipe_io import Setting
+    from specctl.recipe.resolve import Setting
 
     found = []
     for name, value in given.items():

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 def ls() -> None:
     """List the recipes in the package."""
-    from specctl.recipe_io import shipped
+    from specctl.recipe.resolve import shipped
 
     rows = [{"name": name, "about": _about(text)} for name, text in shipped().items()]
     names = "\n".join(row["name"] for row in rows)
@@ -34,7 +34,7 @@ def ls() -> None:
 
 def show(name: Name) -> None:
     """Print a recipe."""
-    from specctl.recipe_io import read
+    from specctl.recipe.resolve import read
 
     text, _ = read(name)
     output.result({"name": name, "text": text}, lambda doc: cell(doc["text"].rstrip()), brief=text.rstrip())
@@ -42,7 +42,7 @@ def show(name: Name) -> None:
 
 def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, or a directory.")]) -> None:
     """Copy a recipe, to be edited and given to --recipe."""
-    from specctl.recipe_io import read
+    from specctl.recipe.resolve import read
     from specctl.runs import atomic_write
 
     text, _ = read(name)
@@ -57,7 +57,7 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
 
 def validate(name: Name) -> None:
     """Check a recipe; all that is wrong with it is reported at once, with file and line."""
-    from specctl.recipe_io import command_of, resolve
+    from specctl.recipe.resolve import command_of, resolve
 
     command_name = command_of(name)
     resolve(command_name, name, environ={})

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specctl.recipe import RECIPES
-from specctl.recipe_io import command_of, shipped
+from specctl.recipe.resolve import command_of, shipped
 
 JSON = [name for name, text in shipped().items() if text.lstrip().startswith("{")]
 SCRIPTS = [name for name, text in shipped().items() if text.startswith("#!")]

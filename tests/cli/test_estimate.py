@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from specctl.drafters.pool import FAMILIES
-from specctl.recipe_io import command_of, resolve, shipped
+from specctl.recipe.resolve import command_of, resolve, shipped
 
 LLAMA2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from specctl import recipe_yaml
 from specctl.errors import RecipeError
-from specctl.recipe import RECIPES, CommandRecipe, Section
-from specctl.recipe_yaml import KeyPath
+from specctl.recipe import RECIPES, CommandRecipe, Section, yaml_file
+from specctl.recipe.yaml_file import KeyPath
 
 ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of recipes, DeepSpeed configurations, Slurm scripts
@@ -106,7 +105,7 @@ def read(name: str | Path) -> tuple[str, str]:
 def command_of(name: str | Path) -> str:
     """The command a recipe is for, from its `command:` key. RecipeError where it names none."""
     text, label = read(name)
-    command = recipe_yaml.load(text, label)[0].get("command")
+    command = yaml_file.load(text, label)[0].get("command")
     if command not in RECIPES:
         raise RecipeError(f"{label}: command: must be one of {', '.join(RECIPES)} (got {command!r})")
     return command
@@ -128,7 +127,7 @@ def _from_environment(model: type[Section], environ: Mapping[str, str]) -> Itera
 
 def _from_file(command: str, recipe: str | Path, problems: list[str]) -> list[Setting]:
     text, label = read(recipe)
-    data, lines = recipe_yaml.load(text, label)
+    data, lines = yaml_file.load(text, label)
     meant_for = data.pop("command", command)
     if meant_for != command:
         problems.append(f"{label}:{lines[('command',)]}: command: this recipe is for {meant_for!r}, not {command!r}")
@@ -189,7 +188,7 @@ def _typed(value: Any, annotation: Any) -> Any:
     """Read a command line's text as YAML, unless the field wants text (a revision 1234 stays a string)."""
     if not isinstance(value, _Text):
         return value
-    parsed = recipe_yaml.scalar(value)
+    parsed = yaml_file.scalar(value)
     wants_text = _admits(annotation, str, Path) and not _admits(annotation, list, dict, int, float)
     return str(value) if wants_text and not isinstance(parsed, str | None) else parsed
 

@@ -8,10 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specctl import recipe_yaml
 from specctl.errors import RecipeError
-from specctl.recipe import RECIPES, EvalRecipe, TrainRecipe
-from specctl.recipe_io import Setting, resolve
+from specctl.recipe import RECIPES, EvalRecipe, TrainRecipe, yaml_file
+from specctl.recipe.resolve import Setting, resolve
 
 
 def problems(*args, **kwargs) -> list[str]:
@@ -42,16 +41,16 @@ def problems(*args, **kwargs) -> list[str]:
 )
 def test_scalars_are_those_of_yaml_1_2(text, value):
     """YAML 1.1 makes a string of 1e-4, false of no, eight of 010, and seconds of 12:30:00."""
-    read = recipe_yaml.scalar(text)
+    read = yaml_file.scalar(text)
     assert read == value
     assert type(read) is type(value)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_survives_a_resolved_recipe(number):
-    data, _ = recipe_yaml.load(yaml.safe_dump({"x": number}), "f")
+    data, _ = yaml_file.load(yaml.safe_dump({"x": number}), "f")
     assert data == {"x": number}
-    assert recipe_yaml.scalar(repr(number)) == number
+    assert yaml_file.scalar(repr(number)) == number
 
 
 def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
@@ -103,7 +102,7 @@ def test_a_file_that_is_no_text(tmp_path):
 def test_any_text_is_a_recipe_or_a_recipe_error(text):
     """Nothing but RecipeError comes out of a recipe file, whatever is in it."""
     with contextlib.suppress(RecipeError):
-        recipe_yaml.load(text, "f")
+        yaml_file.load(text, "f")
 
 
 def test_an_empty_recipe_is_all_defaults(tmp_path):

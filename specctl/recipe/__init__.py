@@ -1,0 +1,69 @@
+"""The typed recipe: everything a command can be told, each default declared once, here.
+
+A field that is None is decided by the library (a measured default of the drafter family and device, a path derived from
+the domain). Loading, overrides and error reports are in `specctl.recipe.resolve`.
+"""
+
+from __future__ import annotations
+
+from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
+from specctl.recipe.decode import EvalRecipe, GenerateRecipe
+from specctl.recipe.distill import DistillRecipe
+from specctl.recipe.sections import (
+    CommandRecipe,
+    DataRecipe,
+    DraftingRecipe,
+    Gpu,
+    ResourceRecipe,
+    SamplingRecipe,
+    Section,
+    TargetRecipe,
+    WriterRecipe,
+)
+from specctl.recipe.train import (
+    Arch,
+    CheckpointRecipe,
+    DrafterRecipe,
+    FeatureRecipe,
+    HeldOutRecipe,
+    LoraRecipe,
+    OptimizerRecipe,
+    TrainRecipe,
+)
+
+__all__ = [
+    "RECIPES",
+    "Arch",
+    "CheckpointRecipe",
+    "CommandRecipe",
+    "ConverterRecipe",
+    "DataRecipe",
+    "DistillRecipe",
+    "DrafterRecipe",
+    "DraftingRecipe",
+    "EvalRecipe",
+    "ExportRecipe",
+    "FeatureRecipe",
+    "GenerateRecipe",
+    "Gpu",
+    "HeldOutRecipe",
+    "ImportRecipe",
+    "LoraRecipe",
+    "OptimizerRecipe",
+    "ResourceRecipe",
+    "SamplingRecipe",
+    "Section",
+    "TargetRecipe",
+    "TrainRecipe",
+    "WriterRecipe",
+]
+
+RECIPES: dict[str, type[CommandRecipe]] = {
+    "generate": GenerateRecipe,
+    "distill": DistillRecipe,
+    "train-drafter": TrainRecipe,
+    "eval": EvalRecipe,
+    "export": ExportRecipe,
+    "import": ImportRecipe,
+}
+"""The recipe model of each command."""

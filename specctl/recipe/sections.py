@@ -1,0 +1,145 @@
+"""Sections and bases that several commands' recipes share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+LocalPath = Annotated[Path, Field(strict=False)]
+
+
+Gpu = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090", "cpu"]
+
+
+def _split(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], BeforeValidator(_split)]
+"""A list that may be written as one string with commas: `sql,math`."""
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and nothing is converted silently (YAML is typed)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True)
+
+
+class TargetRecipe(Section):
+    """The model that is accelerated: `builtin`, a Hugging Face id, or a local directory."""
+
+    name: str = "builtin"
+    revision: str | None = None
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process' GPUs
+    max_memory: Annotated[str, Field(pattern=r"^\d+([KMG]i?)?B$")] | None = None  # with device_map: of each GPU, 60GiB
+    trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_device_or_a_map(self) -> TargetRecipe:
+        if self.device_map is not None and self.device != "auto":
+            raise ValueError("device_map spreads the target over the GPUs of the process: leave device at auto")
+        if self.max_memory is not None and self.device_map is None:
+            raise ValueError("max_memory needs a device_map")
+        return self
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `load_target`."""
+        return self.model_dump(exclude={"chat_template_kwargs"})
+
+
+class DataRecipe(Section):
+    """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
+
+    domain: Annotated[Names, Field(min_length=1)] = ["sql"]
+    prompts: str | None = None  # JSONL file, one per domain with `{domain}` in its name, or "-" for stdin
+    source: Literal["auto", "generator", "public", "unconditional"] = (
+        "auto"  # unconditional: whatever the target writes
+    )
+    limit: PositiveInt | None = None  # prompts per domain
+    max_rejected: Fraction = 0.01
+    seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _unconditional(self) -> DataRecipe:
+        if self.source == "unconditional":
+            if self.prompts is not None:
+                raise ValueError("unconditional samples have no prompts")
+            self.domain = ["unconditional"]
+        return self
+
+    def prompts_of(self, domain: str) -> str | None:
+        """The prompts file of one domain."""
+        return self.prompts and self.prompts.replace("{domain}", domain)
+
+
+class SamplingRecipe(Section):
+    """How the target samples. `exact` runs every forward in one fixed shape, so that text equals plain decoding's."""
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: NonNegativeInt = 0  # 0 = off
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: PositiveInt = 128
+    seed: NonNegativeInt = 0
+    exact: bool = False
+
+
+class DraftingRecipe(Section):
+    """Shape of the draft tree; None = the measured default of the drafter's family on this device."""
+
+    depth: PositiveInt | None = None
+    width: PositiveInt | None = None
+    nodes: PositiveInt | None = None
+    children: PositiveInt | None = None
+    stop_below: Fraction | None = None  # stop drafting under this joint probability
+    proposal: Literal["deterministic", "sampled"] = "deterministic"
+
+
+class ResourceRecipe(Section):
+    """What the process may use, and the machine that --dry-run estimates for; None = what this machine has."""
+
+    threads: PositiveInt | None = None
+    gpus: PositiveInt | None = None  # of all nodes together
+    gpu: Gpu | None = None
+    processes: PositiveInt | None = None  # None = one for each GPU, or one in all with target.device_map
+
+
+class CommandRecipe(Section):
+    """What every command's recipe has."""
+
+    target: TargetRecipe = TargetRecipe()
+    resources: ResourceRecipe = ResourceRecipe()
+    output_dir: LocalPath | None = None
+
+
+class ResumableRecipe(CommandRecipe):
+    """A command that can continue where it stopped."""
+
+    resume: bool = False
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_resume_and_overwrite(self) -> ResumableRecipe:
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other")
+        return self
+
+
+class WriterRecipe(ResumableRecipe):
+    """A command whose output_dir is what it makes (data, a drafter), not the record of a run."""
+
+
+def distilled_dir(domains: list[str]) -> Path:
+    """Where a domain's distilled data is kept by default: ./distilled/sql, ./distilled/sql+math."""
+    return Path("distilled") / "+".join(domains)
