@@ -57,12 +57,16 @@ def _step(path: str) -> str:
 def check_drafters(names: list[str]) -> None:
     """Each is a drafter directory or a drafter that needs no weights. Raises UsageError, CheckpointError."""
     for name in names:
-        if name in WEIGHTLESS:
-            continue
-        if not Path(name).is_dir():
-            raise UsageError(f"no drafter {name}", hint=f"a drafter directory, or {', '.join(WEIGHTLESS)}")
-        if not (Path(name) / "config.json").is_file():
-            raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
+        if name not in WEIGHTLESS:
+            check_directory(name, otherwise=f", or {', '.join(WEIGHTLESS)}")
+
+
+def check_directory(name: str, otherwise: str = "") -> None:
+    """A drafter with weights. Raises UsageError, CheckpointError; `otherwise`: what else would have been right."""
+    if not Path(name).is_dir():
+        raise UsageError(f"no drafter {name}", hint=f"a directory written by specctl train-drafter{otherwise}")
+    if not (Path(name) / "config.json").is_file():
+        raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
 
 
 def pool_members(pool: Path) -> list[str]:
