@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.decoding.target import Target
-from specctl.drafters.head import DraftConfig, DraftHead, SlotBatch
+from specctl.drafters.head import DraftConfig, DraftHead, Losses, SlotBatch
+from specctl.drafters.lora import product_of
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
@@ -82,8 +82,12 @@ class DepthHeads(DraftHead):
         """What the heads read [N, H] of the text up to each response slot."""
         raise NotImplementedError
 
-    def head(self, k: int, inputs: Tensor) -> Tensor:
-        """Logits [n, Vd] of head k from its inputs [n, ·]."""
+    def hidden(self, k: int, inputs: Tensor) -> Tensor:
+        """What head k's vocabulary matrix reads [n, H], from the head's inputs [n, ·]."""
+        raise NotImplementedError
+
+    def vocabulary(self, k: int) -> nn.Linear:
+        """Head k's vocabulary matrix."""
         raise NotImplementedError
 
     def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
@@ -100,15 +104,14 @@ class DepthHeads(DraftHead):
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
         """
         states, teacher = self.states(batch), self.teacher(batch, target_head)
-        losses, valid = [], []
+        found = []
         for k in range(self.steps):
             row = batch.later_rows if k else torch.arange(len(states), device=states.device)
-            inputs = self.inputs(k, batch, states[row] if k else states, row, embedding)
-            step = torch.full_like(row, k)
-            loss, used = self.losses_of(partial(self.head, k), inputs, row, step, batch, teacher)
-            losses.append(loss)
-            valid.append(used)
-        return self.sums(torch.cat(losses), torch.cat(valid), [len(part) for part in losses])
+            x = self.hidden(k, self.inputs(k, batch, states[row] if k else states, row, embedding))
+            found.append(self.distil(product_of(self.vocabulary(k), x), [row], range(k, k + 1), batch, teacher))
+        total, each, valid = zip(*found, strict=True)
+        losses = Losses(torch.stack(total).sum(), torch.cat(each), torch.cat(valid))
+        return self.sums(losses, [len(part) for part in each])
 
 
 def prepare(module: DepthHeads, recipe: TrainRecipe) -> None:

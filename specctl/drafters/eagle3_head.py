@@ -9,8 +9,8 @@ which costs one projection a token; everything else (attention output, MLP, voca
 runs on response slots alone. A slot's later steps attend step-0 keys and its own outputs, never another slot's, so a
 sample of the slots can go on while the others stop after step 0.
 
-With `gradient_checkpointing` only the inputs of every step's layer are kept for the backward pass, and vocabulary rows
-are made, used and forgotten in parts: long samples and large vocabularies fit, for a second forward pass of both.
+With `gradient_checkpointing` only the inputs of every step's layer are kept for the backward pass: long samples
+fit, for a second forward pass.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.drafters.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.lora import product_of
 from specctl.drafters.ttt_attention import Layout
 from specctl.drafters.ttt_attention import attention as ttt_attention
 
@@ -41,13 +42,11 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: HeadConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
+        self.gradient_checkpointing = False
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-
-    def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
-        return self.lm_head(self.norm(x))
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Training-time test over a batch.
@@ -77,8 +76,11 @@ class Eagle3Head(DraftHead):
             outputs.append(x)
             asked.append(rows)
         # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
-        losses, valid = self.losses(torch.cat(outputs), asked, batch, target_head)
-        return self.sums(losses, valid, [len(part) for part in asked])
+        x = self.norm(torch.cat(outputs))
+        losses = self.distil(
+            product_of(self.lm_head, x), asked, range(self.steps), batch, self.teacher(batch, target_head)
+        )
+        return self.sums(losses, [len(part) for part in asked])
 
     def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""

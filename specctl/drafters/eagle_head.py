@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.head import DraftHead, HeadConfig, HeadLayer, Losses, SlotBatch
 from specctl.drafters.ttt_attention import attention as ttt_attention
 
 NOISE = 0.2  # uniform in ±NOISE/2 · 512 / length
@@ -32,9 +32,6 @@ class EagleHead(DraftHead):
     @property
     def layer(self) -> HeadLayer:
         return cast(HeadLayer, self.layers[0])
-
-    def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
-        return F.linear(x.to(target_head.dtype), target_head)
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Regression and distillation loss over the response slots of a batch.
@@ -60,6 +57,9 @@ class EagleHead(DraftHead):
         query = layer.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
         predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
-        losses, valid = self.losses(predicted, [rows], batch, target_head)
-        regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1)
-        return self.sums(CLASSIFICATION * losses + regression * valid, valid, [len(rows)])
+        teacher = self.teacher(batch, target_head)
+        found = self.distil((predicted, target_head, None), [rows], range(1), batch, teacher)
+        regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1) * found.valid
+        total = CLASSIFICATION * found.total + regression.sum()
+        each = CLASSIFICATION * found.each + regression.detach()
+        return self.sums(Losses(total, each, found.valid), [len(rows)])

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, Self, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.objectives import distillation_loss
+from specctl.drafters.lora import Product
 from specctl.drafters.ttt_attention import Layout
 from specctl.errors import CheckpointError
+from specctl.kernels.distill import Teacher, linear_distill
 from specctl.recipe import DrafterRecipe
-
-LOSS_ROWS = 512  # teacher rows in a part; each belongs to a row of logits of every step
 
 
 @dataclass(frozen=True)
@@ -154,35 +151,16 @@ class HeadLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """What draft rows learn from.
+class Losses(NamedTuple):
+    """Of n rows: Σ decay^step · loss (differentiable), every loss [n] (0 where it does not count), and which count."""
 
-    Attributes:
-        rows: [N + T, Vd] target probabilities, renormalised on the draft vocabulary (EAGLE-3 practice); or the places
-            [N + T] of sampled tokens in it; or, with `head` [Vd, Ht], the target's hidden states [N + T, Ht].
-        inside: [N + T] whether the target's choice is in the draft vocabulary.
-    """
-
-    rows: Tensor
-    inside: Tensor
-    head: Tensor | None = None
-
-    @torch.no_grad()
-    def known(self) -> Tensor:
-        """`rows`, made probabilities where they are hidden states."""
-        if self.head is None:
-            return self.rows
-        logits = F.linear(self.rows.to(self.head.dtype), self.head)
-        return logits.float().softmax(-1).to(logits.dtype)
+    total: Tensor
+    each: Tensor
+    valid: Tensor
 
 
 class DraftHead(nn.Module):
-    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`.
-
-    With `gradient_checkpointing` vocabulary rows are made, used and forgotten in parts, and made again for the backward
-    pass: long samples and large vocabularies fit.
-    """
+    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`."""
 
     d2t: Tensor
     t2d: Tensor
@@ -192,7 +170,7 @@ class DraftHead(nn.Module):
         `stored`: they are part of the checkpoint."""
         super().__init__()
         self.config = config
-        self.steps, self.decay, self.objective, self.gradient_checkpointing = 1, 1.0, "soft_ce", False
+        self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
         member[ids] = True
@@ -209,68 +187,35 @@ class DraftHead(nn.Module):
         """[Vd] target id of every draft token."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
 
-    def logits(self, x: Tensor, target_head: Tensor) -> Tensor:
-        """Draft vocabulary logits [n, Vd] of layer outputs x [n, H]."""
-        raise NotImplementedError
-
-    def losses(self, x: Tensor, rows: list[Tensor], batch: SlotBatch, target_head: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses and whether they count, both [Σ n_k], of the layer's outputs x [Σ n_k, H] of all steps.
-
-        Args:
-            rows: of each step k, which of the N response slots its n_k rows are.
-            target_head: [Vd, Ht] rows of the target's vocabulary head.
-        """
-        step = torch.cat([torch.full_like(part, k) for k, part in enumerate(rows)])
-        logits = partial(self.logits, target_head=target_head)
-        return self.losses_of(logits, x, torch.cat(rows), step, batch, self.teacher(batch, target_head))
-
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
-        """What the rows of a batch are compared with."""
+        """What the rows of a batch are compared with: the target's distributions, renormalised on the draft vocabulary
+        (EAGLE-3 practice), or its tokens. `target_head`: [Vd, Ht] rows of the target's vocabulary head."""
         if self.objective == "ce":
-            return Teacher(torch.searchsorted(self.draft_ids, batch.labels), self.t2d[batch.labels])
-        whole = Teacher(batch.teacher, batch.inside, target_head)
-        return whole if self.gradient_checkpointing else replace(whole, rows=whole.known(), head=None)
+            return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
+        return Teacher(batch.teacher, target_head)
 
-    def losses_of(
-        self,
-        logits: Callable[[Tensor], Tensor],
-        x: Tensor,
-        row: Tensor,
-        step: Tensor,
-        batch: SlotBatch,
-        teacher: Teacher,
-    ) -> tuple[Tensor, Tensor]:
-        """The same of any `logits` of x [n, ·], at the response slots `row` [n] and steps `step` [n]."""
+    def distil(self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher) -> Losses:
+        """Losses of draft logits, given as the product that makes them. Its Σ n_k inputs are those of all `steps` k,
+        whose n_k rows are at the response slots `rows`."""
+        row = torch.cat(rows)
+        step = torch.cat([torch.full_like(part, k) for k, part in zip(steps, rows, strict=True)])
         at, valid = row + step, batch.left[row] > step
-        valid = valid & teacher.inside[at]
-        if not self.gradient_checkpointing:
-            return distillation_loss(self.objective, logits(x), teacher.rows[at], valid), valid
-        # Sorted by teacher row, so that a part makes the probabilities of its teacher rows once for all steps.
-        at, order = at.sort(stable=True)
-        teachers = [replace(teacher, rows=rows) for rows in teacher.rows.split(LOSS_ROWS)]
-        sizes = (at // LOSS_ROWS).bincount(minlength=len(teachers)).tolist()
-        parts = zip(
-            x[order].split(sizes), teachers, (at % LOSS_ROWS).split(sizes), valid[order].split(sizes), strict=True
-        )
-        losses = [checkpoint(self._losses, logits, *part, use_reentrant=False) for part in parts]
-        return torch.cat(losses)[order.argsort()], valid
+        known = self.t2d[batch.labels] if self.objective == "ce" else batch.inside
+        valid = valid & known[at]
+        share = valid * self.decay ** step.float()
+        total, losses = linear_distill(*product, teacher, at, share, self.objective)
+        return Losses(total, losses, valid)
 
-    def _losses(
-        self, logits: Callable[[Tensor], Tensor], x: Tensor, teacher: Teacher, at: Tensor, valid: Tensor
-    ) -> Tensor:
-        return distillation_loss(self.objective, logits(x), teacher.known()[at], valid)
-
-    def sums(self, losses: Tensor, valid: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """(Σ_k decay^k Σ loss, Σ_k decay^k · valid rows, [steps, 2] sums of (loss, valid rows) per step).
+    def sums(self, found: Losses, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """(Σ_k decay^k Σ loss, Σ_k decay^k · valid rows, [steps, 2] sums of (loss, valid rows) per step) of the losses
+        of all steps, `sizes[k]` rows each.
 
         The mean loss is the first divided by the second, over however many ranks and micro-batches.
         """
-        by_step = [(a.sum(), b.sum()) for a, b in zip(losses.split(sizes), valid.split(sizes), strict=True)]
-        decay = [self.decay**k for k in range(len(sizes))]
-        total = torch.stack([share * loss for share, (loss, _) in zip(decay, by_step, strict=True)]).sum()
-        weight = torch.stack([share * count for share, (_, count) in zip(decay, by_step, strict=True)]).sum()
-        steps = [torch.stack((loss.detach(), count.to(loss.dtype))) for loss, count in by_step]
-        return total, weight, torch.stack(steps)
+        pairs = zip(found.each.split(sizes), found.valid.split(sizes), strict=True)
+        steps = torch.stack([torch.stack((loss.sum(), valid.sum().to(loss.dtype))) for loss, valid in pairs])
+        decay = self.decay ** torch.arange(len(sizes), device=steps.device)
+        return found.total, torch.dot(decay, steps[:, 1]), steps
 
 
 Head = TypeVar("Head", bound=DraftHead)

@@ -75,12 +75,17 @@ class HydraHeads(DepthHeads):
         out = layer.leave(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
         return self.prefix_embeding_layer.norm(out)
 
-    def head(self, k: int, inputs: Tensor) -> Tensor:
+    def hidden(self, k: int, inputs: Tensor) -> Tensor:
         mlp: Any = self.hydra_mlp[k]
+        head: Any = self.hydra_lm_head[k]
         x = mlp[:2](inputs)
         for _ in range(self.config.num_layers - 1):
             x = mlp[2:](x)
-        return self.hydra_lm_head[k](x)
+        return head[0](x)
+
+    def vocabulary(self, k: int) -> nn.Linear:
+        head: Any = self.hydra_lm_head[k]
+        return head[1]
 
     def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
         # Slot s + j holds token x_{s+j+1}; past the end of a document the row is no longer valid.

@@ -21,8 +21,8 @@ from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Model, Target, load_model, load_tokenizer, vocab_hash
 from specctl.drafters.lora import Adapter
-from specctl.drafters.objectives import distillation_loss
 from specctl.errors import CheckpointError, RecipeError
+from specctl.kernels.distill import Teacher, linear_distill
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 # Layers, hidden size, heads, intermediate size. "68m" is that of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
@@ -67,16 +67,18 @@ class LM(nn.Module):
         """
         wanted = batch.mask[:, 1:]
         hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
-        logits = self.model.get_output_embeddings()(hidden[wanted])
+        hidden = hidden[wanted]
+        head: Any = self.model.get_output_embeddings()
+        width = len(head.weight)
         if batch.teacher is None or target_head is None:
-            teacher = batch.tokens[:, 1:][wanted]
+            teacher = Teacher(batch.tokens[:, 1:][wanted])
         else:
-            with torch.no_grad():
-                width = min(logits.shape[-1], len(target_head))
-                teacher = F.linear(batch.teacher.to(target_head.dtype), target_head[:width]).float().softmax(-1)
-                logits = logits[:, :width]
-        weight = torch.ones(len(logits), device=logits.device)
-        return distillation_loss(self.objective, logits, teacher, weight).sum(), wanted.sum()
+            width = min(width, len(target_head))
+            teacher = Teacher(batch.teacher, target_head[:width])
+        rows, bias = torch.arange(len(hidden), device=hidden.device), None if head.bias is None else head.bias[:width]
+        shares = torch.ones_like(rows, dtype=torch.float32)
+        total, _ = linear_distill(hidden, head.weight[:width], bias, teacher, rows, shares, self.objective)
+        return total, wanted.sum()
 
 
 @dataclass(frozen=True)

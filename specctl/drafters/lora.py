@@ -21,6 +21,9 @@ from specctl.recipe import LoraRecipe
 Part = tuple[str, int]
 """A projection inside a fused product: its module's name and how many outputs it has."""
 
+Product = tuple[Tensor, Tensor, Tensor | None]
+"""x Wᵀ + b as (x [n, in], W [out, in], b [out] or None)."""
+
 
 class LowRank:
     """A product and its low-rank update: x Wᵀ + (x Aᵀ) Bᵀ, with A [r, in] and B [out, r] (scaled)."""
@@ -87,6 +90,19 @@ def inject(module: nn.Module, recipe: LoraRecipe, adaptable: Sequence[str]) -> N
 
     config = peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=wanted)  # type: ignore[arg-type]
     peft.inject_adapter_in_model(config, module)
+
+
+def product_of(layer: Any, x: Tensor) -> Product:
+    """A linear layer's output as one product, also where `inject` has adapted the layer.
+
+    W x + s·B A x is [W, s·B] of the input and its low-rank part: whoever reads the weight needs no other case.
+    """
+    if isinstance(layer, nn.Linear):
+        return x, layer.weight, layer.bias
+    base, (name,) = layer.get_base_layer(), layer.active_adapters
+    low = layer.lora_A[name](x)
+    weight = torch.cat((base.weight, layer.scaling[name] * layer.lora_B[name].weight), 1)
+    return torch.cat((x, low.to(x.dtype)), 1), weight, base.bias
 
 
 def state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

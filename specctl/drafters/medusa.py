@@ -4,7 +4,7 @@ arXiv 2401.10774, "Medusa-1"), and drafts of all heads at once as a static tree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,8 +38,11 @@ class MedusaHeads(DepthHeads):
     def states(self, batch: SlotBatch) -> Tensor:
         return batch.features[batch.query_rows].float()
 
-    def head(self, k: int, inputs: Tensor) -> Tensor:
-        return self.lm_head[k](self.blocks[k](inputs))
+    def hidden(self, k: int, inputs: Tensor) -> Tensor:
+        return self.blocks[k](inputs)
+
+    def vocabulary(self, k: int) -> nn.Linear:
+        return cast(nn.Linear, self.lm_head[k])
 
     def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
         return states

@@ -21,6 +21,7 @@ __all__ = [
     "accept_chain",
     "argmax",
     "backend",
+    "distill_rows",
     "expand_topk",
     "nan_count",
     "probabilities",
@@ -65,3 +66,4 @@ sample_rows = _dispatched(reference.sample_rows)
 walk_tree = _dispatched(reference.walk_tree)
 accept_chain = _dispatched(reference.accept_chain)
 expand_topk = _dispatched(reference.expand_topk)
+distill_rows = _dispatched(reference.distill_rows)

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import reference
 from .reference import BLOCK, Rows, blocked, inverse_cdf, probabilities, search, without_nan, working
 
+_CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
 _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
 
 
@@ -188,3 +190,9 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 1:
         index = _argmax(logprob)[:, None]
     return best, index
+
+
+def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:
+    rows = max(1, _CACHED // logits.shape[1])
+    parts = zip(logits.split(rows), teacher.split(rows), weight.split(rows), strict=True)
+    return torch.cat([reference.distill_rows(*part, objective) for part in parts])

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .objectives import OBJECTIVES
+
 BLOCK = 256  # vocabulary entries summed together: level one of the two-level inverse CDF
 _LOW = 0xFFFFFFFF
 
@@ -242,3 +244,15 @@ def search(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.minimum(beyond, last).clamp(max=cumulative.shape[1] - 1)
     before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp(min=0)), 0.0)
     return index[:, 0], threshold - before[:, 0]
+
+
+def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:
+    """Losses [n] of the draft `logits` [n, Vd] against `teacher`; the logits become weight · ∂loss/∂logits, in place.
+
+    `teacher`: [n, Vd] probabilities, rows that sum to one; for "ce" the tokens [n] int64. `weight` [n] scales the
+    gradients alone. Objectives and their gradients: `kernels.objectives`.
+    """
+    known = teacher if teacher.ndim == 1 else working(teacher)
+    losses, slope = OBJECTIVES[objective](working(logits), known)
+    logits.copy_(slope * weight.to(slope.dtype)[:, None])
+    return losses

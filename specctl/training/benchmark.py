@@ -34,7 +34,7 @@ from specctl.training.loop import Trainer, make_trainer
 PARTS = {
     "attention, forward": ("_Merged",),
     "attention, backward": ("_MergedBackward",),
-    "loss": ("_Distillation", "_DistillationBackward"),
+    "vocabulary head and loss": ("_LinearDistill", "_LinearDistillBackward"),
     "optimizer": ("Optimizer.step#Muon.step", "Optimizer.step#AdamW.step"),
     "other matrix products": ("aten::linear", "MmBackward0", "AddmmBackward0"),
 }

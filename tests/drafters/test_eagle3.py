@@ -16,6 +16,7 @@ from specctl.drafters.tree import Shape
 from specctl.recipe import DrafterRecipe
 from specctl.training.data import Example
 from specctl.training.features import FeatureStore, slot_batch
+from tests.drafters.recorded import recorded_logits
 
 STEPS = 3
 
@@ -43,12 +44,10 @@ def examples(target, prompts):
 
 def training_logits(head, target, examples, stride=1):
     """Of every step of the training-time test, {response slot: logits [Vd]}."""
-    seen = []
-    hook = head.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     store = FeatureStore(target, head.config.taps)
     batch = slot_batch(examples, store.get(examples), STEPS, head.t2d, stride)
-    head(batch, target.model.embedding, target.head_weight[head.draft_ids])
-    hook.remove()
+    with recorded_logits(head) as seen:
+        head(batch, target.model.embedding, target.head_weight[head.draft_ids])
     rows = [list(range(len(batch.query_rows)))] + [batch.later_rows.tolist()] * (STEPS - 1)
     parts = seen[0].split([len(part) for part in rows])
     return [dict(zip(part, logits, strict=True)) for part, logits in zip(rows, parts, strict=True)]

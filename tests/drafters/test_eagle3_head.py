@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from specctl.drafters import head as shared
 from specctl.drafters.eagle3 import architecture
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.recipe import DrafterRecipe
@@ -51,10 +50,7 @@ def run(head, inputs, checkpointing):
     return (total.detach(), weight, steps), gradients, sum(n for at, n in kept.items() if at not in parameters)
 
 
-@pytest.mark.parametrize("rows", [512, 16])
-def test_the_same_losses_and_gradients(monkeypatch, head, inputs, rows):
-    """In one part and in several: rows lost or doubled at the borders of parts would show."""
-    monkeypatch.setattr(shared, "LOSS_ROWS", rows)
+def test_the_same_losses_and_gradients(head, inputs):
     (losses, gradients, _), (theirs, expected, _) = (run(head, inputs, on) for on in (True, False))
     for ours, other in zip(losses, theirs, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)

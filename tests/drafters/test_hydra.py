@@ -34,12 +34,12 @@ def test_layers_are_applied_as_often_as_there_are(module):
     y = first.res_connection(x) + torch.nn.functional.silu(first.linear(x))
     for _ in range(2):
         y = y + torch.nn.functional.silu(again.linear(y))
-    torch.testing.assert_close(module.head(1, x), module.hydra_lm_head[1][1](y))
+    torch.testing.assert_close(module.hidden(1, x), y)
 
 
 def test_dropout_is_for_training_only(target, module):
     hydra.prepare(module, TrainRecipe(arch="hydra", dropout=0.5))
     x = torch.randn(4, 2 * module.config.hidden_size)
-    assert torch.equal(module.head(0, x), module.head(0, x))
-    assert not torch.equal(module.train().head(0, x), module.head(0, x))
+    assert torch.equal(module.hidden(0, x), module.hidden(0, x))
+    assert not torch.equal(module.train().hidden(0, x), module.hidden(0, x))
     module.eval()

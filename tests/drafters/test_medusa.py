@@ -23,7 +23,7 @@ def test_it_starts_as_the_target_itself(target):
     """Blocks start at zero (Cai et al., §2.1.1): every head first predicts what the target's own head does."""
     module, states = build(target), torch.randn(3, target.hidden_size)
     for k in range(2):
-        torch.testing.assert_close(module.head(k, states), states @ target.head_weight.T)
+        torch.testing.assert_close(module.vocabulary(k)(module.hidden(k, states)), states @ target.head_weight.T)
 
 
 def test_one_layer(target):

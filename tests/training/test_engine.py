@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specctl.formats import checkpoint as drafters
+from specctl.kernels import distill
 from specctl.recipe import DrafterRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training import loop
@@ -40,8 +41,9 @@ def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatc
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     values = recipe(distilled, tmp_path, precision="bf16", zero_stage=stage, gradient_checkpointing=checkpointing)
     trainer = loop.make_trainer(values, Run(tmp_path))
-    seen = set()
-    trainer.trainee.module.lm_head.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    seen, rows_of = set(), distill.distill_rows
+    trainer.trainee.module.fc.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    monkeypatch.setattr(distill, "distill_rows", lambda rows, *args: seen.add(rows.dtype) or rows_of(rows, *args))
     trainer.start()
     trainer.train()
     assert seen == {torch.bfloat16}

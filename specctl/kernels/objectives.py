@@ -13,12 +13,10 @@ log_tv    −log(1 − tv)                 −log of the acceptance probability
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNK = 128  # rows at a time: their fp32 work fits the second-level cache of a core
 TINY = 1e-9  # stands in for a teacher's zero where its logarithm is taken
 
 
@@ -69,39 +67,3 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "log_tv": _log_tv,
 }
 """Name → (fp32 logits [n, Vd], teacher) ↦ (losses [n], their gradient by the logits [n, Vd])."""
-
-
-class _Distillation(torch.autograd.Function):
-    """The gradient comes with the loss, in the same pass, kept in the logits' dtype.
-
-    Autograd through softmax would keep two fp32 [N, V] tensors and read them four more times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:
-        grad = torch.empty_like(logits)
-        losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        for start in range(0, logits.shape[0], CHUNK):
-            part = slice(start, start + CHUNK)
-            known, w = teacher[part], weight[part].float()
-            loss, slope = OBJECTIVES[objective](logits[part].float(), known.float() if known.ndim == 2 else known)
-            losses[part] = w * loss
-            grad[part] = slope.mul_(w.unsqueeze(-1))
-        ctx.save_for_backward(grad)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = ctx.saved_tensors
-        return grad * grads[0].unsqueeze(-1).to(grad.dtype), None, None, None
-
-
-def distillation_loss(objective: str, logits: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """[N] losses in fp32, row n times weight_n.
-
-    Args:
-        logits: [N, Vd].
-        teacher: [N, Vd] target probabilities, rows that sum to one; for "ce" the tokens [N] int64.
-        weight: [N], bool or float.
-    """
-    return _Distillation.apply(logits, teacher, weight, objective)

@@ -1,0 +1,105 @@
+"""The distillation loss of a vocabulary head, without its logits: products, losses and gradients part by part.
+
+A head of Vd rows on n hidden states has n·Vd logits, and autograd through their softmax keeps several times that. Here
+part of the rows is multiplied, compared with the teacher, turned into its gradient in place, and multiplied back. What
+is kept is the gradient of the hidden states and of the head. (As in the fused linear losses of Liger Kernel, Hsu et al.
+2024, arXiv 2410.10989.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from . import distill_rows
+
+PART = {"cpu": 2**23, "cuda": 2**26}  # logits at a time
+
+
+class Teacher(NamedTuple):
+    """R distributions to learn from: probabilities, sampled tokens, or hidden states with their vocabulary head."""
+
+    rows: Tensor  # [R, Vd] probabilities; [R] int64 tokens; [R, Ht] hidden states
+    head: Tensor | None = None  # [Vd, Ht], for hidden states
+
+    def known(self, at: Tensor) -> Tensor:
+        """Rows `at` [n] as probabilities [n, Vd], or as tokens [n]; each row that is asked for is made once."""
+        if self.head is None:
+            return self.rows[at]
+        asked, place = at.unique(return_inverse=True)
+        logits = linear(self.rows[asked].to(self.head.dtype), self.head)
+        return logits.float().softmax(-1).to(logits.dtype)[place]
+
+
+def linear_distill(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher: Teacher,
+    at: Tensor,
+    share: Tensor,
+    objective: str,
+) -> tuple[Tensor, Tensor]:
+    """Distillation loss of softmax(hidden · weightᵀ + bias).
+
+    Args:
+        hidden: [n, H].
+        weight, bias: [Vd, H] and [Vd] or None. Products run in the dtype of autocast, else in that of `weight`.
+        at: [n] int64, the teacher's row for each hidden state. Several may have the same.
+        share: [n] ≥ 0, each row's weight in the total; rows of 0 cost nothing.
+        objective: a name in `kernels.objectives`.
+
+    Returns:
+        Σ share·loss, with gradients for hidden, weight and bias; and the losses [n] fp32, 0 where share is 0, without.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):
+        grad = torch.is_grad_enabled()
+        return _LinearDistill.apply(hidden, weight, bias, teacher, at, share, objective, dtype, grad)
+
+
+class _LinearDistill(torch.autograd.Function):
+    """Gradients are made in the forward pass, where the logits are; the backward pass scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: Teacher,
+        at: Tensor,
+        share: Tensor,
+        objective: str,
+        dtype: torch.dtype,
+        grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wanted = [grad and part for part in ctx.needs_input_grad[:3]]
+        losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        d_hidden = torch.zeros_like(hidden) if wanted[0] else None
+        d_weight = torch.zeros_like(weight) if wanted[1] else None
+        d_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
+        head, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        used = share.nonzero()[:, 0]
+        used = used[at[used].argsort()]  # neighbours share teacher rows
+        for rows in used.split(max(1, PART.get(hidden.device.type, PART["cuda"]) // len(weight))):
+            x = hidden[rows].to(dtype)
+            logits = linear(x, head, offset)
+            losses[rows] = distill_rows(logits, teacher.known(at[rows]), share[rows], objective).to(losses.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = (logits @ head).to(d_hidden.dtype)
+            if d_weight is not None:
+                d_weight += logits.T @ x
+            if d_bias is not None:
+                d_bias += logits.sum(0, dtype=d_bias.dtype)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.mark_non_differentiable(losses)
+        return torch.dot(share.float(), losses), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *(None if part is None else part * grads[0] for part in ctx.saved_tensors), *(None,) * 6

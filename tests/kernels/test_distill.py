@@ -1,0 +1,135 @@
+"""The fused distillation loss against its formulas: value and gradients by autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specctl.kernels import cpu, distill, reference
+from specctl.kernels.distill import Teacher, linear_distill
+from specctl.kernels.objectives import OBJECTIVES
+
+FORMULAS = {
+    "soft_ce": lambda p, q: -(p * q.log()).sum(-1),
+    "kl": lambda p, q: torch.xlogy(p, p).sum(-1) - (p * q.log()).sum(-1),
+    "reverse_kl": lambda p, q: (q * (q / p.clamp_min(1e-9)).log()).sum(-1),
+    "tv": lambda p, q: 0.5 * (p - q).abs().sum(-1),
+    "log_tv": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
+    "ce": lambda p, q: -q.gather(-1, p.unsqueeze(-1)).squeeze(-1).log(),
+}
+H, VD, R, N = 24, 53, 40, 70
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("backend", [reference, cpu])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_rows_are_their_formula(monkeypatch, backend, objective):
+    """More rows than one part, one-hot teachers, weights that differ."""
+    monkeypatch.setattr(cpu, "_CACHED", 7 * VD)
+    logits = torch.randn(N, VD, requires_grad=True)
+    teacher = torch.randn(N, VD).mul_(4).softmax(-1)
+    teacher[:5] = F.one_hot(torch.arange(5), VD).float()
+    if objective == "ce":
+        teacher = teacher.argmax(-1)
+    weight = torch.rand(N)
+    expected = FORMULAS[objective](teacher, logits.softmax(-1))
+    (weight * expected).sum().backward()
+    rows = logits.detach().clone()
+    losses = backend.distill_rows(rows, teacher, weight, objective)
+    torch.testing.assert_close(losses, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(rows, logits.grad, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name not in ("ce", "soft_ce")])
+def test_divergences_vanish_where_the_drafter_is_the_target(objective):
+    rows = torch.randn(9, 31)
+    losses = reference.distill_rows(rows, rows.softmax(-1), torch.ones(9), objective)
+    torch.testing.assert_close(losses, torch.zeros(9), atol=1e-5, rtol=0)
+
+
+def problem(bias, kind):
+    """Hidden states, head, bias, teacher (its rows in three forms), places and shares."""
+    hidden, weight = torch.randn(N, H, requires_grad=True), (torch.randn(VD, H) * 0.2).requires_grad_()
+    offset = torch.randn(VD, requires_grad=True) if bias else None
+    states, head = torch.randn(R, 11), torch.randn(VD, 11)
+    teachers = {
+        "hidden": Teacher(states, head),
+        "probabilities": Teacher((states @ head.T).softmax(-1)),
+        "tokens": Teacher((states @ head.T).argmax(-1)),
+    }
+    return hidden, weight, offset, teachers[kind], torch.randint(R, (N,)), torch.rand(N) * (torch.rand(N) > 0.3)
+
+
+@pytest.mark.parametrize("part", [1, 5 * VD, 2**23])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "objective"), [("hidden", "soft_ce"), ("probabilities", "log_tv"), ("tokens", "ce")])
+def test_it_is_the_loss_of_a_linear_layer(monkeypatch, kind, objective, bias, part):
+    """In parts of any size; teacher rows used several times or never; rows without a share."""
+    monkeypatch.setitem(distill.PART, "cpu", part)
+    hidden, weight, offset, teacher, at, share = problem(bias, kind)
+    leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+    total, losses = linear_distill(hidden, weight, offset, teacher, at, share, objective)
+    (3 * total).backward()
+    ours = [leaf.grad.clone() for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    known = teacher.rows if teacher.head is None else (teacher.rows @ teacher.head.T).softmax(-1)
+    each = FORMULAS[objective](known[at], F.linear(hidden, weight, offset).softmax(-1))
+    (3 * share * each).sum().backward()
+    torch.testing.assert_close(losses, each.detach() * (share > 0), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(total, (share * each).sum(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, [leaf.grad for leaf in leaves], atol=1e-4, rtol=1e-4)
+    assert not losses.requires_grad
+
+
+def test_a_frozen_head_and_frozen_states_get_no_gradient():
+    hidden, weight, _, teacher, at, share = problem(False, "hidden")
+    linear_distill(hidden, weight.detach(), None, teacher, at, share, "soft_ce")[0].backward()
+    assert hidden.grad is not None and weight.grad is None
+    hidden.grad = None
+    linear_distill(hidden.detach(), weight, None, teacher, at, share, "soft_ce")[0].backward()
+    assert hidden.grad is None and weight.grad is not None
+    with torch.no_grad():
+        assert not linear_distill(hidden, weight, None, teacher, at, share, "soft_ce")[0].requires_grad
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_batch_of_which_nothing_counts(kept):
+    hidden, weight, _, teacher, at, share = problem(False, "hidden")
+    total, losses = linear_distill(hidden[:kept], weight, None, teacher, at[:kept], share[:kept] * 0, "soft_ce")
+    total.backward()
+    assert total == 0 and losses.tolist() == [0.0] * kept
+    assert weight.grad.abs().max() == 0
+
+
+def test_products_run_in_the_dtype_of_autocast():
+    """fp32 weights, bf16 products, gradients in fp32."""
+    hidden, weight, _, teacher, at, share = problem(False, "hidden")
+    exact, _ = linear_distill(hidden, weight, None, teacher, at, share, "soft_ce")
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = linear_distill(hidden, weight, None, teacher, at, share, "soft_ce")
+    total.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert total != exact
+    torch.testing.assert_close(total, exact, rtol=2e-2, atol=0)
+
+
+def test_the_logits_are_never_there_at_once(monkeypatch):
+    """Negative control: with one part they are."""
+    largest = []
+
+    def linear(*args):
+        out = F.linear(*args)
+        largest.append(out.numel())
+        return out
+
+    monkeypatch.setattr(distill, "linear", linear)
+    hidden, weight, _, teacher, at, share = problem(False, "hidden")
+    for part, whole in ((5 * VD, False), (2**23, True)):
+        monkeypatch.setitem(distill.PART, "cpu", part)
+        largest.clear()
+        linear_distill(hidden, weight, None, teacher, at, share, "soft_ce")
+        assert (max(largest) > 5 * VD) == whole
