@@ -6,12 +6,17 @@ A cache row is written at `base + t` for row t of a step; what a sequence has *c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 MINUS_INF = float("-inf")
+PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
+
+Block = tuple[int, Tensor | None]
+"""Slots that attention reads, and their mask [1 or B, 1, rows, slots]."""
 
 
 @dataclass
@@ -33,6 +38,35 @@ class Plan:
     mask: Tensor | None
     causal: bool
     contiguous: bool
+    _blocks: dict[int, list[Block]] = field(default_factory=dict, repr=False)
+
+    def blocks(self, groups: int) -> list[Block]:
+        """What attention of folded queries reads: one block for all sequences, or one for each of them.
+
+        Folded are the `groups` query heads of a key head: they are its rows, group by group, and read the keys once. A
+        CPU runs sequences one after another anyway; where lengths differ much it need not read the padding.
+        """
+        if groups not in self._blocks:
+            self._blocks[groups] = self._alone(groups) if self._wasteful() else [(self.span, _repeat(self.mask, groups))]
+        return self._blocks[groups]
+
+    def _wasteful(self) -> bool:
+        batch, rows = len(self.base), self.positions.shape[1]
+        if self.mask is None or batch == 1 or self.mask.device.type != "cpu":
+            return False
+        return batch * (self.span - rows - PADDED) > sum(self.base)
+
+    def _alone(self, groups: int) -> list[Block]:
+        assert self.mask is not None
+        rows = self.positions.shape[1]
+        ends = [start + rows for start in self.base]
+        if rows == 1 and self.contiguous:
+            return [(end, None) for end in ends]
+        return [(end, _repeat(self.mask[b : b + 1, ..., :end], groups)) for b, end in enumerate(ends)]
+
+
+def _repeat(mask: Tensor | None, groups: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)
 
 
 def plan_rows(
@@ -136,6 +170,13 @@ class KVCache:
         source = torch.tensor([start + 1 + node for node in path], device=self.store.device)
         kept = self.store[:, sequence].index_select(1, source)
         self.store[:, sequence, start + 1 : start + 1 + len(path)] = kept
+
+    def sequence(self, index: int) -> KVCache:
+        """The cache of one sequence, over the same memory."""
+        alone = copy.copy(self)
+        alone.store = self.store[:, index : index + 1]
+        alone._views()
+        return alone
 
     def select(self, index: Tensor) -> None:
         """Keep only the sequences in `index` (batch shrinking as sequences finish)."""

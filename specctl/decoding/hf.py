@@ -8,6 +8,7 @@ what leaves this file is on the device of the embedding.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -28,20 +29,26 @@ class ShardedCache(KVCache):
             for device in dict.fromkeys(devices)
         }
         self.capacity = capacity
-        self.places = [(self.parts[device], devices[:layer].count(device)) for layer, device in enumerate(devices)]
+        self.places = [(device, devices[:layer].count(device)) for layer, device in enumerate(devices)]
         self._views()
 
     def _views(self) -> None:
-        self.keys = [part.keys[index] for part, index in self.places]
-        self.values = [part.values[index] for part, index in self.places]
+        self.keys = [self.parts[device].keys[index] for device, index in self.places]
+        self.values = [self.parts[device].values[index] for device, index in self.places]
 
     def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
-        part, index = self.places[layer]
-        part.write(index, pairs, replace(plan, positions=plan.positions.to(pairs.device)))
+        device, index = self.places[layer]
+        self.parts[device].write(index, pairs, replace(plan, positions=plan.positions.to(pairs.device)))
 
     def compact(self, sequence: int, start: int, path: list[int]) -> None:
         for part in self.parts.values():
             part.compact(sequence, start, path)
+
+    def sequence(self, index: int) -> ShardedCache:
+        alone = copy.copy(self)
+        alone.parts = {device: part.sequence(index) for device, part in self.parts.items()}
+        alone._views()
+        return alone
 
     def select(self, index: Tensor) -> None:
         for device, part in self.parts.items():

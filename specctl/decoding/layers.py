@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.cache import KVCache, Plan
+from specctl.decoding.cache import Block, KVCache, Plan
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -140,15 +140,26 @@ class Rope:
 def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> Tensor:
     """Attention of q [B, T, Hq, D] over the first `plan.span` slots of a layer. Returns [B·T, Hq·D]."""
     batch, rows, heads, dim = q.shape
-    keys = cache.keys[layer].narrow(2, 0, plan.span)
-    values = cache.values[layer].narrow(2, 0, plan.span)
+    keys, values = cache.keys[layer], cache.values[layer]
     groups = heads // cache.heads
-    if rows == 1:
-        # The query heads of one key head as its rows: a CPU reads the keys once, not once per query head.
-        folded = q.view(batch, cache.heads, groups, dim)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=plan.mask, scale=scale)
-        return out.reshape(batch, heads * dim)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), keys, values, attn_mask=plan.mask, is_causal=plan.causal, scale=scale, enable_gqa=groups > 1
-    )
-    return out.transpose(1, 2).reshape(batch * rows, heads * dim)
+    if plan.causal:
+        keys, values = keys.narrow(2, 0, plan.span), values.narrow(2, 0, plan.span)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1
+        )
+        return out.transpose(1, 2).reshape(batch * rows, heads * dim)
+    # The query heads of one key head as its rows: the keys are read once, not once per query head.
+    folded = q.unflatten(2, (cache.heads, groups)).permute(0, 2, 3, 1, 4).reshape(batch, cache.heads, -1, dim)
+    blocks = plan.blocks(groups)
+    if len(blocks) == 1:
+        out = _attend(folded, keys, values, blocks[0], scale)
+    else:
+        parts = zip(folded.split(1), keys.split(1), values.split(1), blocks, strict=True)
+        out = torch.cat([_attend(*part, scale) for part in parts])
+    return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch * rows, heads * dim)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> Tensor:
+    span, mask = block
+    keys, values = keys.narrow(2, 0, span), values.narrow(2, 0, span)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
@@ -112,7 +113,15 @@ class Target:
     def prefill(
         self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the prompts (right-padded). Returns (logits of each last row [B, V], h [B, P, H], taps [B, P, F])."""
+        """Run the prompts. Returns (logits of each last row [B, V], h [B, P, H], taps [B, P, F]), padded at the right.
+
+        A GPU runs them as one padded batch. A CPU gains nothing from a batch of prompts, and padding is work: one by one.
+        """
+        if len(prompts) > 1 and self.device.type == "cpu":
+            alone = [self.prefill([prompt], cache.sequence(b), taps) for b, prompt in enumerate(prompts)]
+            logits, hidden, tapped = zip(*alone, strict=True)
+            padded = pad_sequence([h[0] for h in hidden], batch_first=True)
+            return torch.cat(logits), padded, pad_sequence([t[0] for t in tapped], batch_first=True) if taps else None
         width = max(map(len, prompts))
         tokens = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in enumerate(prompts):

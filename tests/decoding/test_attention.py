@@ -1,0 +1,53 @@
+"""Attention of ragged batches, in one call or one a sequence, against its formula."""
+
+import pytest
+import torch
+
+from specctl.decoding import cache as caches
+from specctl.decoding.cache import KVCache, plan_rows
+from specctl.decoding.layers import attend
+
+HEADS, KV, DIM, LAYER = 6, 2, 8, 1
+BASE = [3, 40, 17]
+
+
+def tree(rows):
+    """[B, T, T] ancestors: row t continues row (t − 1) // 2, as in a binary tree; the last sequence is a chain."""
+    seen = torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        seen[row] |= seen[(row - 1) // 2]
+    return torch.stack([seen, seen, torch.ones(rows, rows, dtype=torch.bool).tril()])
+
+
+@pytest.mark.parametrize("padded", [caches.PADDED, 0])
+@pytest.mark.parametrize(("rows", "shape"), [(1, "chain"), (5, "chain"), (5, "tree")])
+def test_it_is_the_formula(monkeypatch, padded, rows, shape):
+    """`padded` = 0 makes every sequence a call of its own."""
+    monkeypatch.setattr(caches, "PADDED", padded)
+    torch.manual_seed(0)
+    cache = KVCache(2, 3, KV, 64, DIM, dtype=torch.float32, device="cpu")
+    cache.store.normal_()
+    visible = tree(rows) if shape == "tree" else torch.ones(3, rows, rows, dtype=torch.bool).tril()
+    plan = plan_rows(
+        BASE, rows, device="cpu", dtype=torch.float32, visible=visible if shape == "tree" else None,
+        depth=torch.zeros(3, rows, dtype=torch.long) if shape == "tree" else None,
+    )  # fmt: skip
+    q = torch.randn(3, rows, HEADS, DIM)
+    found = attend(q, cache, LAYER, plan, 0.3).view(3, rows, HEADS, DIM)
+    assert len(plan.blocks(HEADS // KV)) == (3 if padded == 0 else 1)
+    for b, start in enumerate(BASE):
+        seen = torch.cat((torch.ones(rows, start, dtype=torch.bool), visible[b]), 1)
+        for head in range(HEADS):
+            group = head // (HEADS // KV)
+            keys = cache.keys[LAYER][b, group, : start + rows]
+            scores = (0.3 * q[b, :, head] @ keys.T).masked_fill(~seen, -torch.inf)
+            expected = scores.softmax(-1) @ cache.values[LAYER][b, group, : start + rows]
+            torch.testing.assert_close(found[b, :, head], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sequence_alone_is_the_same_memory():
+    cache = KVCache(2, 3, KV, 8, DIM, dtype=torch.float32, device="cpu")
+    pairs = torch.randn(4, 2 * KV, DIM)
+    cache.sequence(1).write(LAYER, pairs, plan_rows([2], 4, device="cpu", dtype=torch.float32))
+    assert torch.equal(cache.store[LAYER, 1, 2:6], pairs)
+    assert cache.store.count_nonzero() == pairs.numel()
