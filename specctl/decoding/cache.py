@@ -47,7 +47,9 @@ class Plan:
         CPU runs sequences one after another anyway; where lengths differ much it need not read the padding.
         """
         if groups not in self._blocks:
-            self._blocks[groups] = self._alone(groups) if self._wasteful() else [(self.span, _repeat(self.mask, groups))]
+            self._blocks[groups] = (
+                self._alone(groups) if self._wasteful() else [(self.span, _repeat(self.mask, groups))]
+            )
         return self._blocks[groups]
 
     def _wasteful(self) -> bool:

@@ -35,6 +35,7 @@ class ShardedCache(KVCache):
     def _views(self) -> None:
         self.keys = [self.parts[device].keys[index] for device, index in self.places]
         self.values = [self.parts[device].values[index] for device, index in self.places]
+        self.batch = next(iter(self.parts.values())).batch
 
     def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
         device, index = self.places[layer]

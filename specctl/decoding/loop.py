@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from specctl.decoding.draft import Controller, Drafter, DraftTree, Fixed, NoDraft
 from specctl.decoding.sampling import Sampling
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, Request, Sequence
 from specctl.decoding.target import Target
 from specctl.decoding.verify import Verdict, verify
 from specctl.errors import DataError
 
 MAX_NODES = 63  # ancestor bitmasks are int64 with a sign: the root and 62 nodes
+CPU_ROWS = 24  # rows of a step of several sequences on a CPU; measured on the built-in target with 8 sequences
 EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One finished sequence. Counts are EOS-trimmed and leave out the token of the prefill pass.
+    """One finished sequence; `index` is its prompt's place among the prompts.
 
-    `prefill_s` and `decode_s` are wall-clock of the whole batch the sequence was part of.
+    Counts are EOS-trimmed and leave out the token of the prefill pass. `prefill_s` and `decode_s` are wall-clock of all
+    sequences until this one was given out; from `decode`, of the whole call.
     """
 
     prompt_ids: list[int]
@@ -37,6 +40,7 @@ class Decoded:
     offered_by_depth: list[int]
     prefill_s: float
     decode_s: float
+    index: int = 0
 
     @property
     def decoded_tokens(self) -> int:
@@ -47,8 +51,16 @@ class Decoded:
 OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
 
 
+def decode(target: Target, prompts: list[list[int]], **options: Any) -> list[Decoded]:
+    """Generate the texts of all prompts, in their order. Options and errors are those of `stream`."""
+    found = list(stream(target, prompts, **options))
+    prefill_s, decode_s = found[-1].prefill_s, found[-1].decode_s
+    whole = [replace(one, prefill_s=prefill_s, decode_s=decode_s) for one in found]
+    return sorted(whole, key=lambda one: one.index)
+
+
 @torch.inference_mode()
-def decode(
+def stream(
     target: Target,
     prompts: list[list[int]],
     *,
@@ -59,17 +71,19 @@ def decode(
     controller: Controller | None = None,
     taps: tuple[int, ...] | None = None,
     exact: bool = False,
+    slots: int | None = None,
     on_round: OnRound | None = None,
-) -> list[Decoded]:
-    """Generate one batch.
+) -> Iterator[Decoded]:
+    """Generate texts, each given out when it is finished.
 
     Args:
-        prompts: B lists of ids, any lengths.
+        prompts: lists of ids, any lengths.
         sampling, max_new_tokens: one for all sequences, or one each.
         seeds: one per sequence; the text depends on the seed, never on the batch or (match rule) on the drafter.
         drafter: drafts every round; None = plain decoding. A `controller` chooses per round instead; it then names the
             `taps` its drafters read.
         exact: fixed shapes, so that speculative and plain decoding are bitwise equal also in bf16 (chains).
+        slots: so many sequences at a time; a finished one makes room for the next prompt at once. None = all.
         on_round: called after every commit.
 
     Raises:
@@ -78,9 +92,12 @@ def decode(
     controller = controller or Fixed(drafter or NoDraft())
     if taps is None:
         taps = drafter.taps if drafter is not None else ()
-    started = time.perf_counter()
-    state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, EXACT_ROWS if exact else 0)
-    prefilled = time.perf_counter()
+    clock = Clock()
+    state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, EXACT_ROWS if exact else 0, slots)
+    _prefill(target, state, list(range(state.batch)))
+    _admit(target, state)
+    clock.prefilled()
+    yield from clock.stamp(state.take_finished())
     while state.unfinished:
         chosen = controller.choose(state)
         draft = chosen.propose(state, _budget(state))
@@ -89,24 +106,50 @@ def decode(
         controller.observe(state, draft, verdict)
         if on_round is not None:
             on_round(state, draft, verdict)
+        clock.decoded()
+        _admit(target, state)
+        clock.prefilled()
         state.shrink()
-    ended = time.perf_counter()
-    return [
-        Decoded(
-            row.ids[: row.prompt_length],
-            row.output,
-            str(row.stop),
-            row.target_passes,
-            row.accepted,
-            row.rejections,
-            row.drafted,
-            row.accepted_by_depth,
-            row.offered_by_depth,
-            prefilled - started,
-            ended - prefilled,
-        )
-        for row in state.sequences()
-    ]
+        yield from clock.stamp(state.take_finished())
+
+
+class Clock:
+    """Seconds of prefills and of rounds, without those between a text given out and the next one asked for."""
+
+    def __init__(self) -> None:
+        self.prefill_s = self.decode_s = 0.0
+        self.mark = time.perf_counter()
+
+    def prefilled(self) -> None:
+        self.prefill_s += self._lap()
+
+    def decoded(self) -> None:
+        self.decode_s += self._lap()
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        lap, self.mark = now - self.mark, now
+        return lap
+
+    def stamp(self, finished: list[Sequence]) -> Iterator[Decoded]:
+        """Sequences as they are given out."""
+        for row in finished:
+            yield Decoded(
+                row.ids[: row.prompt_length],
+                row.output,
+                str(row.stop),
+                row.target_passes,
+                row.accepted,
+                row.rejections,
+                row.drafted,
+                row.accepted_by_depth,
+                row.offered_by_depth,
+                self.prefill_s,
+                self.decode_s,
+                row.index,
+            )
+        if finished:
+            self.mark = time.perf_counter()
 
 
 def _start(
@@ -117,8 +160,9 @@ def _start(
     seeds: list[int],
     taps: tuple[int, ...],
     exact_rows: int,
+    slots: int | None,
 ) -> DecodeState:
-    """Check the prompts, prefill them and commit the first token of each."""
+    """Check the prompts; the state that holds the first of them."""
     for prompt in prompts:
         if not prompt or len(prompt) >= target.context_length:
             raise DataError(
@@ -126,23 +170,39 @@ def _start(
                 "shorten the prompt",
             )
     new = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * len(prompts)
-    state = DecodeState(
+    samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+    requests = [
+        Request(prompt, how, min(len(prompt) + count, target.context_length), seed)
+        for prompt, how, count, seed in zip(prompts, samplings, new, seeds, strict=True)
+    ]
+    return DecodeState(
         target,
-        prompts,
-        samplings=sampling if isinstance(sampling, list) else [sampling] * len(prompts),
-        limits=[min(len(p) + n, target.context_length) for p, n in zip(prompts, new, strict=True)],
-        seeds=seeds,
+        requests,
+        slots=slots or len(requests),
         taps=taps,
         spare=max(MAX_NODES, exact_rows),
         exact_rows=exact_rows,
     )
-    logits, _, tapped = target.prefill(prompts, state.cache, taps)
+
+
+def _admit(target: Target, state: DecodeState) -> None:
+    """Fill the slots of finished sequences with waiting texts, until none of them ends with its first token."""
+    while slots := state.admit():
+        _prefill(target, state, slots)
+
+
+def _prefill(target: Target, state: DecodeState, slots: list[int]) -> None:
+    """Run the prompts that stand in `slots` and commit the first token of each."""
+    prompts = [state.rows[b].ids for b in slots]
+    logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
     positions = torch.tensor([[len(prompt)] for prompt in prompts])
-    first = state.draws.draw(logits.unsqueeze(1), positions)
-    state.begin([row[0] for row in first.tolist()], tapped)
-    return state
+    first = state.draws.select(slots).draw(logits.unsqueeze(1), positions)
+    state.begin(slots, [row[0] for row in first.tolist()], tapped)
 
 
 def _budget(state: DecodeState) -> int:
-    """Draft nodes a step has room for."""
-    return (state.exact_rows or MAX_NODES) - 1
+    """Draft nodes a step has room for. Rows beyond those that cost a CPU no more than one are shared by the batch."""
+    if state.exact_rows:
+        return state.exact_rows - 1
+    shared = CPU_ROWS // state.batch if state.device.type == "cpu" and state.batch > 1 else MAX_NODES
+    return min(max(shared, 2), MAX_NODES) - 1

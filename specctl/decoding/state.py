@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,51 @@ from specctl.decoding.sampling import Draws, Sampling
 if TYPE_CHECKING:
     from specctl.decoding.target import Target
     from specctl.decoding.verify import Verdict
+
+
+T = TypeVar("T")
+APART = 16  # rows: what a round commits is less
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to be generated: its prompt, how it is sampled, its longest total length and its seed."""
+
+    prompt: list[int]
+    sampling: Sampling
+    limit: int
+    seed: int
+
+
+class Memory(Protocol):
+    """What a drafter keeps for the sequences of a batch."""
+
+    def select(self, index: Tensor) -> None:
+        """Keep the sequences in `index` only, in that order."""
+
+    def renew(self, b: int) -> None:
+        """Slot b holds another text from now on."""
+
+
+def far_behind(missing: list[int], device: torch.device) -> list[int]:
+    """Of a batch whose sequences miss so many rows, those that should read theirs alone: padding all others to them
+    costs more. On a GPU a batch that is far behind as a whole, as at its start, is read at once."""
+    far = [b for b, count in enumerate(missing) if count > APART]
+    return far if len(missing) > 1 and (device.type == "cpu" or 2 * len(far) <= len(missing)) else []
+
+
+class PerText(Generic[T]):
+    """The memory of a drafter that keeps one `T` for each text."""
+
+    def __init__(self, new: Callable[[], T], batch: int):
+        self.new = new
+        self.rows = [new() for _ in range(batch)]
+
+    def select(self, index: Tensor) -> None:
+        self.rows = [self.rows[b] for b in index.tolist()]
+
+    def renew(self, b: int) -> None:
+        self.rows[b] = self.new()
 
 
 @dataclass
@@ -61,7 +108,7 @@ class Sequence:
 
 
 class DecodeState:
-    """A batch of B live rows.
+    """A batch of B live rows; texts that find no place in it wait until one is free.
 
     Attributes:
         rows: the live sequences, in batch order. Finished ones may stay a while as idle rows.
@@ -75,28 +122,34 @@ class DecodeState:
     def __init__(
         self,
         target: Target,
-        prompts: list[list[int]],
+        requests: list[Request],
         *,
-        samplings: list[Sampling],
-        limits: list[int],
-        seeds: list[int],
+        slots: int,
         taps: tuple[int, ...],
         spare: int,
         exact_rows: int,
     ):
         self.device, self.dtype = target.device, target.dtype
         self.eos_ids = target.eos_ids
-        self.rows = [
-            Sequence(i, list(p), len(p), limit) for i, (p, limit) in enumerate(zip(prompts, limits, strict=True))
-        ]
-        self.done: list[Sequence] = []
-        self.draws = Draws(samplings, seeds, target.device)
+        self.requests = requests
+        self.rows = [self._sequence(index) for index in range(min(slots, len(requests)))]
+        self.waiting = deque(range(len(self.rows), len(requests)))
+        self.finished: list[Sequence] = []  # since `take_finished`
+        self._draw_for_rows()
         self.taps = taps
         self.exact_rows = exact_rows
-        self.capacity = max(max(limits), max(map(len, prompts))) + spare + 1
-        self.cache: KVCache = target.model.new_cache(len(prompts), self.capacity)
+        self.capacity = max(max(request.limit, len(request.prompt)) for request in requests) + spare + 1
+        self.cache: KVCache = target.model.new_cache(len(self.rows), self.capacity)
         self.features: Tensor | None = None
-        self.memory: dict[Any, Any] = {}
+        self.memory: dict[Any, Any] = {}  # drafter → Memory
+
+    def _sequence(self, index: int) -> Sequence:
+        request = self.requests[index]
+        return Sequence(index, list(request.prompt), len(request.prompt), request.limit)
+
+    def _draw_for_rows(self) -> None:
+        chosen = [self.requests[row.index] for row in self.rows]
+        self.draws = Draws([one.sampling for one in chosen], [one.seed for one in chosen], self.device)
 
     @property
     def batch(self) -> int:
@@ -111,15 +164,26 @@ class DecodeState:
         """Valid cache rows of each sequence: everything but the last committed token."""
         return [len(row.ids) - 1 for row in self.rows]
 
-    def begin(self, first: list[int], tapped: Tensor | None) -> None:
-        """Commit the first token of each sequence, drawn from the prefill, and keep the prompts' features."""
+    def begin(self, slots: list[int], first: list[int], tapped: Tensor | None) -> None:
+        """Commit the first token of the sequences in `slots`, drawn from the prefill, and keep the prompts' features
+        [len(slots), P, F]."""
         if tapped is not None:
-            self.features = torch.empty(
-                self.batch, self.capacity, tapped.shape[-1], dtype=tapped.dtype, device=tapped.device
-            )
-            self.features[:, : tapped.shape[1]] = tapped
-        for row, token in zip(self.rows, first, strict=True):
-            self._extend(row, [token])
+            if self.features is None:
+                self.features = tapped.new_empty(self.batch, self.capacity, tapped.shape[-1])
+            self.features[torch.tensor(slots, device=tapped.device), : tapped.shape[1]] = tapped
+        for slot, token in zip(slots, first, strict=True):
+            self._extend(self.rows[slot], [token])
+
+    def admit(self) -> list[int]:
+        """Give the slots of finished sequences to waiting texts; returns those slots, which are to be prefilled."""
+        slots = [b for b, row in enumerate(self.rows) if row.stop is not None][: len(self.waiting)]
+        for b in slots:
+            self.rows[b] = self._sequence(self.waiting.popleft())
+            for memory in self.memory.values():
+                memory.renew(b)
+        if slots:
+            self._draw_for_rows()
+        return slots
 
     def commit(self, verdict: Verdict) -> None:
         """Append what the target committed; keep cache rows and features of the accepted paths only."""
@@ -156,27 +220,28 @@ class DecodeState:
             kept += 1
             if token in self.eos_ids:
                 row.stop = "eos"
-                break
-            if len(row.ids) >= row.limit:
+            elif len(row.ids) >= row.limit:
                 row.stop = "length"
+            if row.stop is not None:
+                self.finished.append(row)
                 break
         return kept
 
     def shrink(self) -> None:
         """Drop finished rows once they are a quarter of the batch: dead rows cost as much as live ones."""
         live = [b for b, row in enumerate(self.rows) if row.stop is None]
-        if self.exact_rows or len(live) > 0.75 * self.batch or not live:
+        if self.exact_rows or self.waiting or len(live) > 0.75 * self.batch or not live:
             return
-        self.done += [row for row in self.rows if row.stop is not None]
         index = torch.tensor(live, device=self.device)
         self.rows = [self.rows[b] for b in live]
         self.cache.select(index)
-        self.draws = self.draws.select(live)
+        self._draw_for_rows()
         if self.features is not None:
             self.features = self.features[index]
         for memory in self.memory.values():
             memory.select(index)
 
-    def sequences(self) -> list[Sequence]:
-        """All sequences, in the order of the prompts."""
-        return sorted(self.done + self.rows, key=lambda row: row.index)
+    def take_finished(self) -> list[Sequence]:
+        """The sequences that have finished since the last call."""
+        finished, self.finished = self.finished, []
+        return finished

@@ -111,17 +111,20 @@ class Target:
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = ()
+        self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = (), slots: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the prompts. Returns (logits of each last row [B, V], h [B, P, H], taps [B, P, F]), padded at the right.
+        """Run prompts into `slots` of the cache (None = all of them, in order).
 
-        A GPU runs them as one padded batch. A CPU gains nothing from a batch of prompts, and padding is work: one by one.
+        Returns (logits of each last row [n, V], h [n, P, H], taps [n, P, F]), padded at the right. A whole batch is run
+        as one, padded, on a GPU. A CPU gains nothing from a batch of prompts, and padding is work: one by one.
         """
-        if len(prompts) > 1 and self.device.type == "cpu":
-            alone = [self.prefill([prompt], cache.sequence(b), taps) for b, prompt in enumerate(prompts)]
-            logits, hidden, tapped = zip(*alone, strict=True)
-            padded = pad_sequence([h[0] for h in hidden], batch_first=True)
-            return torch.cat(logits), padded, pad_sequence([t[0] for t in tapped], batch_first=True) if taps else None
+        slots = list(range(len(prompts))) if slots is None else slots
+        if cache.batch > 1 and (self.device.type == "cpu" or len(slots) < cache.batch):
+            alone = [self.prefill([text], cache.sequence(b), taps) for text, b in zip(prompts, slots, strict=True)]
+            last = torch.cat([logits for logits, _, _ in alone])
+            states = pad_sequence([hidden[0] for _, hidden, _ in alone], batch_first=True)
+            kept = [tapped[0] for _, _, tapped in alone if tapped is not None]
+            return last, states, pad_sequence(kept, batch_first=True) if kept else None
         width = max(map(len, prompts))
         tokens = torch.zeros(len(prompts), width, dtype=torch.long)
         for row, prompt in enumerate(prompts):

@@ -7,12 +7,13 @@ neither on the batch a prompt fell into nor on how often the run was stopped.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specctl import progress
-from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.loop import Decoded, stream
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.plan import Job, parse_shard, plan
@@ -20,6 +21,8 @@ from specctl.distillation.prompts import Rejections, read_domains
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+
+WINDOW = 8  # batches whose texts follow each other through one set of places
 
 
 @dataclass(frozen=True)
@@ -112,28 +115,47 @@ def settings(recipe: DistillRecipe, domain: str, target: Target) -> dict[str, An
 def _generate(
     recipe: DistillRecipe, target: Target, jobs: list[Job], store: ShardWriter, domain: str, drafter: Any
 ) -> int:
-    """Decode what is not done yet, batch by batch, up to the token budget. Returns the tokens generated."""
+    """Decode what is not done yet, up to the token budget, and store it in order. Returns the tokens generated."""
     pending = [job for job in jobs if job.id not in store.done]
     budget = recipe.max_response_tokens
     total = sum(store.done[job.id] for job in jobs if job.id in store.done)
     generated, started = 0, time.perf_counter()
     with progress.track(f"distil {domain}", total=len(pending), unit="responses") as bar:
-        for start in range(0, len(pending), recipe.batch_size):
-            if budget is not None and total >= budget:
-                break
-            batch = pending[start : start + recipe.batch_size]
-            rows = [
-                record(job, done, target)
-                for job, done in zip(batch, _decode(recipe, target, batch, drafter), strict=True)
-            ]
+        for rows in _records(recipe, target, pending, drafter):
             rows = within(rows, None if budget is None else budget - total)
             store.append(rows)
             new = sum(len(row["response_ids"]) for row in rows)
             total, generated = total + new, generated + new
             bar.update(len(rows), tokens=total, tokens_per_s=generated / (time.perf_counter() - started))
-            if start + len(batch) < len(pending):
+            if budget is not None and total >= budget:
+                break
+            if bar.done < len(pending):
                 progress.interrupts.check()
     return generated
+
+
+def _records(recipe: DistillRecipe, target: Target, pending: list[Job], drafter: Any) -> Iterator[list[dict[str, Any]]]:
+    """Responses as they are stored, in the order of `pending`, in lists of a batch's size; shorter when a signal came.
+
+    A text that ends makes room for the next at once. Its keys and values take the room of the longest text among
+    `WINDOW` batches.
+    """
+    size = recipe.batch_size
+    for start in range(0, len(pending), WINDOW * size):
+        jobs = pending[start : start + WINDOW * size]
+        early: dict[int, Decoded] = {}
+        rows: list[dict[str, Any]] = []
+        given = 0
+        for one in _decode(recipe, target, jobs, drafter):
+            early[one.index] = one
+            while (following := given + len(rows)) in early:
+                rows.append(record(jobs[following], early.pop(following), target))
+            if len(rows) >= size or (rows and progress.interrupts.requested()):
+                yield rows
+                given += len(rows)
+                rows = []
+        if rows:
+            yield rows
 
 
 def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any]]:
@@ -149,15 +171,16 @@ def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any
     return kept
 
 
-def _decode(recipe: DistillRecipe, target: Target, batch: list[Job], drafter: Any) -> list[Decoded]:
+def _decode(recipe: DistillRecipe, target: Target, jobs: list[Job], drafter: Any) -> Iterator[Decoded]:
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
-    return decode(
+    return stream(
         target,
-        [job.prompt_ids for job in batch],
-        sampling=[Sampling(job.temperature, top_k, top_p) for job in batch],
-        max_new_tokens=[job.max_new_tokens for job in batch],
-        seeds=[job.seed for job in batch],
+        [job.prompt_ids for job in jobs],
+        sampling=[Sampling(job.temperature, top_k, top_p) for job in jobs],
+        max_new_tokens=[job.max_new_tokens for job in jobs],
+        seeds=[job.seed for job in jobs],
         drafter=drafter,
+        slots=recipe.batch_size,
         exact=recipe.sampling.exact,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache, Plan, plan_rows
 from specctl.decoding.layers import DraftLinear, Linear, RMSNorm, Rope, attend
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Target
 from specctl.drafters.head import DraftHead, HeadLayer
 from specctl.drafters.lora import Adapter, Part
@@ -70,6 +70,9 @@ class Memory:
         self.cache.select(index)
         self.cached = [self.cached[b] for b in index.tolist()]
         self.hidden = self.hidden[index]
+
+    def renew(self, b: int) -> None:
+        self.cached[b] = 0
 
 
 class FeatureLayer(HeadWeights, ABC):
@@ -159,10 +162,25 @@ class FeatureLayer(HeadWeights, ABC):
     def advance(self, state: DecodeState) -> None:
         """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row."""
         memory = self._memory(state)
-        width = max(end - start for start, end in zip(memory.cached, state.cached, strict=True))
+        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
+        behind = far_behind(missing, state.device)
+        for b in behind:
+            self._catch_up(state, memory, b)
+        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
         if width > 0:
             memory.hidden, _ = self.read(state, width, every=False)
-            memory.cached = list(state.cached)
+        memory.cached = list(state.cached)
+
+    def _catch_up(self, state: DecodeState, memory: Memory, b: int) -> None:
+        """Fill the slots that sequence b misses."""
+        assert state.features is not None
+        start, end = memory.cached[b], state.cached[b]
+        tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
+        plan = plan_rows([start], end - start, device=state.device, dtype=state.dtype)
+        table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        features = self.feature(state.features[b, start:end])
+        last = [end - start - 1]
+        memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
 
     def last(self, state: DecodeState) -> Tensor:
         """The layer's output at every sequence's last slot [B, H]."""

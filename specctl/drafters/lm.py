@@ -18,7 +18,7 @@ from specctl.decoding.draft import DraftTree, Score, empty_draft
 from specctl.decoding.hf import HFModel
 from specctl.decoding.lean import LeanModel, why_not
 from specctl.decoding.sampling import DRAFT
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target, load_model, load_tokenizer, vocab_hash
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
@@ -231,6 +231,9 @@ class _Memory:
         self.drafted = [self.drafted[b] for b in kept]
         self.logits = self.logits[index]
 
+    def renew(self, b: int) -> None:
+        self.length[b], self.drafted[b] = 0, []
+
     def unseen(self, b: int, ids: list[int]) -> int:
         """How many tokens at the end of `ids` are not cached; accepted draft tokens are, the last token never is."""
         new = ids[self.length[b] :]
@@ -287,17 +290,28 @@ class LMDrafter:
                 self.model.new_cache(state.batch, state.capacity),
                 [0] * state.batch,
                 [[] for _ in state.rows],
-                torch.empty(0),
+                torch.zeros(state.batch, self.vocab_size, dtype=state.dtype, device=state.device),
             )
         texts = [row.ids for row in state.rows]
-        width = max(memory.unseen(b, ids) for b, ids in enumerate(texts))
-        if width == 0:
-            return
-        hidden, _ = self._read(state, width)
-        last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
-        memory.logits = self._logits(hidden[torch.arange(state.batch, device=state.device), last])
+        missing = [memory.unseen(b, ids) for b, ids in enumerate(texts)]
+        behind = far_behind(missing, state.device)
+        for b in behind:
+            memory.logits[b] = self._catch_up(memory, b, texts[b], missing[b])
+        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
+        if width > 0:
+            hidden, _ = self._read(state, width)
+            last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
+            memory.logits = self._logits(hidden[torch.arange(state.batch, device=state.device), last])
         memory.length = [len(ids) for ids in texts]
         memory.drafted = [[] for _ in texts]
+
+    def _catch_up(self, memory: _Memory, b: int, ids: list[int], count: int) -> Tensor:
+        """Read the last `count` tokens of sequence b; the logits [V] behind them."""
+        start = len(ids) - count
+        tokens = torch.tensor([ids[start:]], device=memory.logits.device)
+        plan = plan_rows([start], count, device=tokens.device, dtype=memory.logits.dtype)
+        hidden, _ = self.model.forward(tokens, memory.cache.sequence(b), plan, ())
+        return self._logits(hidden[0, -1])
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Its row before each position; whatever the depth, the text before it is the same.

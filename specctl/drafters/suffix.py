@@ -7,10 +7,9 @@ SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automaton of p
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from specctl.decoding.draft import DraftTree, Score
-from specctl.decoding.state import DecodeState
+from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.trie import Place, Shape, first_level, grow
@@ -53,7 +52,7 @@ class Suffix:
     def advance(self, state: DecodeState) -> None:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = SuffixMemory([Text() for _ in state.rows])
+            memory = state.memory[self] = PerText(Text, state.batch)
         for text, row in zip(memory.rows, state.rows, strict=True):
             text.automaton.extend(row.ids)
 
@@ -103,13 +102,3 @@ class Text:
             self._trail = SuffixAutomaton()
         self._trail.extend(ids, end)
         return self._trail
-
-
-class SuffixMemory:
-    """The text of each live sequence."""
-
-    def __init__(self, rows: list[Text]):
-        self.rows = rows
-
-    def select(self, index: Tensor) -> None:
-        self.rows = [self.rows[i] for i in index.tolist()]

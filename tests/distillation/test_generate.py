@@ -40,21 +40,22 @@ class FakeTarget:
         return list(messages[0]["content"].encode())
 
 
-def fake_decode(target, prompts, *, sampling, max_new_tokens, seeds, drafter=None, exact=False):
-    """Text that depends on prompt, temperature and seed, as the core promises, and on nothing else."""
-
-    def one(prompt, temperature, seed, room):
-        digest = hashlib.sha256(json.dumps([prompt, temperature, seed if temperature else 0]).encode()).digest()
-        return SimpleNamespace(output_ids=list(digest[: min(room, 1 + digest[0] % 20)]), stop="eos")
-
-    jobs = zip(prompts, sampling, seeds, max_new_tokens, strict=True)
-    return [one(prompt, params.temperature, seed, room) for prompt, params, seed, room in jobs]
+def fake_stream(target, prompts, *, sampling, max_new_tokens, seeds, slots, drafter=None, exact=False):
+    """Text that depends on prompt, temperature and seed, as the core promises, and on nothing else; out of order."""
+    order = list(range(len(prompts)))
+    for start in range(0, len(order), slots):
+        order[start : start + slots] = reversed(order[start : start + slots])
+    for index in order:
+        key = [prompts[index], sampling[index].temperature, seeds[index] if sampling[index].temperature else 0]
+        digest = hashlib.sha256(json.dumps(key).encode()).digest()
+        ids = list(digest[: min(max_new_tokens[index], 1 + digest[0] % 20)])
+        yield SimpleNamespace(index=index, output_ids=ids, stop="eos")
 
 
 @pytest.fixture(autouse=True)
 def no_model(request, monkeypatch):
     if "built_in" not in request.node.name:
-        monkeypatch.setattr(generate, "decode", fake_decode)
+        monkeypatch.setattr(generate, "stream", fake_stream)
 
 
 @pytest.fixture
@@ -113,10 +114,11 @@ def test_batches_are_dense(questions, tmp_path, monkeypatch):
     widths = []
 
     def spy(target, prompts, **options):
-        widths.append([len(prompt) for prompt in prompts])
-        return fake_decode(target, prompts, **options)
+        lengths = [len(prompt) for prompt in prompts]
+        widths.extend(lengths[start : start + options["slots"]] for start in range(0, len(lengths), options["slots"]))
+        return fake_stream(target, prompts, **options)
 
-    monkeypatch.setattr(generate, "decode", spy)
+    monkeypatch.setattr(generate, "stream", spy)
     go(questions, tmp_path / "out")
     padded = sum(max(row) * len(row) for row in widths)
     assert padded < 1.15 * sum(map(sum, widths))
@@ -138,19 +140,19 @@ def signals():
 @pytest.mark.parametrize("budget", [None, 300])
 def test_signal_keeps_the_batch_and_resume_completes(questions, tmp_path, monkeypatch, signals, number, budget):
     go(questions, tmp_path / "whole", max_response_tokens=budget)
-    calls = []
 
     def signalled(*args, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            os.kill(os.getpid(), number)
-        return fake_decode(*args, **options)
+        for count, one in enumerate(fake_stream(*args, **options)):
+            if count == 11:
+                os.kill(os.getpid(), number)
+            yield one
 
-    monkeypatch.setattr(generate, "decode", signalled)
+    monkeypatch.setattr(generate, "stream", signalled)
     with pytest.raises(Interrupted) as caught:
         go(questions, tmp_path / "out", max_response_tokens=budget)
     assert caught.value.exit_code == 75 and "--resume" in caught.value.hint
     interrupts.reset()
+    monkeypatch.setattr(generate, "stream", fake_stream)
     stopped = store.summary(tmp_path / "out")
     assert (stopped.responses, stopped.complete) == (12, False)
     result = go(questions, tmp_path / "out", max_response_tokens=budget, resume=True)
@@ -176,14 +178,13 @@ def test_kill_loop_ends_with_the_undisturbed_result(questions, tmp_path):
     context, moments = multiprocessing.get_context("fork"), random.Random(1)
 
     def doomed(calls):
-        def decode(*args, **options):
-            nonlocal calls
-            calls -= 1
-            if calls < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return fake_decode(*args, **options)
+        def stream(*args, **options):
+            for count, one in enumerate(fake_stream(*args, **options)):
+                if count // 4 == calls:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield one
 
-        generate.decode = decode
+        generate.stream = stream
         go(questions, tmp_path / "out", format="parquet", resume=True)
 
     deaths = 0

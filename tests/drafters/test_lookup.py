@@ -1,12 +1,11 @@
 """Prompt lookup against a search of the whole text in every round."""
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lookup import Lookup, LookupMemory, NGramIndex
+from specctl.drafters.lookup import Lookup, NGramIndex
 
 TEXT = st.lists(st.integers(0, 3), max_size=40)
 
@@ -51,13 +50,6 @@ def test_nothing_repeats():
     index = NGramIndex(3, 1)
     index.extend([1, 2, 3])
     assert index.continuation([1, 2, 3], 7) == []
-
-
-def test_select_keeps_the_right_sequences():
-    a, b, c = (NGramIndex(3, 1) for _ in range(3))
-    memory = LookupMemory([a, b, c])
-    memory.select(torch.tensor([2, 0]))
-    assert memory.rows == [c, a]
 
 
 class Watched(Lookup):

@@ -7,7 +7,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.datastore import Datastore
-from specctl.drafters.suffix import Suffix, SuffixMemory, Text
+from specctl.drafters.suffix import Suffix, Text
 from specctl.drafters.trie import Shape, first_level, grow
 
 DEPTH, NODES, CHILDREN = 6, 9, 3
@@ -96,10 +96,3 @@ def test_a_scored_position_further_back():
         assert text.before(end, ids).size == end
     text.automaton.extend(ids)
     assert text.before(3, ids).size == 3 and text.automaton.size == 6
-
-
-def test_select_keeps_the_right_sequences():
-    a, b, c = Text(), Text(), Text()
-    memory = SuffixMemory([a, b, c])
-    memory.select(torch.tensor([2, 0]))
-    assert memory.rows == [c, a]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specctl import kernels
+from specctl.decoding import loop
 from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -147,6 +148,37 @@ def test_batched_speculative_is_single_plain(target, prompts, plain, make, sampl
         one.output_ids[:limit] for one, limit in zip(expected, limits, strict=True)
     ]
     for one in found:
+        assert_counts(one)
+
+
+def test_a_place_that_is_taken_again(monkeypatch, target, prompts, plain, make):
+    """Two places for four texts: a slot's cache, features, draws and drafter memory are those of its new text.
+
+    Each text costs as many passes as in a batch that holds all: a drafter that went on with the old text would be
+    rejected, unseen in what is written.
+    """
+    monkeypatch.setattr(loop, "CPU_ROWS", 1000)  # or drafts would depend on the size of the batch
+    expected = plain(HOT)
+    order, limits = [0, 1, 2, 0], [NEW, 3, NEW - 9, NEW - 4]
+    texts = whole(expected)
+    found = [
+        decode(
+            target,
+            [prompts[i] for i in order],
+            sampling=HOT,
+            max_new_tokens=limits,
+            seeds=[SEEDS[i] for i in order],
+            drafter=make(target, [texts[i] for i in order]),
+            slots=slots,
+        )
+        for slots in (2, None)
+    ]
+    assert [one.output_ids for one in found[0]] == [
+        expected[i].output_ids[:limit] for i, limit in zip(order, limits, strict=True)
+    ]
+    if not isinstance(make(target, texts), Scripted):  # scripts draw from one stream for all rows
+        assert [one.target_passes for one in found[0]] == [one.target_passes for one in found[1]]
+    for one in found[0]:
         assert_counts(one)
 
 

@@ -1,0 +1,31 @@
+"""What drafters keep for the texts of a batch."""
+
+import pytest
+import torch
+
+from specctl.decoding.state import PerText, far_behind
+
+
+def test_memory_of_one_object_a_text():
+    memory = PerText(list, 3)
+    a, _, c = memory.rows
+    memory.select(torch.tensor([2, 0]))
+    assert memory.rows[0] is c and memory.rows[1] is a
+    memory.rows[0].append(1)
+    memory.renew(0)
+    assert memory.rows[0] == [] and memory.rows[1] is a
+
+
+@pytest.mark.parametrize(
+    ("missing", "device", "alone"),
+    [
+        ([3, 90, 1], "cpu", [1]),
+        ([80, 90, 70], "cpu", [0, 1, 2]),
+        ([80, 90, 70], "cuda", []),
+        ([3, 90, 1], "cuda", [1]),
+        ([90], "cpu", []),
+        ([3, 2, 1], "cpu", []),
+    ],
+)
+def test_who_reads_alone(missing, device, alone):
+    assert far_behind(missing, torch.device(device)) == alone
