@@ -22,6 +22,7 @@ from specctl.runs import Run
 
 if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
+    from specctl.evaluation.bench import BenchResult
     from specctl.evaluation.compare import GenerateResult
     from specctl.evaluation.importing import ImportResult
     from specctl.evaluation.matrix import EvalResult
@@ -33,6 +34,7 @@ FUNCTIONS = {
     "train-drafter": ("specctl.training.loop", "train_drafter"),
     "eval": ("specctl.evaluation.matrix", "evaluate"),
     "generate": ("specctl.evaluation.compare", "generate"),
+    "bench": ("specctl.evaluation.bench", "bench"),
     "export": ("specctl.formats.exporting", "export"),
     "import": ("specctl.evaluation.importing", "import_head"),
 }
@@ -60,6 +62,11 @@ def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
 def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
     """Answer one prompt with and without a drafter."""
     return execute("generate", _recipe("generate", recipe, overrides))[0]
+
+
+def bench(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> BenchResult:
+    """Time kernels, target steps and batches against their baselines."""
+    return execute("bench", _recipe("bench", recipe, overrides))[0]
 
 
 def export(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ExportResult:

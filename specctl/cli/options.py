@@ -17,7 +17,7 @@ def _comma_ints(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--seeds: {text!r} is not a list of whole numbers", hint="such as --seeds 0,1,2") from None
+        raise UsageError(f"{text!r} is not a list of whole numbers", hint="such as 0,1,2") from None
 
 
 def _comma_floats(text: str) -> list[float]:
@@ -88,6 +88,9 @@ FLAGS: dict[str, Flag] = {
         ("drafters",), list[str], "Drafter directory, or lookup or suffix; repeatable.", _names, metavar="PATH"
     ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
+    "parts": Flag(("parts",), str, "kernels,steps,decoding (default), or some of them.", _none_or_names),
+    "shape": Flag(("shape",), str, "1b or 8b: random weights of that size instead of a target."),
+    "batches": Flag(("batches",), str, "Sequences at a time: 1,8.", _comma_ints),
     "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),
     "metric": Flag(("metric",), str, "Cells of the matrix: mat, speedup or accept_rate."),
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),

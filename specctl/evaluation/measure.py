@@ -26,7 +26,7 @@ from specctl.errors import DataError, Interrupted, UsageError
 from specctl.evaluation import metrics
 from specctl.evaluation.baselines import PLAIN, load_generator
 from specctl.evaluation.records import Question, Record
-from specctl.recipe import EvalRecipe, SamplingRecipe
+from specctl.recipe import BenchRecipe, EvalRecipe, SamplingRecipe
 
 VANILLA = "vanilla"
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 16
@@ -51,7 +51,9 @@ class Case(NamedTuple):
         return self.prompt.domain, self.prompt.id, seed
 
 
-def prepare(recipe: EvalRecipe, target: Target, prompts: Sequence[Prompt], rejections: Rejections) -> list[Case]:
+def prepare(
+    recipe: EvalRecipe | BenchRecipe, target: Target, prompts: Sequence[Prompt], rejections: Rejections
+) -> list[Case]:
     """Prompts as ids; one that the template refuses or the context has no room for is rejected.
 
     Raises DataError when more than the allowed share is rejected, or all.

@@ -7,7 +7,7 @@ the domain). Loading, overrides and error reports are in `specctl.recipe.resolve
 from __future__ import annotations
 
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
-from specctl.recipe.decode import EvalRecipe, GenerateRecipe
+from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe
 from specctl.recipe.distill import DistillRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -34,6 +34,7 @@ from specctl.recipe.train import (
 __all__ = [
     "RECIPES",
     "Arch",
+    "BenchRecipe",
     "CheckpointRecipe",
     "CommandRecipe",
     "ConverterRecipe",
@@ -63,6 +64,7 @@ RECIPES: dict[str, type[CommandRecipe]] = {
     "distill": DistillRecipe,
     "train-drafter": TrainRecipe,
     "eval": EvalRecipe,
+    "bench": BenchRecipe,
     "export": ExportRecipe,
     "import": ImportRecipe,
 }

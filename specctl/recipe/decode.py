@@ -1,4 +1,4 @@
-"""Commands that decode with drafters: `specctl eval` and `specctl generate`."""
+"""Commands that decode with drafters: `specctl eval`, `specctl generate` and `specctl bench`."""
 
 from __future__ import annotations
 
@@ -57,4 +57,30 @@ class GenerateRecipe(CommandRecipe):
     prompt: str | None = None
     drafter: str | None = None
     save_outputs: bool = False
+    overwrite: bool = False
+
+
+class BenchRecipe(CommandRecipe):
+    """`specctl bench`: kernels, target steps and batches against their baselines, on this machine.
+
+    `shape` puts a target with random weights of that size in the place of `target`: speed does not need their values.
+    """
+
+    parts: Annotated[list[Literal["kernels", "steps", "decoding"]], Field(min_length=1)] = [
+        "kernels",
+        "steps",
+        "decoding",
+    ]
+    shape: Literal["1b", "8b"] | None = None
+    data: DataRecipe = DataRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    drafters: list[str] = ["lookup"]
+    limit: PositiveInt = 16  # prompts
+    batches: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]
+    draft_lengths: list[PositiveInt] = []  # nodes of a draft; besides each drafter's own default
+    vocabularies: Annotated[list[PositiveInt], Field(min_length=1)] = [32_000, 128_000]
+    drafted: PositiveInt = 8  # rows of a sequence that the kernels verify
+    context: PositiveInt = 256  # of the steps that are timed
+    repeats: PositiveInt = 30
     overwrite: bool = False

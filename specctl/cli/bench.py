@@ -1,0 +1,101 @@
+"""`specctl bench`: kernels, target steps and batches against their baselines on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.options import SAMPLING, TARGET
+from specctl.cli.output import cell, output, table
+
+if TYPE_CHECKING:
+    from specctl.recipe import BenchRecipe
+
+FLAGS = (
+    *("parts", "shape", "drafters", "batches", "domain", "prompts", "limit", *TARGET, *SAMPLING),
+    *("output_dir", "overwrite"),
+)
+KERNELS = {
+    "kernel": "kernel",
+    "size": "size",
+    "ours_ms": "ms",
+    "eager_ms": "eager ms",
+    "ratio": "eager / ours",
+    "floor_ms": "floor ms",
+    "share_of_floor": "of floor",
+}
+STEPS = {
+    "rows": "rows",
+    "ours_ms": "step ms",
+    "transformers_ms": "transformers ms",
+    "ratio": "transformers / ours",
+    "of_one_row": "× one row",
+    "weights_ms": "reading weights ms",
+}
+DECODING = {
+    "drafter": "drafter",
+    "batch": "batch",
+    "draft_length": "draft",
+    "mat": "mat",
+    "tokens_per_s": "tokens/s",
+    "with_prefill": "with prefill",
+    "speedup": "× plain",
+    "of_batch_1": "× batch 1",
+    "speedup_transformers": "× transformers",
+}
+"""Fields of the rows that people are shown, and their headings."""
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "bench", FLAGS)(bench)
+
+
+def bench(recipe: BenchRecipe, dry_run: bool) -> None:
+    """Time kernels, target steps and batched decoding against their baselines and floors, on this machine."""
+    from specctl import api
+    from specctl.cli import plan
+
+    plan.check_drafters(recipe.drafters)
+    plan.check_data(recipe.data)
+    if recipe.output_dir:
+        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+    if dry_run:
+        return plan.show("bench", recipe, steps(recipe))
+    with library_output():
+        _, document = api.execute("bench", recipe)
+    output.result(document, show, brief=document["run_dir"])
+
+
+def steps(recipe: BenchRecipe) -> list[str]:
+    """What `bench` would do, in words."""
+    from specctl.cli import plan
+
+    found = []
+    if "kernels" in recipe.parts:
+        found.append(f"time kernels at batches {recipe.batches} and vocabularies {recipe.vocabularies}")
+    if recipe.parts != ["kernels"]:
+        found.append(plan.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
+    if "steps" in recipe.parts:
+        found.append(f"time target steps behind {recipe.context} tokens, ours and transformers'")
+    if "decoding" in recipe.parts:
+        names = ", ".join(recipe.drafters) or "no drafter"
+        found.append(f"decode {recipe.limit} prompts in batches {recipe.batches}, plainly and with {names}")
+    return found
+
+
+def show(document: dict[str, Any]) -> Any:
+    """A table for each part, and what they were measured on."""
+    from rich.console import Group
+
+    tables = [
+        table(*columns.values(), rows=[[row[name] for name in columns] for row in document[part]])
+        for part, columns in (("kernels", KERNELS), ("steps", STEPS), ("decoding", DECODING))
+        if document[part]
+    ]
+    machine = document["hardware"]
+    where = ", ".join(machine["cuda"]) or f"{machine['cpu']}, {document['threads']} threads"
+    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
+    on = cell(f"{document['target']}, {document['dtype']}, {where}; {versions}")
+    return Group(*tables, on, f"run: {cell(document['run_dir'])}")

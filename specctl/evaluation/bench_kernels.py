@@ -1,0 +1,144 @@
+"""The kernels of verification and distillation against what one would write with a few lines of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl import kernels
+from specctl.evaluation.timing import bandwidth, medians
+from specctl.kernels.distill import Teacher, linear_distill
+from specctl.progress import Progress
+from specctl.recipe import BenchRecipe
+
+HIDDEN, TRAINED_ROWS = 256, 1024  # of the head in the loss; a GPU takes those of an 8B target
+CUDA_HIDDEN, CUDA_TRAINED_ROWS = 4096, 8192
+TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel at one size. `floor_ms` is the time to read its logits once; the loss has none, it makes them."""
+
+    kernel: str
+    size: str
+    backend: str
+    ours_ms: float
+    eager_ms: float
+    ratio: float
+    floor_ms: float | None
+    share_of_floor: float | None
+
+
+Case = tuple[str, str, Callable[[], object], Callable[[], object], int]
+"""(kernel, size, ours, eager, bytes of logits)."""
+
+
+def measure(recipe: BenchRecipe, device: torch.device, bar: Progress) -> list[KernelRow]:
+    """Every kernel at every batch and vocabulary of the recipe."""
+    speed, backend = bandwidth(device), kernels.backend(device.type)
+    rows = []
+    for kernel, size, ours, eager, read in cases(recipe, device):
+        times = medians({"ours": ours, "eager": eager}, recipe.repeats, device)
+        ours_ms, eager_ms = 1000 * times["ours"], 1000 * times["eager"]
+        floor = 1000 * read / speed if read else None
+        share = floor / ours_ms if floor else None
+        rows.append(KernelRow(kernel, size, backend, ours_ms, eager_ms, eager_ms / ours_ms, floor, share))
+        bar.update(1)
+    return rows
+
+
+def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
+    generator = torch.Generator(device).manual_seed(recipe.data.seed)
+    dtype = torch.bfloat16
+    for vocabulary in recipe.vocabularies:
+        for batch in recipe.batches:
+            drafted = recipe.drafted
+            size = f"B {batch}, T {drafted}, V {vocabulary}"
+            shape = (batch, drafted + 1, vocabulary)
+            p = 3 * torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            q = p[:, :-1] + torch.randn(p[:, :-1].shape, generator=generator, device=device, dtype=dtype)
+            tokens = q.argmax(-1)
+            read = p.numel() * p.element_size()
+            yield "argmax + walk_tree", size, *_greedy(p, tokens), read
+            yield "row_params + accept_chain", size, *_sampled(p, q, tokens), 2 * read
+            yield "expand_topk", size, *_expand(q.flatten(0, 1)), read
+        yield _loss(device, vocabulary, generator)
+
+
+def _greedy(p: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    batch, drafted = tokens.shape
+    parents = torch.arange(-1, drafted - 1, device=p.device).expand(batch, -1)
+
+    def ours() -> object:
+        return kernels.walk_tree(kernels.argmax(p), tokens, parents)
+
+    def eager() -> object:
+        drawn = p.float().argmax(-1)
+        accepted = (drawn[:, :-1] == tokens).long().cumprod(1).sum(1)
+        return accepted, drawn.gather(1, accepted[:, None])
+
+    return ours, eager
+
+
+def _sampled(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    batch, drafted = tokens.shape
+    rows, device = batch * (drafted + 1), p.device
+    u = torch.rand(batch, drafted + 1, device=device)
+    count = torch.full((batch,), drafted, device=device)
+
+    def parameters(logits: Tensor) -> kernels.Rows:
+        flat = logits.flatten(0, 1)
+        ones = torch.ones(len(flat), device=device)
+        return kernels.row_params(flat, TEMPERATURE * ones, torch.zeros_like(ones, dtype=torch.int64), ones)
+
+    proposal = parameters(q)  # a drafter that sampled has its rows
+
+    def ours() -> object:
+        return kernels.accept_chain(parameters(p), proposal, tokens, count, u[:, :-1], u)
+
+    def eager() -> object:
+        target, draft = (p.float() / TEMPERATURE).softmax(-1), (q.float() / TEMPERATURE).softmax(-1)
+        at = tokens[..., None]
+        ratio = target[:, :-1].gather(2, at)[..., 0] / draft.gather(2, at)[..., 0]
+        accepted = (u[:, :-1] < ratio).long().cumprod(1).sum(1)
+        place = torch.arange(batch, device=device), accepted
+        draft = F.pad(draft, (0, 0, 0, 1))
+        residual = (target[place] - draft[place]).clamp_min(0)
+        return accepted, torch.multinomial(residual, 1)
+
+    assert rows == p.shape[0] * p.shape[1]
+    return ours, eager
+
+
+def _expand(logits: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    return lambda: kernels.expand_topk(logits, 8), lambda: logits.float().log_softmax(-1).topk(8, -1)
+
+
+def _loss(device: torch.device, vocabulary: int, generator: torch.Generator) -> Case:
+    hidden, rows = (HIDDEN, TRAINED_ROWS) if device.type == "cpu" else (CUDA_HIDDEN, CUDA_TRAINED_ROWS)
+    x = torch.randn(rows, hidden, generator=generator, device=device).requires_grad_()
+    head = (0.02 * torch.randn(vocabulary, hidden, generator=generator, device=device)).requires_grad_()
+    teacher = Teacher(x.detach().bfloat16(), head.detach().bfloat16())
+    at, share = torch.arange(rows, device=device), torch.ones(rows, device=device)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def run(loss: Callable[[], Tensor]) -> None:
+        x.grad = head.grad = None
+        with torch.autocast(device.type, torch.bfloat16):
+            total = loss()
+        total.backward()
+
+    def eager() -> Tensor:
+        p = F.linear(teacher.rows, head.detach()).float().softmax(-1)
+        return -(p * F.linear(x, head).float().log_softmax(-1)).sum()
+
+    def ours() -> Tensor:
+        return linear_distill(x, head, None, teacher, at, share, "soft_ce")[0]
+
+    return "linear_distill", f"T {rows}, H {hidden}, Vd {vocabulary}", lambda: run(ours), lambda: run(eager), 0

@@ -1,0 +1,38 @@
+"""Timing functions against each other: in turn, so that a machine whose speed drifts slows all of them; medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+WARM_UP = 3
+
+
+def medians(functions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Seconds of each function."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + WARM_UP):
+        for name, function in functions.items():
+            synchronise(device)
+            started = time.perf_counter()
+            function()
+            synchronise(device)
+            if repeat >= WARM_UP:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for a GPU to finish what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second that one reduction reads from memory: the floor of any kernel that reads its input once."""
+    values = torch.ones(2**26 if device.type == "cpu" else 2**29, dtype=torch.bfloat16, device=device).view(torch.int64)
+    best = min(medians({"read": values.max}, 5, device).values())
+    return values.numel() * 8 / best

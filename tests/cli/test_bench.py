@@ -1,0 +1,54 @@
+"""`specctl bench` on small sizes, from the command line to the document."""
+
+import pytest
+
+
+@pytest.mark.parametrize("threads", [1])
+def test_every_part_is_measured(specctl, threads):
+    done = specctl(
+        "bench", "--json", "--drafter", "lookup", "--batches", "1,2", "--limit", "3", "--max-new-tokens", "6",
+        "vocabularies=[300]", "repeats=1", "context=20", "draft_lengths=[2]", f"resources.threads={threads}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    document = done.json
+    kernels = {row["kernel"] for row in document["kernels"]}
+    assert kernels == {"argmax + walk_tree", "row_params + accept_chain", "expand_topk", "linear_distill"}
+    assert all(row["ours_ms"] > 0 and row["eager_ms"] > 0 for row in document["kernels"])
+    assert [row["rows"] for row in document["steps"]] == [1, 4, 8, 16]
+    decoding = {(row["drafter"], row["batch"], row["draft_length"]): row for row in document["decoding"]}
+    assert set(decoding) == {("vanilla", b, None) for b in (1, 2)} | {
+        ("lookup", b, length) for b in (1, 2) for length in (None, 2)
+    }
+    assert len({row["tokens"] for row in decoding.values()}) == 1  # the same texts, whoever drafts
+    assert decoding["vanilla", 2, None]["mat"] == 1 and decoding["vanilla", 2, None]["speedup"] is None
+    one, two = decoding["lookup", 1, None], decoding["lookup", 2, None]
+    assert two["of_batch_1"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
+    assert document["versions"]["torch"] and document["threads"] == threads
+
+
+def test_people_see_tables(specctl):
+    done = specctl("bench", "--parts", "kernels", "vocabularies=[300]", "repeats=1", "batches=[1]")
+    assert done.code == 0 and "eager / ours" in done.out and "tokens/s" not in done.out
+
+
+def test_random_weights_of_a_shape(specctl, monkeypatch):
+    """The built-in tokenizer, no prompts and no transformers baseline: only speed is asked for."""
+    from specctl.evaluation import bench
+
+    monkeypatch.setitem(bench.SHAPES, "1b", (1, 32, 2, 1, 48))
+    monkeypatch.setattr(bench, "VOCABULARY", 4096)
+    done = specctl(
+        "bench", "--json", "--shape", "1b", "--parts", "decoding", "--limit", "2", "--batches", "2",
+        "--max-new-tokens", "4", "--device", "cpu",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert [row["drafter"] for row in done.json["decoding"]] == ["vanilla", "lookup"]
+    assert done.json["decoding"][1]["speedup_transformers"] is None
+
+
+def test_a_plan_and_bad_input(specctl):
+    done = specctl("bench", "--shape", "8b", "--dry-run")
+    assert done.code == 0 and "8b" in done.out
+    assert specctl("bench", "--parts", "none").code == 2
+    assert specctl("bench", "--batches", "0").code == 2
+    assert specctl("bench", "--drafter", "nowhere").code == 2
