@@ -14,9 +14,12 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from . import reference
-from .reference import Rows, nan_count, probabilities
+from .reference import Panorama
+from .rows import DraftRows, Rows, nan_count, probabilities
 
 __all__ = [
+    "DraftRows",
+    "Panorama",
     "Rows",
     "accept_chain",
     "argmax",
@@ -24,6 +27,7 @@ __all__ = [
     "distill_rows",
     "expand_topk",
     "nan_count",
+    "panorama",
     "probabilities",
     "row_params",
     "sample_rows",
@@ -66,4 +70,5 @@ sample_rows = _dispatched(reference.sample_rows)
 walk_tree = _dispatched(reference.walk_tree)
 accept_chain = _dispatched(reference.accept_chain)
 expand_topk = _dispatched(reference.expand_topk)
+panorama = _dispatched(reference.panorama)
 distill_rows = _dispatched(reference.distill_rows)
