@@ -1,13 +1,16 @@
 """Kernels of verification: random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
 
 `reference` is the specification and carries the documentation; every backend has its signatures. A tensor on a CPU
-goes to `cpu`, on any other device to `reference`; the environment variable SPECCTL_KERNELS=reference|cpu overrides.
+goes to `cpu`, on a CUDA device to `triton` where Triton is installed, else to `reference`. The environment variable
+SPECCTL_KERNELS=reference|cpu|triton overrides; Triton reads tensors of a CPU in its interpreter (TRITON_INTERPRET=1)
+only, without it they go to `cpu`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -35,17 +38,26 @@ __all__ = [
     "walk_tree",
 ]
 
-BACKENDS = {"reference": ".reference", "cpu": ".cpu"}  # name → module, imported when first used
-DEFAULTS = {"cpu": "cpu"}  # device type → name; other devices use the reference
+BACKENDS = {"reference": ".reference", "cpu": ".cpu", "triton": ".triton_backend"}  # name → module, loaded when used
+TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
+DEFAULTS = {"cpu": "cpu"} | ({"cuda": "triton"} if TRITON else {})  # device type → name; others use the reference
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def backend(device_type: str) -> str:
-    """Name of the backend for tensors on `device_type` ("cpu", "cuda", …). ValueError if SPECCTL_KERNELS names none."""
+    """Name of the backend for tensors on `device_type` ("cpu", "cuda", …).
+
+    ValueError if SPECCTL_KERNELS names none, ImportError if it names Triton, which is not installed.
+    """
     name = os.environ.get("SPECCTL_KERNELS") or DEFAULTS.get(device_type, "reference")
     if name not in BACKENDS:
         raise ValueError(f"SPECCTL_KERNELS={name!r} is not a kernel backend; valid: {', '.join(BACKENDS)}")
+    if name == "triton":
+        if not TRITON:
+            raise ImportError("SPECCTL_KERNELS=triton, but Triton is not installed: pip install 'specctl[gpu]'")
+        if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "cpu"
     return name
 
 
