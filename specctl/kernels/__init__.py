@@ -1,22 +1,28 @@
 """Kernels of verification: random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
 
 `reference` is the specification and carries the documentation; every backend has its signatures. A tensor on a CPU
-goes to `cpu`, on any other device to `reference`; the environment variable SPECCTL_KERNELS=reference|cpu overrides.
+goes to `cpu`, on a CUDA device to `triton` where Triton is installed, else to `reference`. The environment variable
+SPECCTL_KERNELS=reference|cpu|triton overrides; Triton reads tensors of a CPU in its interpreter (TRITON_INTERPRET=1)
+only, without it they go to `cpu`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from . import reference
-from .reference import Rows, nan_count, probabilities
+from .reference import Panorama
+from .rows import DraftRows, Rows, nan_count, probabilities
 
 __all__ = [
+    "DraftRows",
+    "Panorama",
     "Rows",
     "accept_chain",
     "argmax",
@@ -24,6 +30,7 @@ __all__ = [
     "distill_rows",
     "expand_topk",
     "nan_count",
+    "panorama",
     "probabilities",
     "row_params",
     "sample_rows",
@@ -31,17 +38,26 @@ __all__ = [
     "walk_tree",
 ]
 
-BACKENDS = {"reference": ".reference", "cpu": ".cpu"}  # name → module, imported when first used
-DEFAULTS = {"cpu": "cpu"}  # device type → name; other devices use the reference
+BACKENDS = {"reference": ".reference", "cpu": ".cpu", "triton": ".triton_backend"}  # name → module, loaded when used
+TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
+DEFAULTS = {"cpu": "cpu"} | ({"cuda": "triton"} if TRITON else {})  # device type → name; others use the reference
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def backend(device_type: str) -> str:
-    """Name of the backend for tensors on `device_type` ("cpu", "cuda", …). ValueError if SPECCTL_KERNELS names none."""
+    """Name of the backend for tensors on `device_type` ("cpu", "cuda", …).
+
+    ValueError if SPECCTL_KERNELS names none, ImportError if it names Triton, which is not installed.
+    """
     name = os.environ.get("SPECCTL_KERNELS") or DEFAULTS.get(device_type, "reference")
     if name not in BACKENDS:
         raise ValueError(f"SPECCTL_KERNELS={name!r} is not a kernel backend; valid: {', '.join(BACKENDS)}")
+    if name == "triton":
+        if not TRITON:
+            raise ImportError("SPECCTL_KERNELS=triton, but Triton is not installed: pip install 'specctl[gpu]'")
+        if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "cpu"
     return name
 
 
@@ -66,4 +82,5 @@ sample_rows = _dispatched(reference.sample_rows)
 walk_tree = _dispatched(reference.walk_tree)
 accept_chain = _dispatched(reference.accept_chain)
 expand_topk = _dispatched(reference.expand_topk)
+panorama = _dispatched(reference.panorama)
 distill_rows = _dispatched(reference.distill_rows)

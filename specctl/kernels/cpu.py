@@ -7,6 +7,7 @@ does what it does much faster than PyTorch (argmax and sorting several times).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .reference import BLOCK, Rows, blocked, inverse_cdf, probabilities, search, without_nan, working
+from .objectives import TINY
+from .reference import Panorama
+from .rows import BLOCK, DraftRows, Rows, blocked, inverse_cdf, probabilities, search, without_nan, working
 
 _CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
+_LOG_TINY = math.log(TINY)
 _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
 
 
@@ -153,24 +157,43 @@ def walk_tree(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, T
 
 
 def accept_chain(
-    p: Rows, q: Rows, tokens: Tensor, count: Tensor, u_accept: Tensor, u_next: Tensor
+    p: Rows, q: Rows, tokens: Tensor, count: Tensor, u_accept: Tensor, u_next: Tensor, rule: str = "token"
 ) -> tuple[Tensor, Tensor]:
+    reference.check_rule(rule)
     batch, n = tokens.shape
     row = torch.arange(batch)[:, None]
     depth = torch.arange(n)
     p_token = _probability(p, row * (n + 1) + depth, tokens)
     q_token = _probability(q, row * n + depth, tokens)
-    accept = (u_accept * q_token < p_token) & (depth < count[:, None])
-    accepted = accept.long().cumprod(-1).sum(-1)
+    if rule == "token":
+        accept = (u_accept * q_token < p_token) & (depth < count[:, None])
+        accepted = accept.long().cumprod(-1).sum(-1)
+        share = None
+    else:
+        share = reference.shares(p_token, q_token)
+        accepted = reference.block_accepted(share, _excess(p, q, share), count, u_accept)
 
     # One row per sequence is needed in full: the rejected position's, or the one behind the whole draft.
     weight = probabilities(p.take(row[:, 0] * (n + 1) + accepted))
     rejected = (accepted < count).nonzero()[:, 0]
     if len(rejected):
-        proposal = probabilities(q.take(rejected * n + accepted[rejected]))
-        residual = (weight[rejected] - proposal).clamp_(min=0)
-        weight[rejected] = torch.where(residual.amax(-1, keepdim=True) > 0, residual, weight[rejected])
+        kept = weight[rejected]
+        scaled = kept if share is None else kept * share[rejected, accepted[rejected]][:, None]
+        residual = (scaled - probabilities(q.take(rejected * n + accepted[rejected]))).clamp_(min=0)
+        weight[rejected] = torch.where(residual.amax(-1, keepdim=True) > 0, residual, kept)
     return accepted, inverse_cdf(weight, u_next.gather(1, accepted[:, None])[:, 0])
+
+
+def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
+    """Σ max(share · p − q, 0) behind 1 … n − 1 tokens, in a table [B, n+1] whose ends are not needed."""
+    batch, n = share.shape[0], share.shape[1] - 1
+    excess = torch.zeros_like(share)
+    if n > 1:
+        behind = torch.arange(batch)[:, None], torch.arange(1, n)
+        target = probabilities(p.take((behind[0] * (n + 1) + behind[1]).flatten()))
+        drafted = probabilities(q.take((behind[0] * n + behind[1]).flatten()))
+        excess[:, 1:n] = (target * share[:, 1:n].reshape(-1, 1)).sub_(drafted).clamp_(min=0).sum(-1).view(batch, n - 1)
+    return excess
 
 
 def _probability(rows: Rows, index: Tensor, token: Tensor) -> Tensor:
@@ -196,3 +219,75 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     rows = max(1, _CACHED // logits.shape[1])
     parts = zip(logits.split(rows), teacher.split(rows), weight.split(rows), strict=True)
     return torch.cat([reference.distill_rows(*part, objective) for part in parts])
+
+
+def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
+    step = max(1, _CACHED // p.logits.shape[1])
+    parts = []
+    for start in range(0, max(1, len(tokens)), step):
+        at = slice(start, start + step)
+        some = [
+            d._replace(logits=d.logits[at], inv_temp=None if d.inv_temp is None else d.inv_temp[at]) for d in drafts
+        ]
+        parts.append(_panorama(Rows(*(field[at] for field in p)), some, tokens[at]))
+    return Panorama(*(torch.cat(field, -1) for field in zip(*parts, strict=True)))
+
+
+def _panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
+    at = tokens[:, None]
+    target, log_p, best = _target(p)
+    mass, negentropy = target.sum(-1), torch.linalg.vecdot(target, log_p)
+    p_x = target.gather(1, at)[:, 0]
+    fields = []
+    for draft in drafts:
+        q, log_q, likeliest = _drafted(draft, target.dtype)
+        if (ids := draft.ids) is None:
+            known, log_known, missed, q_x = target, log_p, torch.zeros_like(p_x), q.gather(1, at)[:, 0]
+        else:
+            known, log_known, likeliest = target[:, ids], log_p[:, ids], ids[likeliest]
+            missed = (mass - known.sum(-1)).clamp_(min=0)
+            q_x = torch.where(ids == at, q, 0.0).sum(-1)
+        cross = torch.linalg.vecdot(known, log_q) + missed * _LOG_TINY
+        excess = (known - q).clamp_(min=0).sum(-1) + missed
+        statistics = [
+            (mass - excess).clamp_(min=0),
+            excess,
+            negentropy - cross,
+            -q_x.clamp_min(TINY).log(),
+            torch.linalg.vecdot(q, log_q) - torch.linalg.vecdot(q, log_known),
+            p_x,
+            q_x,
+            (likeliest == best).to(q.dtype),
+            missed,
+        ]
+        fields.append(torch.stack(statistics).masked_fill_(cross.isnan(), torch.nan))
+    table = torch.stack(fields, 1) if fields else target.new_zeros(9, 0, len(target))
+    fields = [*table, -negentropy]
+    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in fields))
+
+
+def _target(p: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """p and log max(p, TINY), [R, V], and the likeliest token [R]."""
+    logits, _ = _sanitised(p.logits)
+    is_greedy = p.greedy >= 0
+    if bool(is_greedy.all()):
+        one_hot = torch.zeros_like(logits).scatter_(1, p.greedy[:, None], 1.0)
+        return one_hot, (one_hot - 1).mul_(-_LOG_TINY), p.greedy
+    scores = logits * p.inv_temp[:, None]
+    if bool((p.cut > -torch.inf).any()):
+        scores.masked_fill_(scores < p.cut[:, None], -torch.inf)
+    dense, log_p = scores.softmax(-1), scores.sub_(p.lse[:, None]).clamp_(min=_LOG_TINY)
+    if bool(is_greedy.any()):
+        dense[is_greedy], log_p[is_greedy], _ = _target(p.take(is_greedy.nonzero()[:, 0]))
+    return dense, log_p, torch.where(is_greedy, p.greedy, _argmax(logits))
+
+
+def _drafted(draft: DraftRows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q and log max(q, TINY), [R, Vd], and the likeliest draft token [R]."""
+    scores, top = _sanitised(draft.logits)
+    if draft.inv_temp is not None:
+        inv_temp = draft.inv_temp.to(scores.dtype)
+        scores, top = scores * inv_temp[:, None], top * inv_temp
+    q = scores.softmax(-1)
+    lse = top - q.amax(-1).log()
+    return q.to(dtype), (scores - lse[:, None]).clamp_(min=_LOG_TINY).to(dtype), _argmax(scores)

@@ -7,47 +7,31 @@ arguments or synchronises with the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .objectives import OBJECTIVES
+from .objectives import OBJECTIVES, TINY
+from .rows import DraftRows, Rows, blocked, draft_ids, draft_scores, inverse_cdf, probabilities, without_nan, working
 
-BLOCK = 256  # vocabulary entries summed together: level one of the two-level inverse CDF
 _LOW = 0xFFFFFFFF
 
 
-class Rows(NamedTuple):
-    """R distributions over V tokens: each is its logits and a few scalars; no probability tensor exists.
+class Panorama(NamedTuple):
+    """What `panorama` says of N drafters on R rows; all in the precision of the computation."""
 
-    p(v) = exp(x_v·inv_temp − lse) where x_v·inv_temp ≥ cut, else 0. A NaN logit fails the comparison and has p = 0.
-    A greedy row (temperature 0) is one-hot at `greedy`, the lowest id of the maximum, whatever ties with it; its
-    scalars are inv_temp = 1 and cut = lse = the maximum.
-    """
-
-    logits: Tensor  # [R, V]
-    inv_temp: Tensor  # [R]
-    cut: Tensor  # [R] lowest x·inv_temp that is kept; −inf keeps all
-    lse: Tensor  # [R] log Σ exp(x·inv_temp) over the kept tokens
-    greedy: Tensor  # [R] int64: the token of a greedy row, −1 in a sampled row
-    block_mass: Tensor  # [R, ceil(V / BLOCK)] probability of each run of BLOCK consecutive ids; unused in greedy rows
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
-
-    @property
-    def valid(self) -> Tensor:
-        """[R] bool: False where no distribution exists (all logits −inf or NaN, or one +inf).
-
-        Sampling there gives some id in [0, V): whoever decodes looks at this when it talks to the host anyway.
-        """
-        return self.lse.isfinite()
-
-    def take(self, index: Tensor) -> Rows:
-        """The rows at `index` [M] int64, in that order."""
-        return Rows(*(field[index] for field in self))
+    accept: Tensor  # [N, R] Σ min(p, q) = 1 − TV: how often the ratio rule accepts (Leviathan et al. 2023)
+    p_minus_q: Tensor  # [N, R] Σ max(p − q, 0) = TV, summed by itself: exact where p is close to q
+    kl: Tensor  # [N, R] Σ p log(p / q)
+    ce: Tensor  # [N, R] −log q(x)
+    reverse_kl: Tensor  # [N, R] Σ q log(q / p)
+    p_x: Tensor  # [N, R]
+    q_x: Tensor  # [N, R]
+    agree: Tensor  # [N, R] 1 where both have the same likeliest token, else 0
+    support_miss: Tensor  # [N, R] p of the tokens that are not in the draft vocabulary
+    entropy: Tensor  # [R] −Σ p log p
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
@@ -145,36 +129,79 @@ def walk_tree(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, T
     return path, (path >= 0).sum(-1), drawn.gather(1, node + 1)[:, 0]
 
 
+RULES = ("token", "block")
+
+
 def accept_chain(
-    p: Rows, q: Rows, tokens: Tensor, count: Tensor, u_accept: Tensor, u_next: Tensor
+    p: Rows, q: Rows, tokens: Tensor, count: Tensor, u_accept: Tensor, u_next: Tensor, rule: str = "token"
 ) -> tuple[Tensor, Tensor]:
-    """The ratio rule, token by token, for chains of sampled drafts (Leviathan et al. 2023; Chen et al. 2023).
+    """How much of a chain of sampled drafts is kept, and the token behind it: together they have the law of p.
 
     `p`: the target's B·(n+1) rows, sequence-major: row b·(n+1) + i follows i draft tokens. `q`: the B·n rows that
     `tokens` [B, n] were sampled from, over the target's vocabulary. `count` [B]: draft tokens that are not padding.
     Uniforms `u_accept` [B, n] (stream 0) and `u_next` [B, n+1] (stream 1).
 
+    "token": one token after the other, until the first rejection (Leviathan et al. 2023; Chen et al. 2023).
+
         accept x_i    if u < min(1, p_i(x_i) / q_i(x_i)); where q_i(x_i) = 0, if p_i(x_i) > 0
         rejected      next token from norm(max(p_i − q_i, 0)), or from p_i where that is zero everywhere
         all accepted  next token from p_count
 
-    Returns n_accepted [B] and the next token [B], both int64.
+    "block": the draft as a whole (Sun et al. 2025, arXiv 2403.10444, Algorithm 2): what one token has too little of
+    another may have too much of. No rule keeps more tokens on average; on one-hot q it keeps as many as "token".
+
+        share_0 = 1, share_i = min(1, share_{i−1} · p(x_i | i − 1 tokens) / q(x_i | i − 1 tokens))
+        keep x_1 … x_i    if u_i < h_i, for the largest such i;  h_count = share_count, for i < count
+                          h_i = excess_i / (excess_i + 1 − share_i), excess_i = Σ max(share_i · p_i − q_i, 0)
+        next token        from norm(max(share_i · p_i − q_i, 0)), from p_count behind the whole draft
+
+    Returns n_accepted [B] and the next token [B], both int64. ValueError if `rule` is neither.
     """
+    check_rule(rule)
     batch, n = tokens.shape
     depth = torch.arange(n + 1, device=tokens.device)
     p_dense = probabilities(p).unflatten(0, (batch, n + 1))
     q_dense = torch.zeros_like(p_dense)  # nothing is drafted behind the last token: max(p − 0, 0) = p
     q_dense[:, :n] = probabilities(q).view_as(q_dense[:, :n])
     q_dense = torch.where((depth < count[:, None])[..., None], q_dense, 0.0)
-
     p_token, q_token = (dense[:, :n].gather(2, tokens[..., None])[..., 0] for dense in (p_dense, q_dense))
-    accept = (u_accept * q_token < p_token) & (depth[:n] < count[:, None])
-    accepted = accept.long().cumprod(-1).sum(-1)
+
+    if rule == "token":
+        share = torch.ones_like(p_dense[..., 0])
+        accept = (u_accept * q_token < p_token) & (depth[:n] < count[:, None])
+        accepted = accept.long().cumprod(-1).sum(-1)
+    else:
+        share = shares(p_token, q_token)
+        excess = (share[..., None] * p_dense - q_dense).clamp(min=0).sum(-1)
+        accepted = block_accepted(share, excess, count, u_accept)
 
     at = torch.arange(batch, device=tokens.device), accepted
-    residual = (p_dense[at] - q_dense[at]).clamp(min=0)
+    residual = (share[at][:, None] * p_dense[at] - q_dense[at]).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_dense[at])
     return accepted, inverse_cdf(residual, u_next[at])
+
+
+def check_rule(rule: str) -> None:
+    if rule not in RULES:
+        raise ValueError(f"{rule!r} is not an acceptance rule; valid: {', '.join(RULES)}")
+
+
+def shares(p_token: Tensor, q_token: Tensor) -> Tensor:
+    """share_0 … share_n of the block rule [B, n+1] from the probabilities [B, n] of the drafted tokens."""
+    share = [torch.ones_like(p_token.sum(-1))]
+    for p, q in zip(p_token.unbind(-1), q_token.unbind(-1), strict=True):
+        mass = share[-1] * p
+        share.append(torch.where(mass < q, mass / q, (mass > 0).to(mass.dtype)))
+    return torch.stack(share, -1)
+
+
+def block_accepted(share: Tensor, excess: Tensor, count: Tensor, u_accept: Tensor) -> Tensor:
+    """The largest i ≤ count with u_i < h_i, else 0, [B]; `share` and `excess` [B, n+1], `u_accept` [B, n]."""
+    depth = torch.arange(1, share.shape[1], device=share.device)
+    share, excess = share[:, 1:], excess[:, 1:]
+    # 0 / 0: share_i = 1 and p_i = q_i. Then share_{i+1} = 1 as well and more than i tokens are kept: any h_i will do.
+    h = torch.where(depth == count[:, None], share, excess / (excess + 1 - share))
+    return torch.where((u_accept < h) & (depth <= count[:, None]), depth, 0).amax(-1) if len(depth) else count * 0
 
 
 def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -192,58 +219,41 @@ def argmax(logits: Tensor) -> Tensor:
     return without_nan(working(logits)).argmax(-1)
 
 
-def nan_count(logits: Tensor) -> Tensor:
-    """[R] int64: how many of a row's `logits` [R, V] are NaN; the kernels treat those as −inf without a word."""
-    return logits.isnan().sum(-1)
+def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
+    """Feedback of the target's R rows `p` on each of N ≥ 0 drafters, and on the `tokens` x [R] int64 it committed.
 
-
-def working(logits: Tensor) -> Tensor:
-    """In the precision of the computation: fp64 stays, all else becomes fp32 (an fp32 tensor is returned itself)."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def without_nan(scores: Tensor) -> Tensor:
-    """NaN replaced by −inf."""
-    return scores.masked_fill(scores.isnan(), -torch.inf)
-
-
-def probabilities(rows: Rows) -> Tensor:
-    """p of every token, [R, V]: for tests and few rows."""
-    scores = rows.logits * rows.inv_temp[:, None]
-    greedy = rows.greedy[:, None]
-    kept = (scores >= rows.cut[:, None]) & (greedy < 0)
-    p = (scores - rows.lse[:, None]).exp().masked_fill(~kept, 0.0)
-    token = greedy.clamp(min=0)
-    return p.scatter(1, token, torch.where(greedy >= 0, 1.0, p.gather(1, token)))
-
-
-def blocked(weight: Tensor) -> Tensor:
-    """`weight` [R, V] as [R, ceil(V / BLOCK), min(V, BLOCK)], filled up with zeros."""
-    width = min(weight.shape[1], BLOCK)
-    if missing := -weight.shape[1] % width:
-        weight = torch.nn.functional.pad(weight, (0, missing))
-    return weight.unflatten(1, (-1, width))
-
-
-def inverse_cdf(weight: Tensor, u: Tensor) -> Tensor:
-    """Index [R] of the draw from unnormalised `weight` [R, V] ≥ 0 at the uniforms `u` [R], by two-level sums."""
-    blocks = blocked(weight)
-    cumulative = blocks.sum(-1).cumsum(-1)
-    block, rest = search(cumulative, u.to(cumulative.dtype) * cumulative[:, -1])
-    chosen = blocks[torch.arange(len(block), device=block.device), block]
-    return block * blocks.shape[2] + search(chosen.cumsum(-1), rest)[0]
-
-
-def search(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """First index [R] where the non-decreasing `cumulative` [R, N] exceeds `threshold` [R], and the rest [R].
-
-    The index never goes beyond the last one that has mass. The rest is the threshold less the sum before the index.
+    Logarithms are those of probabilities clamped to TINY: p log p is 0 where p = 0, a token that q cannot draw costs
+    log(p / TINY), and every statistic is finite. NaN marks the rows where p or that drafter's q is no distribution
+    (see `Rows.valid`). Of equally likely tokens `agree` looks at the first, of the drafter's in its own order.
     """
-    beyond = torch.searchsorted(cumulative, threshold[:, None], right=True)
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    index = torch.minimum(beyond, last).clamp(max=cumulative.shape[1] - 1)
-    before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp(min=0)), 0.0)
-    return index[:, 0], threshold - before[:, 0]
+    rows, vocabulary = p.logits.shape
+    p_dense = probabilities(p)
+    log_p = p_dense.clamp_min(TINY).log()
+    best = torch.where(p.greedy >= 0, p.greedy, argmax(p.logits))
+    x = tokens[:, None]
+    entropy = -(p_dense * log_p).sum(-1)
+
+    fields = []
+    for draft in drafts:
+        scores, ids = draft_scores(draft), draft_ids(draft)
+        drafted = scores.softmax(-1).to(p_dense.dtype)
+        q = p_dense.new_zeros(rows, vocabulary).index_copy(1, ids, drafted)
+        log_q = q.clamp_min(TINY).log()
+        outside = torch.ones_like(p_dense).index_fill(1, ids, 0.0)
+        statistics = [
+            torch.minimum(p_dense, q).sum(-1),
+            (p_dense - q).clamp(min=0).sum(-1),
+            (p_dense * (log_p - log_q)).sum(-1),
+            -log_q.gather(1, x)[:, 0],
+            (q * (log_q - log_p)).sum(-1),
+            p_dense.gather(1, x)[:, 0],
+            q.gather(1, x)[:, 0],
+            (ids[scores.argmax(-1)] == best).to(q.dtype),
+            (p_dense * outside).sum(-1),
+        ]
+        fields.append(torch.stack(statistics).masked_fill(drafted.isnan().any(-1), torch.nan))
+    table = torch.stack(fields, 1) if fields else p_dense.new_zeros(9, 0, rows)
+    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in (*table, entropy)))
 
 
 def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:

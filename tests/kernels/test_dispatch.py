@@ -1,6 +1,8 @@
 """The one dispatch point: by device, overridden by SPECCTL_KERNELS."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,13 +10,50 @@ import torch
 from specctl import kernels
 from specctl.kernels import cpu, reference
 
-FUNCTIONS = ["uniform", "row_params", "sample_rows", "walk_tree", "accept_chain", "expand_topk"]
+FUNCTIONS = [
+    "accept_chain",
+    "argmax",
+    "distill_rows",
+    "expand_topk",
+    "panorama",
+    "row_params",
+    "sample_rows",
+    "uniform",
+    "walk_tree",
+]
 
 
 def test_device_decides(monkeypatch):
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
     assert kernels.backend("cpu") == "cpu"
-    assert kernels.backend("cuda") == "reference"
+    assert kernels.backend("cuda") == ("triton" if kernels.TRITON else "reference")
+    assert kernels.backend("mps") == "reference"
+
+
+def test_triton_reads_a_cpu_in_its_interpreter_only(monkeypatch):
+    """Seeds live on the CPU whatever the device: SPECCTL_KERNELS=triton must not break their uniforms."""
+    monkeypatch.setenv("SPECCTL_KERNELS", "triton")
+    monkeypatch.setattr(kernels, "TRITON", True)
+    for interpret, name in (("0", "cpu"), ("1", "triton")):
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        assert kernels.backend("cpu") == name
+        assert kernels.backend("cuda") == "triton"
+
+
+def test_triton_asked_for_and_missing(monkeypatch):
+    monkeypatch.setenv("SPECCTL_KERNELS", "triton")
+    monkeypatch.setattr(kernels, "TRITON", False)
+    with pytest.raises(ImportError, match="Triton is not installed"):
+        kernels.argmax(torch.zeros(1, 2))
+
+
+def test_the_package_never_imports_triton_by_itself():
+    """Slow to import, and not there on every machine."""
+    code = (
+        "import sys, torch\nfrom specctl import kernels\nkernels.argmax(torch.zeros(1, 2))\n"
+        "sys.exit('specctl.kernels.triton_backend' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_environment_overrides(monkeypatch):
@@ -28,7 +67,7 @@ def test_environment_overrides(monkeypatch):
 
 def test_unknown_backend_names_the_valid_ones(monkeypatch):
     monkeypatch.setenv("SPECCTL_KERNELS", "cuda")
-    with pytest.raises(ValueError, match=r"SPECCTL_KERNELS='cuda'.*reference, cpu"):
+    with pytest.raises(ValueError, match=r"SPECCTL_KERNELS='cuda'.*reference, cpu, triton"):
         kernels.expand_topk(torch.zeros(1, 2), 1)
 
 
@@ -37,6 +76,10 @@ def test_backends_have_the_signatures_of_the_reference(name):
     expected = inspect.signature(getattr(reference, name))
     assert inspect.signature(getattr(cpu, name)) == expected
     assert inspect.signature(getattr(kernels, name)) == expected
+    if kernels.TRITON:
+        from specctl.kernels import triton_backend
+
+        assert inspect.signature(getattr(triton_backend, name)) == expected
 
 
 def test_rows_are_dispatched_by_their_logits(monkeypatch):

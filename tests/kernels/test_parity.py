@@ -4,15 +4,22 @@ fp32 results may differ by rounding, so a token is judged against the fp64 distr
 uniform must lie in its interval within 1e-5. In fp64 the backends must agree exactly.
 """
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specctl.kernels import cpu, reference
+from specctl.kernels import DraftRows, reference
 
-BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 ROWS = 4
+
+
+def examples(n):
+    """As many, but few in Triton's interpreter, which takes milliseconds for a program."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return settings(max_examples=max(4, n // 20) if interpreted else n, deadline=None)
 
 
 @st.composite
@@ -26,7 +33,11 @@ def logit_rows(draw, nan=True):
     holes = torch.rand(ROWS, vocabulary, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.99]))
     x = torch.where(holes, draw(st.sampled_from([-torch.inf, torch.nan] if nan else [-torch.inf])), x)
     x[torch.arange(ROWS), torch.randint(vocabulary, (ROWS,), generator=generator)] = 1.0
-    return x.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
+    x = x.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
+    layout = draw(st.sampled_from(["packed", "rows apart", "columns apart"]))
+    if layout == "rows apart":
+        return torch.stack((x, x + 1), 1)[:, 0]
+    return torch.stack((x, x + 1), 2)[..., 0] if layout == "columns apart" else x
 
 
 @st.composite
@@ -66,11 +77,12 @@ def exact(rows):
 
 
 @given(x=logit_rows(), filter_rows=filters(), seed=st.integers(0, 2**20))
-@settings(max_examples=100, deadline=None)
-def test_rows_and_samples(x, filter_rows, seed):
+@examples(100)
+def test_rows_and_samples(backend, x, filter_rows, seed):
     before = x.clone()
     spec = reference.row_params(x, *filter_rows)
-    ours = cpu.row_params(x, *filter_rows)
+    ours = backend.row_params(x, *filter_rows)
+    assert torch.equal(backend.argmax(x), reference.argmax(x))
     assert torch.equal(ours.greedy, spec.greedy)
     assert torch.equal(ours.inv_temp, spec.inv_temp)
     same = same_cut(x, *filter_rows, ours, spec)
@@ -79,33 +91,30 @@ def test_rows_and_samples(x, filter_rows, seed):
     torch.testing.assert_close(ours.block_mass[sampled], spec.block_mass[sampled], rtol=1e-5, atol=1e-6)
 
     u = random_uniforms(seed, ROWS)
-    for backend, rows in ((reference, spec), (cpu, ours)):
-        token = backend.sample_rows(rows, u)
-        p = exact(rows)
-        cdf = p.cumsum(-1)
-        chosen = p.gather(1, token[:, None])[:, 0]
-        upper = cdf.gather(1, token[:, None])[:, 0]
-        assert (chosen > 0).all()
-        greedy = rows.greedy >= 0
-        assert (greedy | ((upper - chosen - 1e-5 < u) & (u < upper + 1e-5))).all()
-        assert torch.equal(token[greedy], rows.greedy[greedy])
+    token = backend.sample_rows(ours, u)
+    p = exact(ours)
+    chosen = p.gather(1, token[:, None])[:, 0]
+    upper = p.cumsum(-1).gather(1, token[:, None])[:, 0]
+    assert (chosen > 0).all()
+    greedy = ours.greedy >= 0
+    assert (greedy | ((upper - chosen - 1e-5 < u) & (u < upper + 1e-5))).all()
+    assert torch.equal(token[greedy], ours.greedy[greedy])
     torch.testing.assert_close(x, before, equal_nan=True, rtol=0, atol=0)  # fp32 logits alias x.float()
 
 
 @given(x=logit_rows(nan=False), filter_rows=filters(), seed=st.integers(0, 2**20))
-@settings(max_examples=40, deadline=None)
-def test_fp64_samples_are_equal(x, filter_rows, seed):
+@examples(40)
+def test_fp64_samples_are_equal(backend, x, filter_rows, seed):
     temperature, top_k, top_p = filter_rows
     u = torch.rand(ROWS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     exact = x.double(), temperature.double(), top_k, top_p.double()
-    spec, ours = reference.row_params(*exact), cpu.row_params(*exact)
+    spec, ours = reference.row_params(*exact), backend.row_params(*exact)
     same = same_cut(*exact, ours, spec)
-    assert torch.equal(cpu.sample_rows(ours, u)[same], reference.sample_rows(spec, u)[same])
+    assert torch.equal(backend.sample_rows(ours, u)[same], reference.sample_rows(spec, u)[same])
 
 
-@BACKENDS
 @given(x=logit_rows(), filter_rows=filters(), seed=st.integers(0, 2**20), row=st.integers(0, ROWS - 1))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_row_does_not_depend_on_its_batch(backend, x, filter_rows, seed, row):
     """Bit for bit: this is what makes speculative text equal plain sampling, which verifies one row at a time."""
     u = random_uniforms(seed, ROWS)
@@ -146,17 +155,18 @@ def chains(draw, dtype):
     return lambda backend: (rows(backend, p, *target), rows(backend, q, *draft), tokens, count, *u)
 
 
+@pytest.mark.parametrize("rule", reference.RULES)
 @given(chain=chains(torch.float64))
-@settings(max_examples=80, deadline=None)
-def test_accept_chain_fp64(chain):
-    for ours, spec in zip(cpu.accept_chain(*chain(cpu)), reference.accept_chain(*chain(reference)), strict=True):
+@examples(80)
+def test_accept_chain_fp64(backend, rule, chain):
+    expected = reference.accept_chain(*chain(reference), rule)
+    for ours, spec in zip(backend.accept_chain(*chain(backend), rule), expected, strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, spec)
 
 
-@BACKENDS
 @given(chain=chains(torch.float32))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_accept_chain_fp32(backend, chain):
     p, q, tokens, count, u_accept, u_next = chain(backend)
     accepted, bonus = backend.accept_chain(p, q, tokens, count, u_accept, u_next)
@@ -189,21 +199,58 @@ def trees(draw):
 
 
 @given(tree=trees())
-@settings(max_examples=150, deadline=None)
-def test_walk_tree(tree):
-    for ours, spec in zip(cpu.walk_tree(*tree), reference.walk_tree(*tree), strict=True):
+@examples(150)
+def test_walk_tree(backend, tree):
+    for ours, spec in zip(backend.walk_tree(*tree), reference.walk_tree(*tree), strict=True):
         assert ours.dtype == torch.int64
         assert torch.equal(ours, spec)
 
 
 @given(x=logit_rows(), k=st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
-def test_expand_topk(x, k):
+@examples(60)
+def test_expand_topk(backend, x, k):
     k = min(k, x.shape[1])
     spec_logprob, spec_index = reference.expand_topk(x, k)
-    logprob, index = cpu.expand_topk(x, k)
+    logprob, index = backend.expand_topk(x, k)
     torch.testing.assert_close(logprob, spec_logprob, rtol=1e-5, atol=1e-5)
     assert torch.equal(index[:, 0], spec_index[:, 0]) or k > 1
     all_logprob = x.float().masked_fill(x.isnan(), -torch.inf).log_softmax(-1)
     torch.testing.assert_close(all_logprob.gather(1, index), logprob, rtol=1e-5, atol=1e-5)
     assert all(len(set(row)) == k for row in index.tolist())
+
+
+@st.composite
+def drafters(draw, vocabulary):
+    """None to three drafters: with the target's vocabulary or a part of it in any order, one dtype or several."""
+    drafts = []
+    for _ in range(draw(st.integers(0, 3))):
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        size = draw(st.sampled_from([1, (vocabulary + 1) // 2, vocabulary]))
+        ids = torch.randperm(vocabulary, generator=generator)[:size]
+        z = torch.randn(ROWS, size, generator=generator) * draw(st.sampled_from([0.5, 3.0, 30.0]))
+        z = torch.where(torch.rand(z.shape, generator=generator) < draw(st.sampled_from([0.0, 0.5])), -torch.inf, z)
+        z[draw(st.integers(0, ROWS - 1))] = draw(st.sampled_from([0.0, torch.nan]))
+        inv_temp = draw(st.sampled_from([None, torch.linspace(0.5, 2, ROWS)]))
+        own = size == vocabulary and draw(st.booleans())
+        z = z.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+        drafts.append(DraftRows(z, None if own else ids, inv_temp))
+    return drafts
+
+
+@given(data=st.data(), x=logit_rows(), filter_rows=filters(), seed=st.integers(0, 2**20))
+@examples(100)
+def test_panorama(backend, data, x, filter_rows, seed):
+    vocabulary = x.shape[1]
+    x[data.draw(st.integers(0, ROWS - 1))] = data.draw(st.sampled_from([0.0, torch.nan]))
+    drafts = data.draw(drafters(vocabulary))
+    tokens = torch.randint(vocabulary, (ROWS,), generator=torch.Generator().manual_seed(seed))
+    rows = reference.row_params(x, *filter_rows)
+    for at in (slice(None), slice(1, 2)):
+        part = reference.Rows(*(field[at] for field in rows))
+        some = [
+            d._replace(logits=d.logits[at], inv_temp=None if d.inv_temp is None else d.inv_temp[at]) for d in drafts
+        ]
+        spec, ours = (module.panorama(part, some, tokens[at]) for module in (reference, backend))
+        for name, field in ours._asdict().items():
+            assert field.dtype == torch.float32
+            torch.testing.assert_close(field, getattr(spec, name), rtol=1e-4, atol=5e-5, equal_nan=True, msg=name)

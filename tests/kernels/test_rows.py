@@ -4,9 +4,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specctl.kernels import cpu, nan_count, probabilities, reference
-
-BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+from specctl.kernels import nan_count, probabilities
 
 
 def rows_of(backend, x, temperature=1.0, top_k=0, top_p=1.0):
@@ -14,7 +12,6 @@ def rows_of(backend, x, temperature=1.0, top_k=0, top_p=1.0):
     return backend.row_params(x, fill * temperature, (fill * top_k).long(), fill * top_p)
 
 
-@BACKENDS
 @pytest.mark.parametrize("vocabulary", [5, 1000, 5000])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
@@ -22,7 +19,7 @@ def rows_of(backend, x, temperature=1.0, top_k=0, top_p=1.0):
 )
 def test_filters_are_those_of_transformers(backend, vocabulary, temperature, top_k, top_p):
     # fp64: in fp32 two orders of summation disagree about a token of p = 1e-6 at the edge of a nucleus.
-    x = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary), dtype=torch.float64) * 3
+    x = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(vocabulary), dtype=torch.float64) * 3
     expected = TemperatureLogitsWarper(temperature)(None, x)
     if top_k:
         expected = TopKLogitsWarper(top_k)(None, expected)
@@ -33,7 +30,6 @@ def test_filters_are_those_of_transformers(backend, vocabulary, temperature, top
     torch.testing.assert_close(p, expected.softmax(-1), rtol=1e-12, atol=1e-15)
 
 
-@BACKENDS
 def test_ties_at_a_cut_are_all_kept(backend):
     x = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     for kept in ({"top_k": 2}, {"top_p": 0.6}):
@@ -41,7 +37,6 @@ def test_ties_at_a_cut_are_all_kept(backend):
         assert (p > 0).tolist() == [[True, True, True, True, False]]
 
 
-@BACKENDS
 def test_greedy_is_the_lowest_id_of_the_maximum(backend):
     x = torch.tensor([[0.0, 5.0, 5.0, torch.nan], [-torch.inf, -torch.inf, 3.0, 3.0]])
     rows = rows_of(backend, x.bfloat16(), temperature=0.0, top_k=2, top_p=0.5)
@@ -50,7 +45,6 @@ def test_greedy_is_the_lowest_id_of_the_maximum(backend):
     assert rows.valid.all()
 
 
-@BACKENDS
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_distribution_are_reported_not_raised(backend, temperature):
     nothing, nan, ok = [-torch.inf] * 3, [torch.nan] * 3, [0.0, torch.nan, -torch.inf]
@@ -63,7 +57,6 @@ def test_rows_without_a_distribution_are_reported_not_raised(backend, temperatur
     assert nan_count(x).tolist() == [0, 3, 0, 1]
 
 
-@BACKENDS
 @pytest.mark.parametrize("vocabulary", [6, 256, 600])
 def test_inverse_cdf_inverts(backend, vocabulary):
     """fp64, one u just inside both ends of every token's interval: the law of a draw is p, in several blocks too."""
@@ -73,13 +66,12 @@ def test_inverse_cdf_inverts(backend, vocabulary):
     token = p.nonzero()[:, 0]
     upper = p.cumsum(-1)[token]
     lower = upper - p[token]
-    rows = rows_of(backend, x.expand(len(token), -1))
+    rows = rows_of(backend, x).take(torch.zeros_like(token))
     margin = 1e-12
     assert torch.equal(backend.sample_rows(rows, lower + margin), token)
     assert torch.equal(backend.sample_rows(rows, upper - margin), token)
 
 
-@BACKENDS
 @pytest.mark.parametrize("vocabulary", [3, 1000])
 def test_rounding_past_the_end_gives_the_last_kept_token(backend, vocabulary):
     x = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(2))
@@ -90,7 +82,6 @@ def test_rounding_past_the_end_gives_the_last_kept_token(backend, vocabulary):
     assert backend.sample_rows(full, torch.tensor([2.0])).tolist() == [vocabulary - 1]
 
 
-@BACKENDS
 def test_mixed_rows_equal_their_own_kind(backend):
     """One call with greedy, sampled and filtered rows: batches of `distill` mix temperatures."""
     x = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
@@ -103,7 +94,6 @@ def test_mixed_rows_equal_their_own_kind(backend):
     assert torch.equal(probabilities(mixed.take(reverse)), probabilities(mixed)[reverse])
 
 
-@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_argmax_takes_the_lowest_id_and_ignores_nan(backend, dtype):
     nan, inf = float("nan"), float("inf")

@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from specctl.kernels import cpu, reference
-
-BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+from specctl.kernels import reference
 
 
-@BACKENDS
 @pytest.mark.parametrize(
     ("drawn", "tokens", "parents", "path", "bonus"),
     [
@@ -33,7 +30,7 @@ def rows_of(backend, probabilities, temperature=1.0):
     return backend.row_params(x, fill * temperature, torch.zeros(len(x), dtype=torch.int64), fill)
 
 
-def accept(backend, p, q, tokens, u_accept, u_next, count=None, target=1.0, draft=1.0):
+def accept(backend, p, q, tokens, u_accept, u_next, count=None, target=1.0, draft=1.0, rule="token"):
     n = len(tokens)
     q_rows = rows_of(backend, q, draft) if q else rows_of(backend, p[:1]).take(torch.tensor([], dtype=torch.int64))
     accepted, bonus = backend.accept_chain(
@@ -43,6 +40,7 @@ def accept(backend, p, q, tokens, u_accept, u_next, count=None, target=1.0, draf
         torch.tensor([n if count is None else count]),
         torch.tensor([u_accept], dtype=torch.float64),
         torch.tensor([u_next], dtype=torch.float64),
+        rule,
     )
     return accepted.item(), bonus.item()
 
@@ -50,7 +48,6 @@ def accept(backend, p, q, tokens, u_accept, u_next, count=None, target=1.0, draf
 HALF, LEFT, RIGHT = [0.5, 0.5], [0.8, 0.2], [0.2, 0.8]
 
 
-@BACKENDS
 def test_ratio_rule(backend):
     assert accept(backend, [HALF], [], [], [], [0.6]) == (0, 1)  # nothing drafted: plain sampling
     # Accepted below p/q = 0.5/0.8, rejected above; the residual (0.5 − 0.8, 0.5 − 0.2) has token 1 only.
@@ -63,7 +60,6 @@ def test_ratio_rule(backend):
     assert accept(backend, p, q, [1, 0, 0], [0.99, 0.0, 0.0], [0.9, 0.1, 0.9, 0.9], count=1) == (1, 0)
 
 
-@BACKENDS
 def test_ratio_rule_with_zero_probabilities(backend):
     one, other = [1.0, 0.0], [0.0, 1.0]
     assert accept(backend, [HALF, HALF], [one], [1], [0.99], [0.0, 0.0]) == (1, 0)  # q(x) = 0 < p(x): accepted
@@ -72,7 +68,6 @@ def test_ratio_rule_with_zero_probabilities(backend):
     assert accept(backend, [HALF, HALF], [HALF], [1], [1 - 2**-24], [0.9, 0.1]) == (1, 0)  # p = q always accepted
 
 
-@BACKENDS
 def test_ratio_rule_with_greedy_rows(backend):
     """A greedy p takes its argmax only, the lowest id on a tie; a greedy q is one-hot, whatever its logits."""
     for token, result in ((0, (1, 0)), (1, (0, 0))):
@@ -81,8 +76,49 @@ def test_ratio_rule_with_greedy_rows(backend):
     assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.21], [0.0, 0.9], draft=0.0) == (0, 1)
 
 
-@BACKENDS
-def test_verdict_does_not_depend_on_the_batch(backend):
+def test_block_rule(backend):
+    def block(*args, **kwargs):
+        return accept(backend, *args, rule="block", **kwargs)
+
+    assert block([HALF], [], [], [], [0.6]) == (0, 1)  # nothing drafted: plain sampling
+    # share_1 = 0.5/0.8 = 0.625 and p = q behind it: the excess is 0, h_1 = 0. share_2 = 0.625 · 0.2/0.5 = 0.25 = h_2.
+    p, q = [HALF, LEFT, HALF], [LEFT, LEFT]
+    p[1], q[1] = [0.2, 0.8], HALF
+    assert block(p, q, [0, 0], [0.99, 0.24], [0.9, 0.9, 0.9]) == (2, 1)  # h_1 does not matter once h_2 accepts
+    # Behind x_1: 0.625 · (0.2, 0.8) − 0.5 = (−, 0): nothing to draw there, so no draft may end there.
+    assert block(p, q, [0, 0], [0.0, 0.26], [0.0, 0.9, 0.9]) == (0, 1)
+    # Of one token both rules are one.
+    assert block([HALF, LEFT], [LEFT], [0], [0.62], [0.0, 0.9]) == (1, 1)
+    assert block([HALF, LEFT], [LEFT], [0], [0.63], [0.0, 0.9]) == (0, 1)
+    # What x_1 has too little of, x_2 makes up for: 0.625 · 0.8/0.5 = 1, where the token rule stops at u_1 = 0.7.
+    p[1] = [0.8, 0.2]
+    assert block(p, q, [0, 0], [0.7, 0.99], [0.9, 0.9, 0.9]) == (2, 1)
+    assert accept(backend, p, q, [0, 0], [0.7, 0.99], [0.9, 0.9, 0.9]) == (0, 1)
+    # Padding is not verified: behind x_1 the next token comes from p.
+    assert block(p, q, [0, 0], [0.6, 0.0], [0.9, 0.7, 0.9], count=1) == (1, 0)
+
+
+def test_block_rule_with_zero_probabilities_and_greedy_rows(backend):
+    one, other = [1.0, 0.0], [0.0, 1.0]
+    rule = {"rule": "block"}
+    assert accept(backend, [HALF, HALF], [one], [1], [0.99], [0.0, 0.0], **rule) == (1, 0)  # q(x) = 0 < p(x): accepted
+    assert accept(backend, [one, HALF], [one], [1], [0.0], [0.99, 0.0], **rule) == (0, 0)  # p(x) = q(x) = 0: rejected
+    assert accept(backend, [one, HALF], [other], [1], [0.0], [0.99, 0.0], **rule) == (0, 0)  # disjoint supports
+    same = [HALF, LEFT, RIGHT]
+    assert accept(backend, same, same[:2], [1, 0], [0.999, 0.999], [0.9, 0.9, 0.1], **rule) == (2, 0)  # p = q: all
+    for token, result in ((0, (1, 0)), (1, (0, 0))):
+        assert accept(backend, [HALF, HALF], [LEFT], [token], [0.5], [0.9, 0.9], target=0.0, **rule) == result
+    assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.19], [0.0, 0.9], draft=0.0, **rule) == (1, 1)
+    assert accept(backend, [RIGHT, HALF], [LEFT], [0], [0.21], [0.0, 0.9], draft=0.0, **rule) == (0, 1)
+
+
+def test_a_rule_must_be_known(backend):
+    with pytest.raises(ValueError, match="'chain' is not an acceptance rule; valid: token, block"):
+        accept(backend, [HALF], [], [], [], [0.6], rule="chain")
+
+
+@pytest.mark.parametrize("rule", reference.RULES)
+def test_verdict_does_not_depend_on_the_batch(backend, rule):
     generator = torch.Generator().manual_seed(0)
     batch, n, vocabulary = 5, 3, 1000
     x = torch.randn(batch, n + 1, vocabulary, generator=generator)
@@ -96,14 +132,14 @@ def test_verdict_does_not_depend_on_the_batch(backend):
     tokens = backend.sample_rows(rows(y), torch.rand(batch * n, generator=generator)).view(batch, n)
     count = torch.tensor([3, 0, 3, 2, 3])
     u_accept, u_next = (torch.rand(batch, n + extra, generator=generator) for extra in (0, 1))
-    together = backend.accept_chain(rows(x), rows(y), tokens, count, u_accept, u_next)
+    together = backend.accept_chain(rows(x), rows(y), tokens, count, u_accept, u_next, rule)
     for b in range(batch):
         one = slice(b, b + 1)
-        alone = backend.accept_chain(rows(x[one]), rows(y[one]), tokens[one], count[one], u_accept[one], u_next[one])
+        u = u_accept[one], u_next[one]
+        alone = backend.accept_chain(rows(x[one]), rows(y[one]), tokens[one], count[one], *u, rule)
         assert [int(field) for field in alone] == [int(field[b]) for field in together]
 
 
-@BACKENDS
 def test_expand_topk_drops_nan_and_breaks_the_top_tie_by_id(backend):
     logprob, index = backend.expand_topk(torch.tensor([[0.0, torch.nan, 2.0, 2.0]]), 1)
     assert index.tolist() == [[2]]

@@ -15,6 +15,7 @@ import torch
 from specctl.kernels import cpu, reference
 
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+RULES = pytest.mark.parametrize("rule", reference.RULES)
 F64 = torch.float64
 EXACT = 1e-12
 
@@ -111,24 +112,42 @@ def constant(function, points):
     return values[0]
 
 
-# --- ratio rule -----------------------------------------------------------------------------------------------------
+# --- sampled chains: token rule, block rule ---------------------------------------------------------------------------
 
 
-def ratio_law(backend, target, drafter, count=2, drawn_from=None):
-    """Law of three tokens when two drawn from `drawn_from` (default: the drafter) are verified as the drafter's."""
+def thresholds(rule, p, q, tokens, count):
+    """Where the verdict on two `tokens` changes: acceptance thresholds and residuals behind 0 and 1 tokens.
+
+    `p`, `q`: the rows [V] behind 0 and 1 tokens. The block rule as printed (Sun et al. 2025, Algorithm 2 and eq. 4).
+    """
+    ratio = [float(p[i][x] / q[i][x]) if q[i][x] > 0 else float(p[i][x] > 0) for i, x in enumerate(tokens)]
+    if rule == "token":
+        return ratio, [(p[i] - q[i]).clamp(min=0) for i in range(2)]
+    share = min(1.0, ratio[0])
+    residual = (share * p[1] - q[1]).clamp(min=0)
+    excess = float(residual.sum())
+    first = share if count == 1 else excess / (excess + 1 - share) if excess + 1 - share > 0 else 1.0
+    return [first, min(1.0, share * ratio[1])], [(p[0] - q[0]).clamp(min=0), residual]
+
+
+def chain_law(backend, rule, target, drafter, count=2, drawn_from=None):
+    """Two tokens drawn from `drawn_from` (default: the drafter) are verified as the drafter's.
+
+    Returns the law of three tokens, and how many draft tokens are accepted on average.
+    """
     p = [target.probabilities(k) for k in range(3)]
     q = [drafter.probabilities(k) for k in range(2)]
     proposal = [(drawn_from or drafter).probabilities(k) for k in range(2)]
     vocabulary = len(p[0])
-    law = torch.zeros([vocabulary] * 3, dtype=F64)
+    law, kept = torch.zeros([vocabulary] * 3, dtype=F64), 0.0
     for a, b in itertools.product(range(vocabulary), repeat=2):
         weight = float(proposal[0][a] * proposal[1][a, b])
         if weight == 0:
             continue
         p_rows, q_rows = [p[0], p[1][a], p[2][a, b]], [q[0], q[1][a]]
-        ratio = [[p_rows[i][x] / q_rows[i][x]] if q_rows[i][x] > 0 else [] for i, x in enumerate((a, b))]
-        following = [torch.cat([cdf(p_rows[i]), cdf((p_rows[i] - q_rows[i]).clamp(min=0))]) for i in range(2)]
-        points, volume = boxes([*ratio, *following, cdf(p_rows[2])])
+        accepting, residual = thresholds(rule, p_rows[:2], q_rows, (a, b), count)
+        following = [torch.cat([cdf(p_rows[i]), cdf(residual[i])]) for i in range(2)]
+        points, volume = boxes([*([cut] for cut in accepting), *following, cdf(p_rows[2])])
         n = len(volume)
         tokens = torch.tensor([a, b]).expand(n, 2)
         target_logits = torch.stack([target.by_length[0], target.by_length[1][a], target.by_length[2][a, b]])
@@ -138,13 +157,14 @@ def ratio_law(backend, target, drafter, count=2, drawn_from=None):
 
         def verdict(u, p_batch=p_batch, q_batch=q_batch, tokens=tokens):
             counts = torch.full((len(tokens),), count)
-            return torch.stack(backend.accept_chain(p_batch, q_batch, tokens, counts, u[:, :2], u[:, 2:]), -1)
+            return torch.stack(backend.accept_chain(p_batch, q_batch, tokens, counts, u[:, :2], u[:, 2:], rule), -1)
 
         accepted, following_token = constant(verdict, points).unbind(-1)
         prefix = torch.cat([tokens, torch.full((n, 1), -1)], 1).masked_fill(torch.arange(3) > accepted[:, None], -1)
         prefix[torch.arange(n), accepted] = following_token
         law += complete(target, prefix, weight * volume)
-    return law
+        kept += weight * float((accepted * volume).sum())
+    return law, kept
 
 
 def cdf(weight):
@@ -170,30 +190,46 @@ RATIO_CASES = {
 
 @BACKENDS
 @pytest.mark.parametrize("case", RATIO_CASES)
-def test_ratio_rule_has_the_law_of_the_target(backend, case):
+def test_rules_for_sampled_chains_have_the_law_of_the_target(backend, case):
+    """Both of them; and the block rule accepts no less, on one-hot drafts as much, elsewhere more."""
     target, drafter = RATIO_CASES[case]
-    assert (ratio_law(backend, target, drafter) - target.law()).abs().max() < EXACT
+    kept = {}
+    for rule in reference.RULES:
+        law, kept[rule] = chain_law(backend, rule, target, drafter)
+        assert (law - target.law()).abs().max() < EXACT
+    assert kept["block"] >= kept["token"] - EXACT
+    if case == "plain":
+        assert kept["block"] > kept["token"] + 1e-3
+    if case == "greedy drafter":
+        assert abs(kept["block"] - kept["token"]) < EXACT
 
 
 @BACKENDS
+@RULES
 @pytest.mark.parametrize("count", [0, 1])
-def test_ratio_rule_with_padding(backend, count):
+def test_rules_for_sampled_chains_with_padding(backend, rule, count):
     target, drafter = RATIO_CASES["plain"]
-    assert (ratio_law(backend, target, drafter, count) - target.law()).abs().max() < EXACT
+    law, kept = chain_law(backend, rule, target, drafter, count)
+    assert (law - target.law()).abs().max() < EXACT
+    overlap = torch.minimum(target.probabilities(0), drafter.probabilities(0)).sum()
+    assert abs(kept - count * float(overlap)) < EXACT  # of one token no rule can accept more
 
 
 @BACKENDS
-def test_ratio_rule_in_six_tokens(backend):
+@RULES
+def test_rules_for_sampled_chains_in_six_tokens(backend, rule):
     target, drafter = random_model(26, 6, holes=[1]), random_model(27, 6, top_k=1)
-    assert (ratio_law(backend, target, drafter) - target.law()).abs().max() < EXACT
+    assert (chain_law(backend, rule, target, drafter)[0] - target.law()).abs().max() < EXACT
 
 
 @BACKENDS
-def test_control_wrong_q_is_found(backend):
+@RULES
+def test_control_wrong_q_is_found(backend, rule):
     """The drafter reports its temperature-1 row but drew at temperature 0.5: a real bug, and the check must see it."""
     target, drafter = RATIO_CASES["plain"]
     sharper = Model(drafter.by_length, temperature=0.5)
-    assert (ratio_law(backend, target, drafter, drawn_from=sharper) - target.law()).abs().max() > 1e-3
+    law, _ = chain_law(backend, rule, target, drafter, drawn_from=sharper)
+    assert (law - target.law()).abs().max() > 1e-3
 
 
 @BACKENDS

@@ -1,0 +1,115 @@
+"""A row: a distribution over the vocabulary as logits and a few scalars, and what is done with one in PyTorch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # vocabulary entries summed together: level one of the two-level inverse CDF
+
+
+class Rows(NamedTuple):
+    """R distributions over V tokens: each is its logits and a few scalars; no probability tensor exists.
+
+    p(v) = exp(x_v·inv_temp − lse) where x_v·inv_temp ≥ cut, else 0. A NaN logit fails the comparison and has p = 0.
+    A greedy row (temperature 0) is one-hot at `greedy`, the lowest id of the maximum, whatever ties with it; its
+    scalars are inv_temp = 1 and cut = lse = the maximum.
+    """
+
+    logits: Tensor  # [R, V]
+    inv_temp: Tensor  # [R]
+    cut: Tensor  # [R] lowest x·inv_temp that is kept; −inf keeps all
+    lse: Tensor  # [R] log Σ exp(x·inv_temp) over the kept tokens
+    greedy: Tensor  # [R] int64: the token of a greedy row, −1 in a sampled row
+    block_mass: Tensor  # [R, ceil(V / BLOCK)] probability of each run of BLOCK consecutive ids; unused in greedy rows
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    @property
+    def valid(self) -> Tensor:
+        """[R] bool: False where no distribution exists (all logits −inf or NaN, or one +inf).
+
+        Sampling there gives some id in [0, V): whoever decodes looks at this when it talks to the host anyway.
+        """
+        return self.lse.isfinite()
+
+    def take(self, index: Tensor) -> Rows:
+        """The rows at `index` [M] int64, in that order."""
+        return Rows(*(field[index] for field in self))
+
+
+class DraftRows(NamedTuple):
+    """A drafter's rows beside R rows of the target: q = softmax(logits · inv_temp), zero outside its vocabulary."""
+
+    logits: Tensor  # [R, Vd]; NaN counts as −inf
+    ids: Tensor | None = None  # [Vd] int64, the target's id of every draft token, no two equal; None: Vd = V
+    inv_temp: Tensor | None = None  # [R]; None = 1
+
+
+def draft_scores(draft: DraftRows) -> Tensor:
+    """Scores [R, Vd] whose softmax is q."""
+    scores = without_nan(working(draft.logits.detach()))
+    return scores if draft.inv_temp is None else scores * draft.inv_temp.to(scores.dtype)[:, None]
+
+
+def draft_ids(draft: DraftRows) -> Tensor:
+    """The target's id of every draft token, [Vd]."""
+    return torch.arange(draft.logits.shape[1], device=draft.logits.device) if draft.ids is None else draft.ids
+
+
+def nan_count(logits: Tensor) -> Tensor:
+    """[R] int64: how many of a row's `logits` [R, V] are NaN; the kernels treat those as −inf without a word."""
+    return logits.isnan().sum(-1)
+
+
+def working(logits: Tensor) -> Tensor:
+    """In the precision of the computation: fp64 stays, all else becomes fp32 (an fp32 tensor is returned itself)."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def without_nan(scores: Tensor) -> Tensor:
+    """NaN replaced by −inf."""
+    return scores.masked_fill(scores.isnan(), -torch.inf)
+
+
+def probabilities(rows: Rows) -> Tensor:
+    """p of every token, [R, V]: for tests and few rows."""
+    scores = rows.logits * rows.inv_temp[:, None]
+    greedy = rows.greedy[:, None]
+    kept = (scores >= rows.cut[:, None]) & (greedy < 0)
+    p = (scores - rows.lse[:, None]).exp().masked_fill(~kept, 0.0)
+    token = greedy.clamp(min=0)
+    return p.scatter(1, token, torch.where(greedy >= 0, 1.0, p.gather(1, token)))
+
+
+def blocked(weight: Tensor) -> Tensor:
+    """`weight` [R, V] as [R, ceil(V / BLOCK), min(V, BLOCK)], filled up with zeros."""
+    width = min(weight.shape[1], BLOCK)
+    if missing := -weight.shape[1] % width:
+        weight = torch.nn.functional.pad(weight, (0, missing))
+    return weight.unflatten(1, (-1, width))
+
+
+def inverse_cdf(weight: Tensor, u: Tensor) -> Tensor:
+    """Index [R] of the draw from unnormalised `weight` [R, V] ≥ 0 at the uniforms `u` [R], by two-level sums."""
+    blocks = blocked(weight)
+    cumulative = blocks.sum(-1).cumsum(-1)
+    block, rest = search(cumulative, u.to(cumulative.dtype) * cumulative[:, -1])
+    chosen = blocks[torch.arange(len(block), device=block.device), block]
+    return block * blocks.shape[2] + search(chosen.cumsum(-1), rest)[0]
+
+
+def search(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """First index [R] where the non-decreasing `cumulative` [R, N] exceeds `threshold` [R], and the rest [R].
+
+    The index never goes beyond the last one that has mass. The rest is the threshold less the sum before the index.
+    """
+    beyond = torch.searchsorted(cumulative, threshold[:, None], right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    index = torch.minimum(beyond, last).clamp(max=cumulative.shape[1] - 1)
+    before = torch.where(index > 0, cumulative.gather(1, (index - 1).clamp(min=0)), 0.0)
+    return index[:, 0], threshold - before[:, 0]

@@ -1,0 +1,52 @@
+"""Kernels for GPUs, in Triton: the functions of `reference`, which documents them. No one talks to the host.
+
+The same kernels run on a CPU in Triton's interpreter (TRITON_INTERPRET=1 before the import), which is how the tests
+compare them with the reference. Loops have constant bounds or are `while` loops; there is no libdevice, no autotuning.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from . import distill, expand, rows, verify
+from . import panorama as feedback
+
+__all__ = [
+    "accept_chain",
+    "argmax",
+    "distill_rows",
+    "expand_topk",
+    "panorama",
+    "row_params",
+    "sample_rows",
+    "uniform",
+    "walk_tree",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_its_device(function: F) -> F:
+    """Triton launches on the current device, whatever its arguments' is."""
+
+    @functools.wraps(function)
+    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device(first.device if first.device.type == "cuda" else -1):
+            return function(first, *args, **kwargs)
+
+    return cast(F, call)
+
+
+argmax = _on_its_device(rows.argmax)
+uniform = _on_its_device(rows.uniform)
+row_params = _on_its_device(rows.row_params)
+sample_rows = _on_its_device(rows.sample_rows)
+walk_tree = _on_its_device(verify.walk_tree)
+accept_chain = _on_its_device(verify.accept_chain)
+expand_topk = _on_its_device(expand.expand_topk)
+distill_rows = _on_its_device(distill.distill_rows)
+panorama = _on_its_device(feedback.panorama)
