@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
+from specctl.decoding.support import context_limit, why_unusable
 from specctl.errors import CheckpointError, DataError, UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -49,6 +50,8 @@ class Target:
 
     def __init__(self, name: str, model, tokenizer, *, revision: str | None = None, path: str = "auto"):
         reason = lean.why_not(model.config)
+        if not type(model).__module__.startswith("transformers.models."):
+            reason = reason or "the model brings code of its own"
         if len({parameter.device for parameter in model.parameters()}) > 1:
             reason = reason or "its layers are on several devices"
         if path == "lean" and reason:
@@ -62,14 +65,12 @@ class Target:
         if self.path == "lean":
             self.model: Model = lean.LeanModel(model)
         else:
-            from specctl.decoding.hf import HFModel
-
-            self.model = HFModel(model)
+            self.model = _tried(name, model)
         self.device, self.dtype = self.model.device, self.model.dtype
         self.vocab_size = self.model.embedding.shape[0]
         self.hidden_size = self.model.hidden_size
         self.num_layers = self.config.num_hidden_layers
-        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or tokenizer.model_max_length)
+        self.context_length = context_limit(self.config) or int(tokenizer.model_max_length)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
@@ -143,11 +144,35 @@ def vocab_hash(tokenizer) -> str:
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
+def _tried(name: str, model) -> Model:
+    """The model behind its own forward, after a trial that it can verify drafts. CheckpointError where it cannot."""
+    from specctl.decoding.hf import HFModel
+    from specctl.decoding.trial import trial
+
+    reason = why_unusable(model.config, type(model))
+    if reason is None:
+        try:
+            wrapped = HFModel(model)
+        except Exception as error:  # whatever the code of an unknown architecture raises
+            reason = f"its code does not take a cache from outside ({type(error).__name__}: {error})"
+        else:
+            reason = trial(wrapped)
+    if reason is not None:
+        raise _unusable(name, reason)
+    return wrapped
+
+
+def _unusable(name: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"target {name} cannot verify drafts: {reason}", "choose a causal LM such as Llama, Qwen, Mistral or Gemma"
+    )
+
+
 def _eos_ids(model, tokenizer) -> frozenset[int]:
     found: set[int] = set()
     for value in (
         getattr(model.generation_config, "eos_token_id", None),
-        model.config.eos_token_id,
+        getattr(model.config.get_text_config(), "eos_token_id", None),
         tokenizer.eos_token_id,
     ):
         if value is not None:
@@ -213,7 +238,7 @@ def describe(name: str, **config_options: Any) -> dict[str, str]:
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
     """The configuration of a target, checked to be a decoder-only causal LM."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     where = _where(name)
     try:
@@ -233,6 +258,9 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         )
     if config.get_text_config().model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
+    reason = why_unusable(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    if reason is not None:
+        raise _unusable(name, reason)
     return config
 
 
