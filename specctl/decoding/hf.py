@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specctl.decoding.cache import KVCache, Plan
-from specctl.decoding.support import context_limit
+from specctl.decoding.support import context_limit, window_size
 
 
 class ShardedCache(KVCache):
@@ -158,10 +158,8 @@ class HFModel:
         # Padding rows may stand behind the context; learned positions end there, and some RoPE frequencies change.
         self.last_position = (context_limit(config) or 1 << 31) - 1
         self.num_layers = config.num_hidden_layers
-        self.window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        layer_types = set(getattr(config, "layer_types", None) or [])
-        self.mixed = len(layer_types) > 1
-        self.sliding = self.window is not None and ("sliding_attention" in layer_types or not layer_types)
+        self.window = window_size(config)
+        self.mixed = len(set(getattr(config, "layer_types", None) or [])) > 1
         shapes = self._shapes()
         self.kv_heads, self.head_dim = max(s.heads for s in shapes), max(s.dim for s in shapes)
         self.layer_devices = [shape.device or self.device for shape in shapes]
@@ -181,7 +179,7 @@ class HFModel:
         return KVCache(self.num_layers, *shape, dtype=self.dtype, device=self.device)
 
     def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor] | None:
-        if plan.causal and not self.sliding:
+        if plan.causal and self.window is None:
             return None  # plain causal attention, which SDPA does without a quadratic mask
         full = plan.mask
         if full is None:
@@ -191,7 +189,7 @@ class HFModel:
             full = torch.zeros(batch, rows, plan.span, dtype=self.dtype, device=self.device)
             full = full.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
         full = full.expand(batch, 1, rows, plan.span)
-        if not self.sliding or self.window is None:
+        if self.window is None:
             return {"full_attention": full} if self.mixed else full
         behind = self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window
         narrow = full.masked_fill(behind.unsqueeze(1), float("-inf"))

@@ -47,5 +47,13 @@ def context_limit(config) -> int | None:
     longrope = ropes(config).get("longrope")
     if longrope is None:
         return limit
-    original = longrope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    original = longrope["original_max_position_embeddings"]
     return min(limit or original, original)
+
+
+def window_size(config) -> int | None:
+    """How many positions the windowed layers attend, None where every layer attends all."""
+    kinds = getattr(config, "layer_types", None)
+    if not getattr(config, "use_sliding_window", True) or (kinds and "sliding_attention" not in kinds):
+        return None
+    return getattr(config, "sliding_window", None)

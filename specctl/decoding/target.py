@@ -71,7 +71,7 @@ class Target:
         self.hidden_size = self.model.hidden_size
         self.num_layers = self.config.num_hidden_layers
         self.context_length = context_limit(self.config) or int(tokenizer.model_max_length)
-        self.eos_ids = _eos_ids(model, tokenizer)
+        self.eos_ids = eos_ids(model.generation_config, model.config, tokenizer)
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
         self.norm_weight: Tensor | None = (
@@ -168,13 +168,11 @@ def _unusable(name: str, reason: str) -> CheckpointError:
     )
 
 
-def _eos_ids(model, tokenizer) -> frozenset[int]:
+def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
+    """All ids that end a response, wherever they are written down."""
     found: set[int] = set()
-    for value in (
-        getattr(model.generation_config, "eos_token_id", None),
-        getattr(model.config.get_text_config(), "eos_token_id", None),
-        tokenizer.eos_token_id,
-    ):
+    for source in (generation_config, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
     return frozenset(found)
@@ -223,29 +221,19 @@ def cpu_has_bf16() -> bool:
     return bool(check and check())
 
 
-def describe(name: str, **config_options: Any) -> dict[str, str]:
-    """Which path runs this target and why, from its configuration alone (no weights are read)."""
-    config = load_config(name, **config_options)
-    reason = lean.why_not(config)
-    return {
-        "target": name,
-        "architecture": (config.architectures or [config.model_type])[0],
-        "path": "transformers" if reason else "lean",
-        "why": reason or f"{config.model_type} is covered by the lean step",
-    }
-
-
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
     """The configuration of a target, checked to be a decoder-only causal LM."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    where = _where(name)
+    where = location(name)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) else error  # it wraps the one that tells
         raise CheckpointError(
-            f"cannot read the configuration of target {name}: {str(error).splitlines()[0]}",
+            f"cannot read the configuration of target {name}: {str(reason or error).splitlines()[0]}",
             "give a Hugging Face id, a directory with config.json, or 'builtin'",
         ) from error
     names = config.architectures or []
@@ -269,7 +257,8 @@ def is_hub_id(name: str) -> bool:
     return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
 
 
-def _where(name: str) -> str:
+def location(name: str) -> str:
+    """What `transformers` loads a target from: a directory, or a Hugging Face id. CheckpointError for neither."""
     if name == "builtin":
         return str(builtin_path())
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
@@ -301,7 +290,7 @@ def load_model(
     load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            _where(name),
+            location(name),
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -325,7 +314,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(location(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the tokenizer of {name}: {str(error).splitlines()[0]}") from error
 

@@ -67,7 +67,7 @@ def _by_tree(model: HFModel) -> tuple[Tensor, Tensor]:
         **options,
     )
     nodes = torch.tensor([draft] * len(prompts), device=model.device)
-    hidden, _ = model.forward(nodes, cache, plan, ())
+    hidden, _ = model.forward(nodes, cache, plan, (0, model.num_layers))
     return hidden.flatten(0, 1).float(), model.logits(hidden).flatten(0, 1).float()
 
 

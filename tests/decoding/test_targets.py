@@ -98,7 +98,7 @@ TARGETS = {
     "Phi-2": ("transformers", "PhiConfig", {"num_key_value_heads": 4}
               | rope("default", partial_rotary_factor=0.5)),
     "Phi-3": ("transformers", "Phi3Config", {"sliding_window": WINDOW}),
-    "Phi-3, longrope": ("transformers", "Phi3Config", LONGROPE),
+    "Phi-3, longrope": ("transformers", "Phi3Config", LONGROPE | {"original_max_position_embeddings": 64}),
     "Phi-4 mini": ("transformers", "Phi3Config", TIED | rope("default", partial_rotary_factor=0.5)),
     "Mixtral": ("transformers", "MixtralConfig", {"num_local_experts": 4}),
     "Qwen3 MoE": ("transformers", "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2,
