@@ -7,8 +7,8 @@ import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -77,16 +77,14 @@ def describe(name: str, label: str | None = None) -> Description:
     dtype = pick_dtype("auto", pick_device("auto"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    heads = _everywhere(text, "num_attention_heads")
+    heads = _everywhere(text, "num_attention_heads", None)
     try:
         tokenizer = load_tokenizer(name)
     except CheckpointError:
         tokenizer = None
     generation = model.generation_config
-    try:
+    with suppress(OSError):  # most have none, and then the model's own is made from the configuration
         generation = GenerationConfig.from_pretrained(location(name))
-    except OSError:
-        pass  # most have none, and then the model's own is made from the configuration
     stored = getattr(config, "dtype", None)
     trained, limit = getattr(text, "max_position_embeddings", None), context_limit(text)
     return Description(
@@ -102,8 +100,8 @@ def describe(name: str, label: str | None = None) -> Description:
         layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         heads=heads,
-        kv_heads=_everywhere(text, "num_key_value_heads") or heads,
-        head_dim=_everywhere(text, "head_dim") or (text.hidden_size // heads if heads else None),
+        kv_heads=_everywhere(text, "num_key_value_heads", heads),
+        head_dim=_everywhere(text, "head_dim", text.hidden_size // heads if heads else None),
         vocab_size=embedding.shape[0],
         context_length=limit,
         trained_context=trained if trained != limit else None,
@@ -116,9 +114,9 @@ def describe(name: str, label: str | None = None) -> Description:
     )
 
 
-def _everywhere(config, name: str) -> Any:
-    """A value of all layers. `transformers` raises where they have different ones."""
+def _everywhere(config, name: str, default: int | None) -> int | None:
+    """A value of all layers, `default` where the configuration names none, None where layers have different ones."""
     try:
-        return getattr(config, name, None)
-    except RuntimeError:
+        return getattr(config, name, None) or default
+    except RuntimeError:  # transformers' answer where layers differ
         return None

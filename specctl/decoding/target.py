@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
 from specctl.decoding.support import context_limit, why_unusable
 from specctl.errors import CheckpointError, DataError, UsageError
+
+if TYPE_CHECKING:
+    from specctl.decoding.hf import HFModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -74,9 +77,7 @@ class Target:
         self.eos_ids = eos_ids(model.generation_config, model.config, tokenizer)
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
-        self.norm_weight: Tensor | None = (
-            getattr(getattr(model.model, "norm", None), "weight", None) if hasattr(model, "model") else None
-        )
+        self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
         self.identity: dict[str, Any] = {
             "name": name,
             "revision": revision,
@@ -144,7 +145,17 @@ def vocab_hash(tokenizer) -> str:
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def _tried(name: str, model) -> Model:
+@torch.no_grad()
+def _norm_weight(norm) -> Tensor | None:
+    """What the final norm multiplies with. Gemma and some others store it minus one."""
+    weight = getattr(norm, "weight", None)
+    if weight is None:
+        return None
+    added = (norm(torch.ones_like(weight)) - weight).float().mean().item()  # of a row whose root mean square is 1
+    return weight + 1 if round(added) == 1 else weight
+
+
+def _tried(name: str, model) -> HFModel:
     """The model behind its own forward, after a trial that it can verify drafts. CheckpointError where it cannot."""
     from specctl.decoding.hf import HFModel
     from specctl.decoding.trial import trial
@@ -231,9 +242,9 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        reason = error.__cause__ if isinstance(error, StrictDataclassError) else error  # it wraps the one that tells
+        telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise CheckpointError(
-            f"cannot read the configuration of target {name}: {str(reason or error).splitlines()[0]}",
+            f"cannot read the configuration of target {name}: {str(telling or error).splitlines()[0]}",
             "give a Hugging Face id, a directory with config.json, or 'builtin'",
         ) from error
     names = config.architectures or []
@@ -246,7 +257,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         )
     if config.get_text_config().model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
-    reason = why_unusable(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
     if reason is not None:
         raise _unusable(name, reason)
     return config

@@ -18,7 +18,7 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError, DataError
 from tests.conftest import write_tiny
-from tests.lossless.drafters import bushes, constant, ragged
+from tests.lossless.drafters import bushes, constant, full_tree, ragged
 
 SMALL = {
     "hidden_size": 48,
@@ -27,7 +27,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-WINDOW = 16  # the first prompt is longer
+WINDOW = 4  # the first prompts are longer, and so are the drafts: a slot is not a position
 PROMPTS = [[(37 * i) % 500 + 10 for i in range(40)], [88, 4, 7], [(53 * i) % 400 + 20 for i in range(22)]]
 NEW = 12
 SEEDS = [11, 12, 13]
@@ -39,9 +39,7 @@ def rope(kind, **more):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
-LLAMA3 = rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 LINEAR, DYNAMIC = rope("linear", factor=4.0), rope("dynamic", factor=4.0)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
 LONGROPE = rope(
@@ -72,6 +70,17 @@ MLA = {
     "first_k_dense_replace": 1,
 }
 
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 4096,
+}
+
 # family → (how it runs, configuration class, what is special about it)
 TARGETS = {
     "Llama 2": ("lean", "LlamaConfig", {"num_key_value_heads": 4}),
@@ -95,6 +104,7 @@ TARGETS = {
     "Gemma 3": ("transformers", "Gemma3TextConfig", {"head_dim": 16, "sliding_window": WINDOW,
                                                      "layer_types": ["sliding_attention", "full_attention"]}
                 | GEMMA3_ROPE),
+    "Gemma 4": ("transformers", "Gemma4TextConfig", GEMMA4),
     "Phi-2": ("transformers", "PhiConfig", {"num_key_value_heads": 4}
               | rope("default", partial_rotary_factor=0.5)),
     "Phi-3": ("transformers", "Phi3Config", {"sliding_window": WINDOW}),
@@ -163,6 +173,7 @@ def misprinted(text):
 DRAFTERS = {
     "chains": lambda target, texts: ragged(texts, 0, target.vocab_size),
     "trees": lambda target, texts: bushes(texts, 0, target.vocab_size),
+    "twins": lambda target, texts: full_tree(texts),
     "suffix": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
 }
 
@@ -171,7 +182,7 @@ def test_logits_and_states_are_those_of_transformers(family, directory, target, 
     """Ragged prefill, then a step of three tokens for each."""
     path = TARGETS[family][0]
     assert target.path == path and (lean.why_not(load_config(directory)) is None) == (path == "lean")
-    taps, more = (0, 1, 2), [5, 300, 41]
+    taps, more = (0, 1, target.num_layers), [5, 300, 41]
     cache = target.model.new_cache(3, 64)
     last, hidden, _ = target.prefill(PROMPTS, cache, taps)
     plan = plan_rows([len(p) for p in PROMPTS], 3, device=target.device, dtype=target.dtype)
@@ -184,6 +195,18 @@ def test_logits_and_states_are_those_of_transformers(family, directory, target, 
         torch.testing.assert_close(hidden[b, : len(prompt)], states[: len(prompt), -48:], **CLOSE)
         torch.testing.assert_close(rows[b], logits[len(prompt) :], **CLOSE)
         torch.testing.assert_close(tapped[b], states[len(prompt) :], **CLOSE)
+
+
+def test_the_final_norm_is_a_factor(family, target, model):
+    """Drafters start from it; Gemma stores it minus one."""
+    norm = getattr(getattr(model, "model", None), "norm", None)
+    if "RMSNorm" not in type(norm).__name__:
+        pytest.skip("no RMS norm under that name")
+    x = torch.randn(3, 48)
+    with torch.no_grad():
+        expected = norm(x)
+    found = torch.nn.functional.rms_norm(x, (48,), target.norm_weight, eps=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_greedy_text_is_that_of_transformers(model, plain):
@@ -251,7 +274,7 @@ def test_code_that_ignores_what_it_is_given_is_found_on_loading(argument, tmp_pa
     directory = write_tiny(tmp_path, "GPTNeoXConfig", SMALL)
     assert load_target(directory, device="cpu", dtype="fp32").path == "transformers"
     monkeypatch.setattr(transformers.GPTNeoXModel, "forward", without(argument))
-    with pytest.raises(CheckpointError, match="cannot verify drafts: .*(not those of its own|does not)"):
+    with pytest.raises(CheckpointError, match=r"cannot verify drafts: .*(not those of its own|does not)"):
         load_target(directory, device="cpu", dtype="fp32")
 
 
