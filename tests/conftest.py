@@ -77,34 +77,36 @@ def prompts(target):
     return [target.render([{"role": "user", "content": text}]) for text in PROMPTS]
 
 
-@pytest.fixture(scope="session")
-def tiny_directory(tmp_path_factory):
-    """`tiny_directory(name)`: directory of a random model of `ARCHITECTURES[name]` with the built-in tokenizer."""
+def write_tiny(directory, kind, sizes):
+    """A random model of a configuration class of `transformers`, with the built-in tokenizer, in `directory`."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_path())
+    torch.manual_seed(0)
+    common = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**common | sizes))
+    for parameter in model.parameters():  # biases and norms start at 0 and 1: an ignored one would not show
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory):
+    """`tiny_directory(name)`: directory of a random model of `ARCHITECTURES[name]` with the built-in tokenizer."""
     made = {}
 
     def make(name):
         if name not in made:
-            kind, sizes = ARCHITECTURES[name]
-            torch.manual_seed(0)
-            common = {
-                "vocab_size": len(tokenizer),
-                "max_position_embeddings": 256,
-                "bos_token_id": None,
-                "eos_token_id": 3,
-                "pad_token_id": 0,
-                "initializer_range": 0.2,
-            }
-            config = getattr(transformers, kind)(**common | sizes)
-            config._attn_implementation = "eager"  # Gemma 2 caps its attention scores, which SDPA cannot
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            for parameter in model.parameters():  # biases and norms start at 0 and 1: an ignored one would not show
-                parameter.data += 0.1 * torch.randn_like(parameter)
-            made[name] = tmp_path_factory.mktemp(name)
-            model.save_pretrained(made[name])
-            tokenizer.save_pretrained(made[name])
-        return str(made[name])
+            made[name] = write_tiny(tmp_path_factory.mktemp(name), *ARCHITECTURES[name])
+        return made[name]
 
     return make

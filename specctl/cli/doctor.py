@@ -7,16 +7,22 @@ import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from specctl.cli.command import command, library_output
-from specctl.cli.output import cell, output
-from specctl.errors import SpecctlError
+from specctl.cli.output import cell, fields, output
+from specctl.errors import CheckpointError, SpecctlError
 
-TargetName = Annotated[str, typer.Option("--target", help="Also say how this target would run.", show_default=False)]
+if TYPE_CHECKING:
+    from specctl.decoding.describe import Description
+
+TargetName = Annotated[
+    str | None, typer.Option("--target", help="Also say what this target is and how it would run.", show_default=False)
+]
 LOW_DISK_GB = 5
 LOW_MEMORY_GB = 5
 
@@ -35,15 +41,24 @@ def register(app: typer.Typer) -> None:
     command(app, "doctor")(doctor)
 
 
-def doctor(target: TargetName = "builtin") -> None:
+def doctor(target: TargetName = None) -> None:
     """What this machine can do, what is missing, and the command that fixes it."""
     with library_output():
-        findings = [*software(), *hardware(), *surroundings(), target_path(target)]
+        machine = [*software(), *hardware(), *surroundings()]
+        about, usable = examine(target or "builtin")
+    findings = [*machine, usable]
     missing = sum(finding.state == "missing" for finding in findings)
-    document = {"healthy": missing == 0, "missing": missing, "findings": [asdict(finding) for finding in findings]}
-    output.result(document, _report, brief="ok" if not missing else f"{missing} missing")
+    document = {
+        "healthy": missing == 0,
+        "missing": missing,
+        "findings": [asdict(finding) for finding in findings],
+        "target": asdict(about) if about is not None else None,
+    }
+    shown = about if target is not None else None  # nobody has asked about the built-in one
+    output.result(document, partial(_report, about=shown), brief="ok" if not missing else f"{missing} missing")
     if missing:
-        raise typer.Exit(1)
+        unusable = usable.state == "missing" and missing == 1
+        raise typer.Exit(CheckpointError.exit_code if unusable else SpecctlError.exit_code)
 
 
 def software() -> Iterator[Finding]:
@@ -130,17 +145,31 @@ def surroundings() -> Iterator[Finding]:
         yield Finding("disk", "ok", f"{free:.1f} GiB free")
 
 
-def target_path(name: str) -> Finding:
-    """Whether the target can be used, and whether by the lean step or by the forward of transformers."""
-    from specctl.decoding.target import describe
+def examine(name: str) -> tuple[Description | None, Finding]:
+    """A target from its configuration alone: what it is, and whether and how it can be used."""
+    from specctl.cli import plan
+    from specctl.decoding.describe import describe
+    from specctl.recipe import TargetRecipe
 
+    what = f"target {name}"
     try:
-        about = describe(name)
+        where = plan.local_target(TargetRecipe(name=name))
+        if where is None:
+            raise CheckpointError(
+                "not a directory here, and not in the Hugging Face cache",
+                f"hf download {name} --include '*.json' '*.jinja' (no weights; this command does not ask the hub)",
+            )
+        about = describe(where, name)
     except SpecctlError as error:
         fix = "pip install --force-reinstall --no-deps specctl" if name == "builtin" else error.hint
-        return Finding(f"target {name}", "missing", error.message, fix)
-    path = "lean step" if about["path"] == "lean" else "forward of transformers"
-    return Finding(f"target {name}", "ok", f"{path}: {about['why']}")
+        return None, Finding(what, "missing", error.message, fix)
+    path = f"{plan.step_name(about.path).removeprefix('the ')}: {about.why}"
+    if about.chat_template is None:
+        return about, Finding(what, "missing", "its tokenizer cannot be read", "put its files beside config.json")
+    if not about.chat_template:
+        fix = "add chat_template.jinja to its directory (for a base model: '{{ messages[0].content }}')"
+        return about, Finding(what, "note", f"{path}; it has no chat template, which prompts need", fix)
+    return about, Finding(what, "ok", path)
 
 
 def _cpu_flags() -> set[str]:
@@ -151,7 +180,32 @@ def _cpu_flags() -> set[str]:
     return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
 
 
-def _report(document: dict[str, Any]) -> Any:
+def _in_words(about: Description) -> dict[str, Any]:
+    """What a description says, for people."""
+    from specctl.cli.plan import step_name
+
+    context: Any = about.context_length
+    if about.trained_context:
+        context = f"{context:,} of {about.trained_context:,}: behind them {', '.join(about.rope)} changes frequencies"
+    heads, kv_heads, head_dim = (n or "(layers differ)" for n in (about.heads, about.kv_heads, about.head_dim))
+    return {
+        "architecture": about.architecture,
+        "runs by": f"{step_name(about.path)}: {about.why}",
+        "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB in {about.dtype}, which --dtype auto takes",
+        "checkpoint in": about.checkpoint_dtype,
+        "layers": f"{about.layers} of {about.hidden_size:,}",
+        "heads": f"{heads} of {head_dim}, {kv_heads} of keys and values",
+        "vocabulary": f"{about.vocab_size:,}, {'head tied to the embedding' if about.tied_head else 'head of its own'}",
+        "context": context,
+        "RoPE": about.rope or "none",
+        "sliding window": about.sliding_window or "none",
+        "ends with": [str(token) for token in about.eos_ids],
+        "chat template": "not known" if about.chat_template is None else about.chat_template,
+        "features": f"hidden states 0 to {about.features}, for every feature drafter",
+    }
+
+
+def _report(document: dict[str, Any], about: Description | None) -> Any:
     from rich.console import Group
     from rich.table import Table
 
@@ -162,4 +216,5 @@ def _report(document: dict[str, Any]) -> Any:
         fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
         grid.add_row(state, cell(finding["what"]), f"{cell(finding['value'])}  {fix}".rstrip())
     missing = document["missing"]
-    return Group(grid, "", "everything that is required is there" if not missing else f"{missing} required, missing")
+    verdict = "everything that is required is there" if not missing else f"{missing} required, missing"
+    return Group(grid, "", *([fields(_in_words(about)), ""] if about else []), verdict)

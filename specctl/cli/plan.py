@@ -27,10 +27,11 @@ def check_target(target: TargetRecipe) -> str:
     where = local_target(target)
     if where is None:
         return f"target {target.name} is read from the Hugging Face hub; not checked"
-    from specctl.decoding.target import describe
+    from specctl.decoding.describe import path_of
+    from specctl.decoding.target import load_config
 
-    about = describe(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    return f"target {target.name} runs by {_step(about['path'])}: {about['why']}"
+    path, why = path_of(load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code))
+    return f"target {target.name} runs by {step_name(path)}: {why}"
 
 
 def local_target(target: TargetRecipe) -> str | None:
@@ -50,7 +51,8 @@ def local_target(target: TargetRecipe) -> str | None:
     return str(Path(found).parent) if isinstance(found, str) else None
 
 
-def _step(path: str) -> str:
+def step_name(path: str) -> str:
+    """What a target's path is called."""
     return "the lean step" if path == "lean" else "the forward of transformers"
 
 

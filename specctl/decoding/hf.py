@@ -13,10 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specctl.decoding.cache import KVCache, Plan
+from specctl.decoding.support import context_limit, window_size
 
 
 class ShardedCache(KVCache):
@@ -58,7 +61,10 @@ class ShardedCache(KVCache):
 
 
 class _Layer(CacheLayerMixin):
-    """Hands a layer's new keys and values to the KVCache and returns the slots that attention reads."""
+    """Hands a layer's new keys and values to the KVCache and returns the slots that attention reads.
+
+    The store is as wide as the widest layer's keys or values; where they are narrower, the rest of a row stays zero.
+    """
 
     is_sliding = False
 
@@ -71,10 +77,20 @@ class _Layer(CacheLayerMixin):
         """Nothing to do: the store is preallocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        pairs = torch.cat((key_states, value_states), 1).transpose(1, 2).flatten(0, 1)
-        self.store.write(self.index, pairs, self.plan)
+        keys, values = self.store.keys[self.index], self.store.values[self.index]
+        heads, dim = keys.shape[1], keys.shape[3]
+        padded = [
+            new
+            if new.shape[1] == heads and new.shape[3] == dim
+            else F.pad(new, (0, dim - new.shape[3], 0, 0, 0, heads - new.shape[1]))
+            for new in (key_states, value_states)
+        ]
+        self.store.write(self.index, torch.cat(padded, 1).transpose(1, 2).flatten(0, 1), self.plan)
         span = self.plan.span
-        return self.store.keys[self.index][:, :, :span], self.store.values[self.index][:, :, :span]
+        return (
+            keys[:, : key_states.shape[1], :span, : key_states.shape[3]],
+            values[:, : value_states.shape[1], :span, : value_states.shape[3]],
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.plan.span, 0
@@ -86,26 +102,82 @@ class _Layer(CacheLayerMixin):
         return self.store.capacity
 
 
+class _Shapes(CacheLayerMixin):
+    """Stands for a layer of the cache while one token passes: notes what the layer would store, and where."""
+
+    is_sliding = False
+    heads = dim = 0
+    device: torch.device | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: nothing is stored."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        self.heads = max(key_states.shape[1], value_states.shape[1])
+        self.dim = max(key_states.shape[3], value_states.shape[3])
+        self.device = key_states.device
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _States(BaseModelOutputWithPast):
+    """The output of a decoder that has nothing but hidden states; architectures pass on this and that beside them."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Passed(nn.Module):
+    """In the place of a model's decoder: what went in as embeddings comes out as its last hidden state."""
+
+    @property
+    def decoder(self) -> _Passed:
+        """OPT and its like call this part of it."""
+        return self
+
+    def forward(self, *args, inputs_embeds: Tensor, **kwargs) -> _States:
+        return _States(last_hidden_state=inputs_embeds)
+
+
 class HFModel:
     """The same interface as `LeanModel` over any decoder-only `transformers` model with a key/value cache."""
 
     def __init__(self, model):
         config = model.config.get_text_config()
         self.model = model
+        prefix = model.base_model_prefix if model.base_model is not model else "model"
+        self.body = getattr(model, prefix)
+        # The model without its decoder: the head, and what an architecture does before and behind it (scales, caps).
+        self.tail = copy.copy(model)
+        self.tail._modules = model._modules | {prefix: _Passed()}
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
         self.hidden_size = config.hidden_size
         self.embedding = model.get_input_embeddings().weight.detach()
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        # Padding rows may stand behind the context; learned positions end there.
-        self.last_position = (getattr(config, "max_position_embeddings", None) or 1 << 31) - 1
+        # Padding rows may stand behind the context; learned positions end there, and some RoPE frequencies change.
+        self.last_position = (context_limit(config) or 1 << 31) - 1
         self.num_layers = config.num_hidden_layers
-        self.window = getattr(config, "sliding_window", None)
-        layer_types = set(getattr(config, "layer_types", None) or [])
-        self.mixed = len(layer_types) > 1
-        self.layer_devices = _layer_devices(model, self.num_layers)
-        self.sliding = self.window is not None and ("sliding_attention" in layer_types or not layer_types)
+        self.window = window_size(config)
+        self.mixed = len(set(getattr(config, "layer_types", None) or [])) > 1
+        shapes = self._shapes()
+        self.kv_heads, self.head_dim = max(s.heads for s in shapes), max(s.dim for s in shapes)
+        self.layer_devices = [shape.device or self.device for shape in shapes]
+
+    @torch.no_grad()
+    def _shapes(self) -> list[_Shapes]:
+        """What every layer stores for one token: no configuration tells it for all architectures."""
+        shapes: list[Any] = [_Shapes() for _ in range(self.num_layers)]
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.body(input_ids=token, position_ids=token, past_key_values=Cache(layers=shapes), use_cache=True)
+        return shapes
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         shape = (batch, self.kv_heads, capacity, self.head_dim)
@@ -114,7 +186,7 @@ class HFModel:
         return KVCache(self.num_layers, *shape, dtype=self.dtype, device=self.device)
 
     def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor] | None:
-        if plan.causal and not self.sliding:
+        if plan.causal and self.window is None:
             return None  # plain causal attention, which SDPA does without a quadratic mask
         full = plan.mask
         if full is None:
@@ -124,7 +196,7 @@ class HFModel:
             full = torch.zeros(batch, rows, plan.span, dtype=self.dtype, device=self.device)
             full = full.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
         full = full.expand(batch, 1, rows, plan.span)
-        if not self.sliding or self.window is None:
+        if self.window is None:
             return {"full_attention": full} if self.mixed else full
         behind = self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window
         narrow = full.masked_fill(behind.unsqueeze(1), float("-inf"))
@@ -144,28 +216,22 @@ class HFModel:
         """As `LeanModel.forward`."""
         batch, rows = tokens.shape
         layers: list[Any] = [_Layer(cache, index, plan) for index in range(self.num_layers)]
-        output = self.model(
+        output = self.body(
             input_ids=tokens,
             position_ids=plan.positions.expand(batch, -1).clamp(max=self.last_position),
             attention_mask=self._masks(plan, batch, rows),
             past_key_values=Cache(layers=layers),
             use_cache=True,
-            output_hidden_states=True,
-            logits_to_keep=1,
+            output_hidden_states=bool(taps),
         )
-        states = output.hidden_states
-        tapped = torch.cat([states[tap].to(self.device, self.dtype) for tap in taps], -1) if taps else None
-        return states[-1].to(self.device), tapped
+        tapped = None
+        if taps:
+            tapped = torch.cat([output.hidden_states[tap].to(self.device, self.dtype) for tap in taps], -1)
+        return output.last_hidden_state.to(self.device), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `LeanModel.logits`, with a final soft-cap where the configuration has one (Gemma 2)."""
-        logits = self.model.get_output_embeddings()(hidden).to(self.device)
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        return torch.tanh(logits / cap) * cap if cap else logits
-
-
-def _layer_devices(model, layers: int) -> list[torch.device]:
-    """The device of every decoder layer, wherever the architecture keeps the list of them."""
-    embedding = model.get_input_embeddings().weight.device
-    blocks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
-    return [next(block.parameters()).device for block in blocks[0]] if blocks else [embedding] * layers
+        """As `LeanModel.logits`, by the model's own code: heads of two layers, scaled and capped logits included."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        # Not `self.tail(…)`: hooks that `accelerate` has put on the model would run the decoder.
+        logits = type(self.model).forward(self.tail, inputs_embeds=rows, use_cache=False).logits
+        return logits.to(self.device).view(*hidden.shape[:-1], -1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specctl.decoding.cache import KVCache, Plan
 from specctl.decoding.layers import Linear, RMSNorm, Rope, attend
+from specctl.decoding.support import ropes
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 # Frequencies that change with the sequence length cannot be tabulated once.
@@ -28,9 +29,11 @@ def why_not(config) -> str | None:
         return "sliding-window attention"
     if config.model_type == "mistral" and getattr(config, "sliding_window", None):
         return "sliding-window attention"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in DYNAMIC_ROPE or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"RoPE variant {rope.get('rope_type')!r}"
+    for kind, rope in ropes(config).items():
+        if kind in DYNAMIC_ROPE:
+            return f"RoPE variant {kind!r}"
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            return "partial rotary embedding"
     if getattr(config, "quantization_config", None):
         return "quantised weights"
     return None

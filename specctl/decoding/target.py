@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
+from specctl.decoding.support import context_limit, why_unusable
 from specctl.errors import CheckpointError, DataError, UsageError
+
+if TYPE_CHECKING:
+    from specctl.decoding.hf import HFModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -50,6 +54,8 @@ class Target:
 
     def __init__(self, name: str, model, tokenizer, *, revision: str | None = None, path: str = "auto"):
         reason = lean.why_not(model.config)
+        if not type(model).__module__.startswith("transformers.models."):
+            reason = reason or "the model brings code of its own"
         if len({parameter.device for parameter in model.parameters()}) > 1:
             reason = reason or "its layers are on several devices"
         if path == "lean" and reason:
@@ -63,20 +69,16 @@ class Target:
         if self.path == "lean":
             self.model: Model = lean.LeanModel(model)
         else:
-            from specctl.decoding.hf import HFModel
-
-            self.model = HFModel(model)
+            self.model = _tried(name, model)
         self.device, self.dtype = self.model.device, self.model.dtype
         self.vocab_size = self.model.embedding.shape[0]
         self.hidden_size = self.model.hidden_size
         self.num_layers = self.config.num_hidden_layers
-        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or tokenizer.model_max_length)
-        self.eos_ids = _eos_ids(model, tokenizer)
+        self.context_length = context_limit(self.config) or int(tokenizer.model_max_length)
+        self.eos_ids = eos_ids(model.generation_config, model.config, tokenizer)
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
-        self.norm_weight: Tensor | None = (
-            getattr(getattr(model.model, "norm", None), "weight", None) if hasattr(model, "model") else None
-        )
+        self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
         self.identity: dict[str, Any] = {
             "name": name,
             "revision": revision,
@@ -155,13 +157,45 @@ def vocab_hash(tokenizer) -> str:
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def _eos_ids(model, tokenizer) -> frozenset[int]:
+@torch.no_grad()
+def _norm_weight(norm) -> Tensor | None:
+    """What the final norm multiplies with. Gemma and some others store it minus one."""
+    weight = getattr(norm, "weight", None)
+    if weight is None:
+        return None
+    added = (norm(torch.ones_like(weight)) - weight).float().mean().item()  # of a row whose root mean square is 1
+    return weight + 1 if round(added) == 1 else weight
+
+
+def _tried(name: str, model) -> HFModel:
+    """The model behind its own forward, after a trial that it can verify drafts. CheckpointError where it cannot."""
+    from specctl.decoding.hf import HFModel
+    from specctl.decoding.trial import trial
+
+    reason = why_unusable(model.config, type(model))
+    if reason is None:
+        try:
+            wrapped = HFModel(model)
+        except Exception as error:  # whatever the code of an unknown architecture raises
+            reason = f"its code does not take a cache from outside ({type(error).__name__}: {error})"
+        else:
+            reason = trial(wrapped)
+    if reason is not None:
+        raise _unusable(name, reason)
+    return wrapped
+
+
+def _unusable(name: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"target {name} cannot verify drafts: {reason}", "choose a causal LM such as Llama, Qwen, Mistral or Gemma"
+    )
+
+
+def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
+    """All ids that end a response, wherever they are written down."""
     found: set[int] = set()
-    for value in (
-        getattr(model.generation_config, "eos_token_id", None),
-        model.config.eos_token_id,
-        tokenizer.eos_token_id,
-    ):
+    for source in (generation_config, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
         if value is not None:
             found.update(value if isinstance(value, list) else [value])
     return frozenset(found)
@@ -210,29 +244,19 @@ def cpu_has_bf16() -> bool:
     return bool(check and check())
 
 
-def describe(name: str, **config_options: Any) -> dict[str, str]:
-    """Which path runs this target and why, from its configuration alone (no weights are read)."""
-    config = load_config(name, **config_options)
-    reason = lean.why_not(config)
-    return {
-        "target": name,
-        "architecture": (config.architectures or [config.model_type])[0],
-        "path": "transformers" if reason else "lean",
-        "why": reason or f"{config.model_type} is covered by the lean step",
-    }
-
-
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
     """The configuration of a target, checked to be a decoder-only causal LM."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    where = _where(name)
+    where = location(name)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise CheckpointError(
-            f"cannot read the configuration of target {name}: {str(error).splitlines()[0]}",
+            f"cannot read the configuration of target {name}: {str(telling or error).splitlines()[0]}",
             "give a Hugging Face id, a directory with config.json, or 'builtin'",
         ) from error
     names = config.architectures or []
@@ -245,6 +269,9 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         )
     if config.get_text_config().model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
+    reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
+    if reason is not None:
+        raise _unusable(name, reason)
     return config
 
 
@@ -253,7 +280,8 @@ def is_hub_id(name: str) -> bool:
     return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
 
 
-def _where(name: str) -> str:
+def location(name: str) -> str:
+    """What `transformers` loads a target from: a directory, or a Hugging Face id. CheckpointError for neither."""
     if name == "builtin":
         return str(builtin_path())
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
@@ -285,7 +313,7 @@ def load_model(
     load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            _where(name),
+            location(name),
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -309,7 +337,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(_where(name), revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(location(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the tokenizer of {name}: {str(error).splitlines()[0]}") from error
 

@@ -2,8 +2,11 @@
 
 import json
 
+import transformers
+
 from specctl import data_prep
 from specctl.cli import doctor
+from tests.conftest import SIZES, write_tiny
 
 
 def test_a_recipe_is_copied_edited_and_checked(specctl, tmp_path):
@@ -55,7 +58,7 @@ def test_doctor_names_what_is_missing_and_the_fix(specctl, monkeypatch):
 
 def test_doctor_about_a_target_that_is_not_there(specctl):
     done = specctl("doctor", "--target", "./nowhere")
-    assert done.code == 1
+    assert done.code == 4
     assert "./nowhere" in done.out
 
 
@@ -70,3 +73,96 @@ def test_doctor_sees_that_the_cores_are_taken():
     assert doctor.load(4.0, 1, 2).state == "ok"
     assert "OMP_NUM_THREADS=1" in doctor.load(1.3, 2, 2).fix
     assert "OMP_NUM_THREADS=5" in doctor.load(3.0, 8, 8).fix
+
+
+def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):
+    """A description of the wrong layer, or one that needs the checkpoint, is of no use before a download."""
+    directory = write_tiny(
+        tmp_path / "gemma", "Gemma2Config", SIZES | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 2}
+    )
+    (tmp_path / "gemma" / "model.safetensors").unlink()
+    done = specctl("doctor", "--target", directory, "--json")
+    assert done.code == 0, done.err
+    about = done.json["target"]
+    expected = {
+        "architecture": "Gemma2ForCausalLM",
+        "path": "transformers",
+        "layers": 2,
+        "hidden_size": 48,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 4096,
+        "context_length": 256,
+        "trained_context": None,
+        "rope": ["default"],
+        "sliding_window": 16,
+        "tied_head": True,
+        "features": 2,
+        "eos_ids": [3],
+        "chat_template": True,
+    }
+    assert {key: about[key] for key in expected} == expected
+    layer = 48 * 16 * (4 + 2 + 2 + 4) + 3 * 48 * 64 + 4 * 48
+    assert about["parameters"] == 4096 * 48 + 2 * layer + 48
+    assert about["bytes"] == about["parameters"] * {"bf16": 2, "fp32": 4}[about["dtype"]]
+    assert "'gemma2' is not one of" in about["why"]
+    shown = specctl("doctor", "--target", directory).out
+    for words in ("the forward of transformers", "4 of 16, 2 of keys", "head tied", "hidden states 0 to 2"):
+        assert words in shown
+
+
+def test_doctor_shows_where_longrope_ends(specctl, tmp_path):
+    factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    sizes = SIZES | {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    directory = write_tiny(tmp_path / "phi", "Phi3Config", sizes)
+    assert specctl("doctor", "--target", directory, "--json").json["target"]["context_length"] == 64
+    assert "64 of 256: behind them longrope changes" in specctl("doctor", "--target", directory).out
+
+
+def test_doctor_finds_a_target_in_the_hugging_face_cache(specctl, tmp_path, monkeypatch):
+    """By the id, without asking the hub."""
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text(snapshot.name)
+    write_tiny(snapshot, "Qwen2Config", SIZES)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    about = specctl("doctor", "--target", "some/model", "--json").json["target"]
+    assert (about["target"], about["path"], about["model_type"]) == ("some/model", "lean", "qwen2")
+    done = specctl("doctor", "--target", "some/other", "--json")
+    assert done.code == 4
+    finding = done.json["findings"][-1]
+    assert "not in the Hugging Face cache" in finding["value"] and "hf download some/other" in finding["fix"]
+
+
+def test_doctor_refuses_targets_that_cannot_be_used(specctl, tmp_path):
+    """Each with the exit code of a checkpoint that does not fit, and the reason by name."""
+    (tmp_path / "empty").mkdir()
+    transformers.MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "never-heard-of"}')
+    (tmp_path / "seven").mkdir()
+    (tmp_path / "seven" / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 7}')
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path / "mute")
+    for name, words in {
+        "./nowhere": "does not exist",
+        "./empty": "cannot read the configuration",
+        "./mamba": "recurrent state",
+        "./unknown": "never-heard-of",
+        "./seven": "not a multiple of the number of attention heads",
+        "./mute": "tokenizer cannot be read",
+    }.items():
+        done = specctl("doctor", "--target", name, "--json")
+        finding = done.json["findings"][-1]
+        assert done.code == 4 and finding["state"] == "missing" and finding["fix"], name
+        assert words in finding["value"], finding
+
+
+def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
+    write_tiny(tmp_path / "base", "LlamaConfig", SIZES)
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    done = specctl("doctor", "--target", "./base", "--json")
+    assert done.code == 0 and done.json["target"]["chat_template"] is False
+    assert "chat_template.jinja" in done.json["findings"][-1]["fix"]

@@ -80,6 +80,21 @@ def bushes(texts, seed, vocabulary, nodes=12, right=0.7, taps=()):
     return Scripted(script, chain=False, taps=taps)
 
 
+def full_tree(texts):
+    """As many nodes as a step takes: the right chain, with a wrong twin beside every node."""
+
+    def script(row, budget):
+        right = texts[row.index][len(row.ids) :]
+        tokens, parents = [], []
+        for node in range(budget):
+            depth, wrong = divmod(node, 2)
+            tokens.append(0 if wrong or depth >= len(right) else right[depth])
+            parents.append(2 * (depth - 1) if depth else -1)
+        return tokens, parents
+
+    return Scripted(script, chain=False)
+
+
 def _token(draw, text, position, right, vocabulary):
     known = position < len(text) and draw.random() < right
     return text[position] if known else draw.randrange(vocabulary)

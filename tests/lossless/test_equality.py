@@ -22,7 +22,7 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape as Eagle3Shape
 from specctl.recipe import DraftingRecipe, TrainRecipe
-from tests.lossless.drafters import Rotate, Scripted, bushes, constant, own_weights, perfect, ragged
+from tests.lossless.drafters import Rotate, bushes, constant, full_tree, own_weights, perfect, ragged
 
 NEW = 20
 HOT = Sampling(1.0, 0, 1.0)
@@ -90,7 +90,7 @@ DRAFTERS = {
     "longest": lambda target, texts: perfect(texts, depth=63),
     "ragged": lambda target, texts: ragged(texts, 0, target.vocab_size),
     "trees": lambda target, texts: bushes(texts, 0, target.vocab_size),
-    "full trees": lambda target, texts: Scripted(full_tree(texts), chain=False),
+    "full trees": lambda target, texts: full_tree(texts),
     "lookup": lambda target, texts: Lookup(),
     "suffix": lambda target, texts: Suffix(),
     "retrieval": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
@@ -109,21 +109,6 @@ DRAFTERS = {
 def misprinted(text):
     """Every ninth token is another one: drafts from it are long, and wrong in the middle."""
     return [token + 1 if at % 9 == 8 else token for at, token in enumerate(text)]
-
-
-def full_tree(texts):
-    """As many nodes as a step takes: the right chain, with a wrong twin beside every node."""
-
-    def script(row, budget):
-        right = texts[row.index][len(row.ids) :]
-        tokens, parents = [], []
-        for node in range(budget):
-            depth, wrong = divmod(node, 2)
-            tokens.append(0 if wrong or depth >= len(right) else right[depth])
-            parents.append(2 * (depth - 1) if depth else -1)
-        return tokens, parents
-
-    return script
 
 
 @pytest.fixture(params=DRAFTERS)

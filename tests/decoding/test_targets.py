@@ -1,0 +1,335 @@
+"""The models that users bring: each row is a family, each test what `specctl` promises of it.
+
+Random weights and everything that sets a family apart. Catches: RoPE scalings ignored or applied twice, windows ignored
+in a tree, soft caps and logit scales lost, biases dropped, head sizes taken from the hidden size, tied heads untied.
+"""
+
+import pytest
+import torch
+import transformers
+
+from specctl.decoding import lean
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.target import DTYPES, Target, load_config, load_model, load_target, load_tokenizer
+from specctl.drafters.datastore import Datastore
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.errors import CheckpointError, DataError
+from tests.conftest import write_tiny
+from tests.lossless.drafters import bushes, constant, full_tree, ragged
+
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+WINDOW = 4  # the first prompts are longer, and so are the drafts: a slot is not a position
+PROMPTS = [[(37 * i) % 500 + 10 for i in range(40)], [88, 4, 7], [(53 * i) % 400 + 20 for i in range(22)]]
+NEW = 12
+SEEDS = [11, 12, 13]
+WARM = Sampling(0.8, 20, 1.0)  # of 20: with all 4096, a uniform meets the border of two tokens within rounding
+CLOSE = {"rtol": 1e-4, "atol": 2e-4}
+
+
+def rope(kind, **more):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LINEAR, DYNAMIC = rope("linear", factor=4.0), rope("dynamic", factor=4.0)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
+LONGROPE = rope(
+    "longrope",
+    original_max_position_embeddings=64,
+    short_factor=[1.0 + i / 10 for i in range(6)],
+    long_factor=[2.0 + i for i in range(6)],
+)
+TIED = {"tie_word_embeddings": True}
+GEMMA3_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": WINDOW,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 4096,
+}
+
+# family → (how it runs, configuration class, what is special about it)
+TARGETS = {
+    "Llama 2": ("lean", "LlamaConfig", {"num_key_value_heads": 4}),
+    "Llama 3.1": ("lean", "LlamaConfig", LLAMA3),
+    "Llama 3.2": ("lean", "LlamaConfig", LLAMA3 | TIED),
+    "Llama, linear RoPE": ("lean", "LlamaConfig", LINEAR),
+    "Llama, dynamic RoPE": ("transformers", "LlamaConfig", DYNAMIC),
+    "Llama, YaRN": ("lean", "LlamaConfig", YARN),
+    "Qwen2.5": ("lean", "Qwen2Config", TIED),
+    "Qwen2, window": ("transformers", "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW,
+                                                      "max_window_layers": 1}),
+    "Qwen3": ("lean", "Qwen3Config", {"head_dim": 16}),
+    "Qwen3, YaRN": ("lean", "Qwen3Config", {"head_dim": 16} | YARN),
+    "Mistral v0.1": ("transformers", "MistralConfig", {"sliding_window": WINDOW}),
+    "Mistral v0.3": ("lean", "MistralConfig", {"sliding_window": None}),
+    "Mistral Nemo": ("lean", "MistralConfig", {"sliding_window": None, "head_dim": 16}),
+    "Gemma": ("transformers", "GemmaConfig", {"head_dim": 16}),
+    "Gemma 2": ("transformers", "Gemma2Config", {"head_dim": 16, "sliding_window": WINDOW,
+                                                 "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0,
+                                                 "final_logit_softcapping": 5.0}),
+    "Gemma 3": ("transformers", "Gemma3TextConfig", {"head_dim": 16, "sliding_window": WINDOW,
+                                                     "layer_types": ["sliding_attention", "full_attention"]}
+                | GEMMA3_ROPE),
+    "Gemma 4": ("transformers", "Gemma4TextConfig", GEMMA4),
+    "Phi-2": ("transformers", "PhiConfig", {"num_key_value_heads": 4}
+              | rope("default", partial_rotary_factor=0.5)),
+    "Phi-3": ("transformers", "Phi3Config", {"sliding_window": WINDOW}),
+    "Phi-3, longrope": ("transformers", "Phi3Config", LONGROPE | {"original_max_position_embeddings": 64}),
+    "Phi-4 mini": ("transformers", "Phi3Config", TIED | rope("default", partial_rotary_factor=0.5)),
+    "Mixtral": ("transformers", "MixtralConfig", {"num_local_experts": 4}),
+    "Qwen3 MoE": ("transformers", "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2,
+                                                     "moe_intermediate_size": 16, "head_dim": 16}),
+    "DeepSeek V3": ("transformers", "DeepseekV3Config", MLA),
+    "gpt-oss": ("transformers", "GptOssConfig", {"sliding_window": WINDOW, "head_dim": 16, "num_local_experts": 4,
+                                                 "num_experts_per_tok": 2}),
+    "Command R": ("transformers", "CohereConfig", {"logit_scale": 0.25}),
+    "Granite": ("transformers", "GraniteConfig", {"logits_scaling": 4.0, "residual_multiplier": 0.5,
+                                                  "embedding_multiplier": 3.0, "attention_multiplier": 0.2}),
+    "OLMo 2": ("transformers", "Olmo2Config", {}),
+    "Falcon": ("transformers", "FalconConfig", {"alibi": False, "multi_query": True}),
+    "OPT": ("transformers", "OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(family, tmp_path_factory):
+    _, kind, special = TARGETS[family]
+    return write_tiny(tmp_path_factory.mktemp("target"), kind, SMALL | special)
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return load_target(directory, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
+    known = {}
+
+    def texts(sampling):
+        if sampling not in known:
+            known[sampling] = [
+                whole(decode(target, [prompt], sampling=sampling, max_new_tokens=NEW, seeds=[seed]))[0]
+                for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+            ]
+        return known[sampling]
+
+    return texts
+
+
+def whole(decoded):
+    return [one.prompt_ids + one.output_ids for one in decoded]
+
+
+def misprinted(text):
+    return [token ^ 1 if at % 5 == 4 else token for at, token in enumerate(text)]
+
+
+DRAFTERS = {
+    "chains": lambda target, texts: ragged(texts, 0, target.vocab_size),
+    "trees": lambda target, texts: bushes(texts, 0, target.vocab_size),
+    "twins": lambda target, texts: full_tree(texts),
+    "suffix": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
+}
+
+
+def test_logits_and_states_are_those_of_transformers(family, directory, target, model):
+    """Ragged prefill, then a step of three tokens for each."""
+    path = TARGETS[family][0]
+    assert target.path == path and (lean.why_not(load_config(directory)) is None) == (path == "lean")
+    taps, more = (0, 1, target.num_layers), [5, 300, 41]
+    cache = target.model.new_cache(3, 64)
+    last, hidden, _ = target.prefill(PROMPTS, cache, taps)
+    plan = plan_rows([len(p) for p in PROMPTS], 3, device=target.device, dtype=target.dtype)
+    rows, _, tapped = target.step(torch.tensor([more] * 3), cache, plan, taps)
+    for b, prompt in enumerate(PROMPTS):
+        with torch.inference_mode():
+            truth = model(torch.tensor([prompt + more]), output_hidden_states=True)
+        logits, states = truth.logits[0], torch.cat([truth.hidden_states[tap][0] for tap in taps], -1)
+        torch.testing.assert_close(last[b], logits[len(prompt) - 1], **CLOSE)
+        torch.testing.assert_close(hidden[b, : len(prompt)], states[: len(prompt), -48:], **CLOSE)
+        torch.testing.assert_close(rows[b], logits[len(prompt) :], **CLOSE)
+        torch.testing.assert_close(tapped[b], states[len(prompt) :], **CLOSE)
+
+
+def test_the_final_norm_is_a_factor(family, target, model):
+    """Drafters start from it; Gemma stores it minus one."""
+    norm = getattr(getattr(model, "model", None), "norm", None)
+    if "RMSNorm" not in type(norm).__name__:
+        pytest.skip("no RMS norm under that name")
+    x = torch.randn(3, 48)
+    with torch.no_grad():
+        expected = norm(x)
+    found = torch.nn.functional.rms_norm(x, (48,), target.norm_weight, eps=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_greedy_text_is_that_of_transformers(model, plain):
+    for prompt, text in zip(PROMPTS, plain(GREEDY), strict=True):
+        assert model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() == text
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_speculative_text_is_plain_text(target, plain, sampling, drafter):
+    """In a ragged batch of three, and the first alone: chains and trees, over windows and RoPE scalings."""
+    texts = plain(sampling)
+    options = {"sampling": sampling, "max_new_tokens": NEW}
+    make = DRAFTERS[drafter]
+    together = decode(target, PROMPTS, seeds=SEEDS, drafter=make(target, texts), **options)
+    alone = decode(target, PROMPTS[:1], seeds=SEEDS[:1], drafter=make(target, texts), **options)
+    assert whole(together) == texts
+    assert whole(alone) == texts[:1]
+    assert sum(one.accepted for one in together) > 0
+
+
+# --- what cannot be used is refused ---------------------------------------------------------------------------------
+
+REFUSED = {
+    "Mamba": ("MambaConfig", {}, "recurrent state"),
+    "Jamba": ("JambaConfig", {}, "recurrent state"),
+    "Qwen3-Next": ("Qwen3NextConfig", {}, "recurrent state"),
+    "RecurrentGemma": ("RecurrentGemmaConfig", {}, "recurrent state"),
+    "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "Llama 4": ("Llama4TextConfig", {}, "layers of type chunked_attention"),
+    "DeepSeek V3.2": ("DeepseekV32Config", {}, "layers of type indexed_attention"),
+    "BLOOM": ("BloomConfig", {}, "ALiBi"),
+    "MPT": ("MptConfig", {}, "ALiBi"),
+    "Falcon RW": ("FalconConfig", {"alibi": True}, "ALiBi"),
+    "GPT-Neo": ("GPTNeoConfig", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "local attention"),
+    "T5": ("T5Config", {}, "not a decoder-only causal LM"),
+    "BERT": ("BertConfig", {"architectures": ["BertForMaskedLM"]}, "not a decoder-only causal LM"),
+    "ViT": ("ViTConfig", {}, "no causal LM"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_rolled_back_is_refused_before_any_weight_is_read(name, tmp_path):
+    kind, special, why = REFUSED[name]
+    config = getattr(transformers, kind)(**({"num_hidden_layers": 2} if kind != "GPTNeoConfig" else {}) | special)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=why) as caught:
+        load_target(str(tmp_path), device="cpu")
+    assert str(tmp_path) in caught.value.message
+
+
+def without(argument):
+    """A decoder whose code drops one of its arguments, as that of a model with code of its own may."""
+    forward = transformers.GPTNeoXModel.forward
+
+    def deaf(self, *args, **kwargs):
+        return forward(self, *args, **{**kwargs, argument: None})
+
+    return deaf
+
+
+@pytest.mark.parametrize("argument", ["attention_mask", "position_ids", "past_key_values"])
+def test_code_that_ignores_what_it_is_given_is_found_on_loading(argument, tmp_path, monkeypatch):
+    """No configuration shows it, and the text would look plausible."""
+    directory = write_tiny(tmp_path, "GPTNeoXConfig", SMALL)
+    assert load_target(directory, device="cpu", dtype="fp32").path == "transformers"
+    monkeypatch.setattr(transformers.GPTNeoXModel, "forward", without(argument))
+    with pytest.raises(CheckpointError, match=r"cannot verify drafts: .*(not those of its own|does not)"):
+        load_target(directory, device="cpu", dtype="fp32")
+
+
+def test_states_beyond_fp16_are_refused(tmp_path):
+    directory = write_tiny(tmp_path, "GPTNeoXConfig", SMALL)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    model.gpt_neox.layers[0].mlp.dense_4h_to_h.weight.data *= 1e6
+    model.save_pretrained(directory)
+    with pytest.raises(CheckpointError, match="not finite in float16"):
+        load_target(directory, device="cpu", dtype="fp16")
+
+
+def test_a_model_with_code_of_its_own_does_not_take_the_lean_step(tmp_path):
+    """It may call itself a Llama and compute something else."""
+    directory = write_tiny(tmp_path, "LlamaConfig", SMALL)
+    model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
+
+    class Other(type(model)):
+        """What `trust_remote_code` would have imported."""
+
+    model.__class__ = Other
+    assert Target("other", model, load_tokenizer(directory)).path == "transformers"
+
+
+# --- the end of the context -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Phi-3, longrope", "Llama, dynamic RoPE"], indirect=True)
+def test_frequencies_do_not_change_under_a_text(family, target, model):
+    """Drafts and padding that reach over the border at which RoPE frequencies change must not change them."""
+    end = target.context_length
+    assert end == (64 if family == "Phi-3, longrope" else 256)
+    prompts = [[(37 * i) % 500 + 10 for i in range(end - 7)], PROMPTS[1]]
+    options = {"sampling": GREEDY, "max_new_tokens": 20, "seeds": [0, 0]}
+    truth = model.generate(torch.tensor(prompts[:1]), max_new_tokens=7, do_sample=False)[0].tolist()
+    expected = [whole(decode(target, [p], sampling=GREEDY, max_new_tokens=20, seeds=[0]))[0] for p in prompts]
+    assert expected[0] == truth
+    for drafter in (constant([1] * 20), bushes(expected, 3, target.vocab_size, nodes=30)):
+        assert whole(decode(target, prompts, drafter=drafter, **options)) == expected
+    with pytest.raises(DataError, match=f"takes 1 to {end - 1}"):
+        decode(target, [[5] * end], **options)
+
+
+# --- half precision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama 3.1", "Gemma 2"], indirect=True)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_exact_in_exact_mode(family, directory, dtype):
+    """Chains in fixed shapes: bit for bit, whatever the rounding."""
+    target = load_target(directory, device="cpu", dtype=dtype)
+    assert target.dtype == DTYPES[dtype]
+    for sampling in (GREEDY, WARM):
+        options = {"sampling": sampling, "max_new_tokens": NEW, "exact": True}
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True):
+            text = whole(decode(target, [prompt], seeds=[seed], **options))
+            for drafter in (ragged(text, 0, target.vocab_size), Lookup()):
+                assert whole(decode(target, [prompt], seeds=[seed], drafter=drafter, **options)) == text
