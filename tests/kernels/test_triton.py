@@ -9,7 +9,15 @@ import pytest
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-SHARED = ["test_parity.py", "test_rows.py", "test_uniform.py", "test_verify.py", "test_panorama.py", "test_distill.py"]
+SHARED = [
+    "test_parity.py",
+    "test_rows.py",
+    "test_uniform.py",
+    "test_verify.py",
+    "test_panorama.py",
+    "test_distill.py",
+    "test_trial.py",
+]
 
 
 def run(*argv, **environment):

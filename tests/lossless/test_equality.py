@@ -22,7 +22,7 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape as Eagle3Shape
 from specctl.recipe import DraftingRecipe, TrainRecipe
-from tests.lossless.drafters import Rotate, bushes, constant, full_tree, own_weights, perfect, ragged
+from tests.lossless.drafters import Rotate, Scripted, bushes, constant, full_tree, own_weights, perfect, ragged
 
 NEW = 20
 HOT = Sampling(1.0, 0, 1.0)

@@ -1,0 +1,65 @@
+"""Whether a backend computes on a device what the reference does: one that compiles its kernels there is tried once
+before it is trusted. A machine may lack a C compiler, or have a Triton whose code is wrong on its GPU.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
+
+
+def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
+    """Why `backend` is not to be used on `device`; None when every kernel answers as the reference does."""
+    for name, arguments in _questions(device):
+        try:
+            found = _answer(getattr(backend, name)(*arguments))
+        except Exception as error:  # whatever a compiler or a driver raises
+            lines = [type(error).__name__, *str(error).strip().splitlines()]
+            return f"{name} fails: {lines[-1]}"
+        expected = _answer(getattr(reference, name)(*arguments))
+        for ours, theirs in zip(found, expected, strict=True):
+            if not torch.allclose(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
+                return f"{name} computes something else than the reference"
+    return None
+
+
+def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
+    """Small inputs of every kernel that decides about text: sampled and greedy rows, a chain, a tree."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn(ROWS, VOCABULARY, generator=generator).to(device)  # without ties
+    logits = scores.bfloat16()
+    uniforms = torch.rand(ROWS, generator=generator).to(device)
+    temperature = torch.tensor([1.0, 0.7, 1.0, 0.8, 1.0, 0.0], device=device)
+    top_k = torch.tensor([0, 50, 0, 0, 7, 0], device=device)
+    top_p = torch.tensor([1.0, 1.0, 0.9, 1.0, 0.8, 1.0], device=device)
+    p = reference.row_params(logits, temperature, top_k, top_p)
+    batch = ROWS // (DRAFTED + 1)
+    q = p.take(torch.tensor([0, 1, 3, 4], device=device))
+    tokens = reference.sample_rows(q, uniforms[:4]).view(batch, DRAFTED)
+    drawn = reference.sample_rows(p, uniforms).view(batch, DRAFTED + 1)
+    parents = torch.tensor([[-1, 0]], device=device).expand(batch, -1).contiguous()
+    count = torch.full((batch,), DRAFTED, device=device)
+    grid = uniforms.view(batch, DRAFTED + 1)
+    return [
+        ("argmax", (logits,)),
+        ("row_params", (logits, temperature, top_k, top_p)),
+        ("sample_rows", (p, uniforms)),
+        ("walk_tree", (drawn, tokens, parents)),
+        ("accept_chain", (p, q, tokens, count, grid[:, :DRAFTED].contiguous(), grid)),
+        ("expand_topk", (scores, 4)),
+    ]
+
+
+def _answer(found: Any) -> list[Tensor]:
+    """The tensors of an answer; of rows without their logits, which are the question."""
+    if isinstance(found, Tensor):
+        return [found]
+    parts = found[1:-1] if hasattr(found, "block_mass") else found
+    return [part for part in parts if isinstance(part, Tensor)]
