@@ -18,6 +18,7 @@ from specctl.recipe import BenchRecipe
 HIDDEN, TRAINED_ROWS = 256, 1024  # of the head in the loss; a GPU takes those of an 8B target
 CUDA_HIDDEN, CUDA_TRAINED_ROWS = 4096, 8192
 TEMPERATURE = 0.8
+DRAFTERS = (1, 4)  # whose statistics are taken together
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,13 @@ def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
             yield "argmax + walk_tree", size, *_greedy(p, tokens), read
             yield "row_params + accept_chain", size, *_sampled(p, q, tokens), 2 * read
             yield "expand_topk", size, *_expand(q.flatten(0, 1)), read
+            for count in DRAFTERS:
+                yield (
+                    f"row_params + panorama, N {count}",
+                    size,
+                    *_feedback(p[:, :-1], q, tokens, count),
+                    (1 + count) * read,
+                )
         yield _loss(device, vocabulary, generator)
 
 
@@ -86,8 +94,7 @@ def _greedy(p: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[
 
 
 def _sampled(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    batch, drafted = tokens.shape
-    rows, device = batch * (drafted + 1), p.device
+    (batch, drafted), device = tokens.shape, p.device
     u = torch.rand(batch, drafted + 1, device=device)
     count = torch.full((batch,), drafted, device=device)
 
@@ -111,7 +118,41 @@ def _sampled(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Callable[[], object]
         residual = (target[place] - draft[place]).clamp_min(0)
         return accepted, torch.multinomial(residual, 1)
 
-    assert rows == p.shape[0] * p.shape[1]
+    return ours, eager
+
+
+def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Acceptance, divergences and agreement of `count` drafters."""
+    rows, x = p.flatten(0, 1), tokens.flatten()
+    drafts = [q.flatten(0, 1).roll(n, 0) for n in range(count)]
+    ones = torch.ones(len(rows), device=p.device)
+    off = torch.zeros_like(ones, dtype=torch.int64)
+
+    def ours() -> object:
+        return kernels.panorama(kernels.row_params(rows, ones, off, ones), [kernels.DraftRows(d) for d in drafts], x)
+
+    def eager() -> object:
+        target = rows.float().softmax(-1)
+        log_p, best = target.clamp_min(1e-9).log(), target.argmax(-1)
+        entropy = -(target * log_p).sum(-1)
+        found = []
+        for logits in drafts:
+            draft = logits.float().softmax(-1)
+            log_q = draft.clamp_min(1e-9).log()
+            found.append(
+                (
+                    torch.minimum(target, draft).sum(-1),
+                    (target - draft).clamp_min(0).sum(-1),
+                    (target * (log_p - log_q)).sum(-1),
+                    -log_q.gather(1, x[:, None]),
+                    (draft * (log_q - log_p)).sum(-1),
+                    target.gather(1, x[:, None]),
+                    draft.gather(1, x[:, None]),
+                    draft.argmax(-1) == best,
+                )
+            )
+        return found, entropy
+
     return ours, eager
 
 
