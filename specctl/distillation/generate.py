@@ -51,7 +51,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
-    found = read_domains(recipe.data, rejections)
+    found = read_domains(recipe.data, rejections, sample=True)
     prompts = list({prompt.id: prompt for prompt in reversed(found)}.values())[::-1]  # of two domains the first has it
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)

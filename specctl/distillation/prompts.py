@@ -109,8 +109,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """The domain's prompts in source order, each once, the first `data.limit`.
 
-    With `sample` those of a file are drawn from all of it with `data.seed`, in an order of which a smaller limit is the
-    beginning: files are often sorted by origin, and the first hundred prompts measure one of them.
+    With `sample` those of a file come in an order drawn with `data.seed`, of which a smaller limit is the beginning:
+    files are often sorted by origin, and their first prompts would stand for one of them.
 
     `rejected_to` takes the rejected lines: a path for `rejected.jsonl`, or a collector the caller goes on using.
     Raises DataError (unreadable file, too much rejected, nothing left) and UsageError (unknown domain).
@@ -118,7 +118,7 @@ def read_prompts(
     rejections = rejected_to if isinstance(rejected_to, Rejections) else Rejections(rejected_to, data.max_rejected)
     prompts: dict[str, Prompt] = {}
     repeated = 0
-    sampled = sample and data.limit is not None and data.prompts_of(domain) not in (None, "-")
+    sampled = sample and data.prompts_of(domain) not in (None, "-")
     for candidate in _candidates(data, domain, split, rejections):
         rejections.seen += 1
         if candidate is not None:
@@ -128,8 +128,8 @@ def read_prompts(
             prompts = _sample(prompts, data.limit, data.seed)  # now and then, so that memory stays bounded
         elif not sampled and len(prompts) == data.limit:
             break
-    if sampled and data.limit is not None:
-        prompts = _sample(prompts, data.limit, data.seed)
+    if sampled:
+        prompts = _sample(prompts, data.limit or len(prompts), data.seed)
     rejections.check()
     if not prompts:
         raise DataError(f"no prompts in {data.prompts_of(domain) or domain}", hint=f"expected {EXPECTED}")

@@ -67,7 +67,7 @@ class DataRecipe(Section):
     source: Literal["auto", "generator", "public", "unconditional"] = (
         "auto"  # unconditional: whatever the target writes
     )
-    limit: PositiveInt | None = None  # prompts per domain
+    limit: PositiveInt | None = None  # prompts per domain; of a file a sample, of stdin the first
     max_rejected: Fraction = 0.01
     seed: NonNegativeInt = 0
 

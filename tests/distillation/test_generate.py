@@ -263,3 +263,15 @@ def test_built_in_target_answers_each_prompt_as_it_would_alone(tmp_path):
         assert target.tokenizer.decode(row["prompt_ids"]).endswith("<|assistant|>\n")
         assert (row["stop"] == "eos") == (row["response_ids"][-1] in target.eos_ids)
         assert "<|end|>" not in row["text"]
+
+
+def test_a_limit_draws_from_the_whole_file(questions, tmp_path):
+    """Files are often sorted by origin; and what a smaller limit has written is the beginning of a larger one."""
+    go(questions, tmp_path / "ten", data={"limit": 10})
+    ten = {row["messages"][0]["content"][:2] for row in store.read(tmp_path / "ten")}
+    assert len(ten) == 10 and any(text < "25" for text in ten) and any(text >= "25" for text in ten)
+    more = go(questions, tmp_path / "ten", data={"limit": 30}, resume=True)
+    every = go(questions, tmp_path / "ten", resume=True)
+    assert (more.responses, every.responses) == (30, 50)
+    go(questions, tmp_path / "other", data={"limit": 10, "seed": 1})
+    assert ten != {row["messages"][0]["content"][:2] for row in store.read(tmp_path / "other")}
