@@ -88,6 +88,7 @@ def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> 
         max_new_tokens=recipe.probe.max_new_tokens,
         seeds=[0] * len(texts),
         drafter=drafter,
+        share_rows=False,
     )
     rate = metrics.accept_rate(decoded)
     if rate is None or rate < recipe.probe.suspicious:

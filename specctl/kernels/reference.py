@@ -264,5 +264,5 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     """
     known = teacher if teacher.ndim == 1 else working(teacher)
     losses, slope = OBJECTIVES[objective](working(logits), known)
-    logits.copy_(slope * weight.to(slope.dtype)[:, None])
+    logits.copy_(slope.mul_(weight.to(slope.dtype)[:, None]))
     return losses

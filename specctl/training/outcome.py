@@ -47,6 +47,7 @@ def held_out_acceptance(
         max_new_tokens=recipe.eval.max_new_tokens,
         seeds=[0] * len(corpus.held_out),
         drafter=drafter,
+        share_rows=False,
     )
     passes = sum(d.target_passes for d in decoded)
     mat = sum(d.decoded_tokens for d in decoded) / passes if passes else 1.0

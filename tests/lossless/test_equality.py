@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding import loop
 from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -136,13 +135,12 @@ def test_batched_speculative_is_single_plain(target, prompts, plain, make, sampl
         assert_counts(one)
 
 
-def test_a_place_that_is_taken_again(monkeypatch, target, prompts, plain, make):
+def test_a_place_that_is_taken_again(target, prompts, plain, make):
     """Two places for four texts: a slot's cache, features, draws and drafter memory are those of its new text.
 
     Each text costs as many passes as in a batch that holds all: a drafter that went on with the old text would be
     rejected, unseen in what is written.
     """
-    monkeypatch.setattr(loop, "CPU_ROWS", 1000)  # or drafts would depend on the size of the batch
     expected = plain(HOT)
     order, limits = [0, 1, 2, 0], [NEW, 3, NEW - 9, NEW - 4]
     texts = whole(expected)
@@ -155,6 +153,7 @@ def test_a_place_that_is_taken_again(monkeypatch, target, prompts, plain, make):
             seeds=[SEEDS[i] for i in order],
             drafter=make(target, [texts[i] for i in order]),
             slots=slots,
+            share_rows=False,  # or drafts would depend on the size of the batch
         )
         for slots in (2, None)
     ]

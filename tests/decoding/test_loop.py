@@ -1,0 +1,48 @@
+"""What the loop gives drafters room for, and the order in which texts leave it."""
+
+import torch
+
+from specctl.decoding import loop
+from specctl.decoding.draft import DraftTree
+from specctl.decoding.sampling import GREEDY
+
+
+class Room:
+    """Drafts nothing and notes its budgets by batch size."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self):
+        self.seen = {}
+
+    def propose(self, state, budget):
+        self.seen.setdefault(state.batch, set()).add(budget)
+        return DraftTree.from_chains([[] for _ in state.rows], torch.device("cpu"))
+
+
+def budgets(target, prompts, **options):
+    drafter = Room()
+    limits = [4, 9, 14]
+    loop.decode(target, prompts, sampling=GREEDY, max_new_tokens=limits, seeds=[0] * 3, drafter=drafter, **options)
+    return drafter.seen
+
+
+def test_sequences_of_a_batch_share_the_cheap_rows(target, prompts):
+    """Not in exact mode, whose rows are fixed; and not where acceptance is measured."""
+    whole = {loop.MAX_NODES - 1}
+    seen = budgets(target, prompts)
+    assert seen[3] == {loop.CPU_ROWS // 3 - 1} and seen[1] == whole
+    assert set.union(*budgets(target, prompts, share_rows=False).values()) == whole
+    assert set.union(*budgets(target, prompts, exact=True).values()) == {loop.EXACT_ROWS - 1}
+
+
+def test_texts_leave_when_they_are_finished(target, prompts):
+    """Short ones first, each with the time until then; `decode` puts them in order again."""
+    options = dict(sampling=GREEDY, max_new_tokens=[9, 2, 5], seeds=[0] * 3)
+    found = list(loop.stream(target, prompts, **options))
+    lengths = [len(one.output_ids) for one in found]
+    assert lengths == sorted(lengths) and [one.index for one in found] != [0, 1, 2]
+    assert [one.decode_s for one in found] == sorted(one.decode_s for one in found)
+    together = loop.decode(target, prompts, **options)
+    assert [one.index for one in together] == [0, 1, 2]
+    assert len({one.decode_s for one in together}) == 1
