@@ -67,14 +67,10 @@ def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
             read = p.numel() * p.element_size()
             yield "argmax + walk_tree", size, *_greedy(p, tokens), read
             yield "row_params + accept_chain", size, *_sampled(p, q, tokens), 2 * read
-            yield "expand_topk", size, *_expand(q.flatten(0, 1)), read
             for count in DRAFTERS:
-                yield (
-                    f"row_params + panorama, N {count}",
-                    size,
-                    *_feedback(p[:, :-1], q, tokens, count),
-                    (1 + count) * read,
-                )
+                work = _feedback(p, q, tokens, count)
+                yield f"the same + panorama, N {count}", size, *work, (2 + count) * read
+            yield "expand_topk", size, *_expand(q.flatten(0, 1)), read
         yield _loss(device, vocabulary, generator)
 
 
@@ -94,9 +90,18 @@ def _greedy(p: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[
 
 
 def _sampled(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The ratio rule for a chain drawn from q."""
+    return _feedback(p, q, tokens, 0)
+
+
+def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The same, with acceptance, divergences and agreement of `count` drafters, the one that drafted among them."""
     (batch, drafted), device = tokens.shape, p.device
     u = torch.rand(batch, drafted + 1, device=device)
-    count = torch.full((batch,), drafted, device=device)
+    counts = torch.full((batch,), drafted, device=device)
+    x = torch.cat((tokens, tokens[:, -1:]), 1).flatten()
+    others = [F.pad(q.roll(n, 1), (0, 0, 0, 1)).flatten(0, 1) for n in range(count)]  # a row for each of the target's
+    place = torch.arange(batch, device=device)
 
     def parameters(logits: Tensor) -> kernels.Rows:
         flat = logits.flatten(0, 1)
@@ -106,54 +111,37 @@ def _sampled(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Callable[[], object]
     proposal = parameters(q)  # a drafter that sampled has its rows
 
     def ours() -> object:
-        return kernels.accept_chain(parameters(p), proposal, tokens, count, u[:, :-1], u)
+        rows = parameters(p)
+        verdict = kernels.accept_chain(rows, proposal, tokens, counts, u[:, :-1], u)
+        return verdict, kernels.panorama(rows, [kernels.DraftRows(d) for d in others], x) if others else None
 
     def eager() -> object:
         target, draft = (p.float() / TEMPERATURE).softmax(-1), (q.float() / TEMPERATURE).softmax(-1)
         at = tokens[..., None]
         ratio = target[:, :-1].gather(2, at)[..., 0] / draft.gather(2, at)[..., 0]
         accepted = (u[:, :-1] < ratio).long().cumprod(1).sum(1)
-        place = torch.arange(batch, device=device), accepted
-        draft = F.pad(draft, (0, 0, 0, 1))
-        residual = (target[place] - draft[place]).clamp_min(0)
-        return accepted, torch.multinomial(residual, 1)
+        residual = (target[place, accepted] - F.pad(draft, (0, 0, 0, 1))[place, accepted]).clamp_min(0)
+        verdict = accepted, torch.multinomial(residual, 1)
+        return verdict, [_statistics(target.flatten(0, 1), logits, x) for logits in others]
 
     return ours, eager
 
 
-def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Acceptance, divergences and agreement of `count` drafters."""
-    rows, x = p.flatten(0, 1), tokens.flatten()
-    drafts = [q.flatten(0, 1).roll(n, 0) for n in range(count)]
-    ones = torch.ones(len(rows), device=p.device)
-    off = torch.zeros_like(ones, dtype=torch.int64)
-
-    def ours() -> object:
-        return kernels.panorama(kernels.row_params(rows, ones, off, ones), [kernels.DraftRows(d) for d in drafts], x)
-
-    def eager() -> object:
-        target = rows.float().softmax(-1)
-        log_p, best = target.clamp_min(1e-9).log(), target.argmax(-1)
-        entropy = -(target * log_p).sum(-1)
-        found = []
-        for logits in drafts:
-            draft = logits.float().softmax(-1)
-            log_q = draft.clamp_min(1e-9).log()
-            found.append(
-                (
-                    torch.minimum(target, draft).sum(-1),
-                    (target - draft).clamp_min(0).sum(-1),
-                    (target * (log_p - log_q)).sum(-1),
-                    -log_q.gather(1, x[:, None]),
-                    (draft * (log_q - log_p)).sum(-1),
-                    target.gather(1, x[:, None]),
-                    draft.gather(1, x[:, None]),
-                    draft.argmax(-1) == best,
-                )
-            )
-        return found, entropy
-
-    return ours, eager
+def _statistics(target: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """What `panorama` says of one drafter, formula by formula."""
+    draft = logits.float().softmax(-1)
+    log_p, log_q = target.clamp_min(1e-9).log(), draft.clamp_min(1e-9).log()
+    return (
+        torch.minimum(target, draft).sum(-1),
+        (target - draft).clamp_min(0).sum(-1),
+        (target * (log_p - log_q)).sum(-1),
+        -log_q.gather(1, x[:, None]),
+        (draft * (log_q - log_p)).sum(-1),
+        -(target * log_p).sum(-1),
+        target.gather(1, x[:, None]),
+        draft.gather(1, x[:, None]),
+        draft.argmax(-1) == target.argmax(-1),
+    )
 
 
 def _expand(logits: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
