@@ -19,11 +19,11 @@ def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
     """Why `backend` is not to be used on `device`; None when every kernel answers as the reference does."""
     for name, arguments in _questions(device):
         try:
-            found = _answer(getattr(backend, name)(*arguments))
+            found = _answer(backend, name, arguments)
         except Exception as error:  # whatever a compiler or a driver raises
             lines = [type(error).__name__, *str(error).strip().splitlines()]
             return f"{name} fails: {lines[-1]}"
-        expected = _answer(getattr(reference, name)(*arguments))
+        expected = _answer(reference, name, arguments)
         for ours, theirs in zip(found, expected, strict=True):
             if not torch.allclose(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
                 return f"{name} computes something else than the reference"
@@ -31,7 +31,8 @@ def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
 
 
 def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
-    """Small inputs of every kernel that decides about text: sampled and greedy rows, a chain, a tree."""
+    """Small inputs of the kernels that decide about text, and of the one that trains: sampled and greedy rows, a chain, a
+    tree, a gradient."""
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn(ROWS, VOCABULARY, generator=generator).to(device)  # without ties
     logits = scores.bfloat16()
@@ -54,12 +55,13 @@ def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
         ("walk_tree", (drawn, tokens, parents)),
         ("accept_chain", (p, q, tokens, count, grid[:, :DRAFTED].contiguous(), grid)),
         ("expand_topk", (scores, 4)),
+        ("distill_rows", (scores, scores.flip(0).softmax(-1), uniforms, "soft_ce")),
     ]
 
 
-def _answer(found: Any) -> list[Tensor]:
-    """The tensors of an answer; of rows without their logits, which are the question."""
-    if isinstance(found, Tensor):
-        return [found]
-    parts = found[1:-1] if hasattr(found, "block_mass") else found
-    return [part for part in parts if isinstance(part, Tensor)]
+def _answer(backend: ModuleType, name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors of an answer (of rows without the logits, which are the question), and what it changed in place."""
+    given = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
+    found = getattr(backend, name)(*given)
+    parts = (found,) if isinstance(found, Tensor) else found[1:-1] if hasattr(found, "block_mass") else found
+    return [part for part in (*parts, *given) if isinstance(part, Tensor)]

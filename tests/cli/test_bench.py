@@ -3,11 +3,10 @@
 import pytest
 
 
-@pytest.mark.parametrize("threads", [1])
-def test_every_part_is_measured(specctl, threads):
+def test_every_part_is_measured(specctl):
     done = specctl(
         "bench", "--json", "--drafter", "lookup", "--batches", "1,2", "--limit", "3", "--max-new-tokens", "6",
-        "vocabularies=[300]", "repeats=1", "context=20", "draft_lengths=[2]", f"resources.threads={threads}",
+        "vocabularies=[300]", "repeats=1", "context=20", "draft_lengths=[2]",
     )  # fmt: skip
     assert done.code == 0, done.err
     document = done.json
@@ -24,7 +23,7 @@ def test_every_part_is_measured(specctl, threads):
     assert decoding["vanilla", 2, None]["mat"] == 1 and decoding["vanilla", 2, None]["speedup"] is None
     one, two = decoding["lookup", 1, None], decoding["lookup", 2, None]
     assert two["of_batch_1"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
-    assert document["versions"]["torch"] and document["threads"] == threads
+    assert document["versions"]["torch"] and document["threads"] >= 1
 
 
 def test_people_see_tables(specctl):

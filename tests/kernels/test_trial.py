@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def like_reference(**changed):
-    names = ("argmax", "row_params", "sample_rows", "walk_tree", "accept_chain", "expand_topk")
+    names = ("argmax", "row_params", "sample_rows", "walk_tree", "accept_chain", "expand_topk", "distill_rows")
     return types.SimpleNamespace(**{name: getattr(reference, name) for name in names} | changed)
 
 
@@ -20,7 +20,9 @@ def test_every_backend_passes(backend):
     assert trial.shortcoming(backend, CPU) is None
 
 
-@pytest.mark.parametrize("name", ["argmax", "sample_rows", "walk_tree", "accept_chain", "expand_topk", "row_params"])
+@pytest.mark.parametrize(
+    "name", ["argmax", "sample_rows", "walk_tree", "accept_chain", "expand_topk", "row_params", "distill_rows"]
+)
 def test_one_wrong_answer_is_seen(name):
     """Also one that is off in a single element."""
     right = getattr(reference, name)
@@ -36,6 +38,15 @@ def test_one_wrong_answer_is_seen(name):
         )
 
     assert name in trial.shortcoming(like_reference(**{name: wrong}), CPU)
+
+
+def test_a_wrong_gradient_is_seen():
+    """The losses are right; the gradient is written where the logits were."""
+
+    def wrong(logits, *others):
+        return reference.distill_rows(logits.clone(), *others)
+
+    assert "distill_rows" in trial.shortcoming(like_reference(distill_rows=wrong), CPU)
 
 
 def test_a_compiler_that_is_missing():
