@@ -31,8 +31,8 @@ def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
 
 
 def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
-    """Small inputs of the kernels that decide about text, and of the one that trains: sampled and greedy rows, a chain, a
-    tree, a gradient."""
+    """Small inputs of the kernels that decide about text, and of the one that trains: sampled and greedy rows, a
+    chain, a tree, a gradient."""
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn(ROWS, VOCABULARY, generator=generator).to(device)  # without ties
     logits = scores.bfloat16()
