@@ -1,0 +1,58 @@
+"""What every drafter of a pool would have done at every position of an answer: enough to replay any policy on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One answer of T decoded tokens (the token of the prefill pass excluded), N arms, drafts of up to K tokens.
+
+    A draft that is made when t of the T tokens stand predicts tokens t, t + 1, …; its first token has depth 1.
+
+    Attributes:
+        query, domain: the prompt's id and domain. Traces of a stream keep its order.
+        accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens stand; a round then commits one
+            more, at most T − t.
+        drafted: [N, T] how deep that draft is.
+        gamma: [N, T, K] probability with which arm i's proposal for token t at draft depth k is accepted (of the draft
+            that was made when t − k + 1 tokens stood); 0 where there is no such draft.
+        overlap: [N, T, K] 1 − TV(p̄, q̄) of the same rows, unfiltered at temperature 1 (BD).
+        hit: [N, T, K] whether token t is among the arm's proposals there.
+        ended: the answer ended with an end-of-sequence token; else at its limit.
+    """
+
+    query: str
+    domain: str
+    accepted: NDArray[np.int16]
+    drafted: NDArray[np.int16]
+    gamma: NDArray[np.float32]
+    overlap: NDArray[np.float32]
+    hit: NDArray[np.bool_]
+    ended: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.accepted.shape[1]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The traces of a stream, and what they cost.
+
+    Attributes:
+        arms: their names, N.
+        depth: K.
+        draft_s: [N] mean seconds of one proposal.
+        step_s: seconds of a target step with one row, and with the rows of each arm's mean draft: [N + 1].
+    """
+
+    arms: list[str]
+    depth: int
+    traces: list[Trace]
+    draft_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
