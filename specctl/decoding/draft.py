@@ -1,4 +1,4 @@
-"""What a drafter proposes, and the two protocols through which the loop knows drafters and controllers."""
+"""What a drafter proposes, and the protocols through which the loop knows drafters and controllers."""
 
 from __future__ import annotations
 
@@ -100,18 +100,22 @@ class Score:
     tokens: Tensor | None = None
 
 
-class Drafter(Protocol):
-    """Anything that proposes tokens.
+class Proposer(Protocol):
+    """Anything that drafts for one round."""
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """At most `budget` nodes per sequence, from the last committed token."""
+        ...
+
+
+class Drafter(Proposer, Protocol):
+    """A model or an index that proposes tokens, and can be kept while others draft.
 
     `taps` are the target's hidden states it reads (indices into `transformers`' hidden_states; empty for independent
     drafters). State that belongs to a sequence being decoded lives in `state.memory[self]`, never in the drafter.
     """
 
     taps: tuple[int, ...]
-
-    def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """At most `budget` nodes per sequence, from the last committed token."""
-        ...
 
     def advance(self, state: DecodeState) -> None:
         """Consume the committed positions it has not seen yet (lazy: an idle drafter catches up in one call)."""
@@ -133,7 +137,7 @@ class Drafter(Protocol):
 class Controller(Protocol):
     """Chooses who drafts, and learns from what the target said."""
 
-    def choose(self, state: DecodeState) -> Drafter: ...
+    def choose(self, state: DecodeState) -> Proposer: ...
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> Any: ...
 

@@ -15,7 +15,7 @@ from specctl.distillation.prompts import prompt_id
 from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.evaluation import lossless, metrics
-from specctl.evaluation.measure import VANILLA, WARMUP_TOKENS, engine, filters
+from specctl.evaluation.measure import VANILLA, WARMUP_TOKENS, filters
 from specctl.evaluation.records import Record, write_outputs
 from specctl.recipe import GenerateRecipe
 from specctl.runs import Run
@@ -98,18 +98,18 @@ def _decode(
 ) -> tuple[Decoded, list[bool]]:
     """The answer and its accepted tokens, after a short warm-up."""
     sampling = recipe.sampling
-    engine(target, sampling, "", drafter)(ids, min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.seed)
-    accepted = AcceptedTokens()
-    (decoded,) = decode(
-        target,
-        [ids],
-        sampling=filters(sampling),
-        max_new_tokens=sampling.max_new_tokens,
-        seeds=[sampling.seed],
-        drafter=drafter,
-        exact=sampling.exact,
-        on_round=accepted,
-    )
+    for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
+        accepted = AcceptedTokens()
+        (decoded,) = decode(
+            target,
+            [ids],
+            sampling=filters(sampling),
+            max_new_tokens=tokens,
+            seeds=[sampling.seed],
+            drafter=drafter,
+            exact=sampling.exact,
+            on_round=accepted,
+        )
     return decoded, accepted.flags
 
 

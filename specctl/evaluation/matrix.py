@@ -76,7 +76,8 @@ def evaluate(
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(paths)}
     keep = functools.partial(write_records, run.dir, stamp=stamp)
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
-    records = measure(recipe, cases, found, set(drafters) or {VANILLA}, keep, earlier)
+    turns = [[case] for case in cases]
+    records = measure(recipe, turns, found, set(drafters) or {VANILLA}, keep, earlier)
     records, agreement = _compare(recipe, target, records, set(drafters))
     keep(records)
     if recipe.save_outputs:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedModel
@@ -26,14 +27,11 @@ from specctl.errors import DataError, Interrupted, UsageError
 from specctl.evaluation import metrics
 from specctl.evaluation.baselines import PLAIN, load_generator
 from specctl.evaluation.records import Question, Record
-from specctl.recipe import BenchRecipe, EvalRecipe, SamplingRecipe
+from specctl.recipe import BenchRecipe, EvalRecipe, SamplingRecipe, SelectRecipe
 
 VANILLA = "vanilla"
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 16
 KEEP_EVERY_S = 300.0  # a run that is killed without a signal loses no more than that
-
-Contender = Callable[[list[int], int, int], dict[str, Decoded]]
-"""Answers (prompt ids, new tokens, seed) under one or several names, the rows of the matrix."""
 
 
 class Case(NamedTuple):
@@ -51,8 +49,14 @@ class Case(NamedTuple):
         return self.prompt.domain, self.prompt.id, seed
 
 
+Turn = Sequence[Case]
+"""Prompts that are answered together."""
+Contender = Callable[[Turn, list[int]], list[dict[str, Decoded]]]
+"""Answers a turn, each prompt with its seed, under one or several names, the rows of the matrix."""
+
+
 def prepare(
-    recipe: EvalRecipe | BenchRecipe, target: Target, prompts: Sequence[Prompt], rejections: Rejections
+    recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: Target, prompts: Sequence[Prompt], rejections: Rejections
 ) -> list[Case]:
     """Prompts as ids; one that the template refuses or the context has no room for is rejected.
 
@@ -83,7 +87,8 @@ def contenders(
     found = [engine(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
     found += [engine(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
     if PLAIN in recipe.baselines:
-        found.append(load_generator(recipe.target, target, filters(recipe.sampling), assistants).decode)
+        generator = load_generator(recipe.target, target, filters(recipe.sampling), assistants)
+        found.append(lambda turn, seeds: [generator.decode(c.ids, c.room, s) for c, s in zip(turn, seeds, strict=True)])
     if not found:
         raise UsageError("nothing to measure", hint="name a --drafter or a --pool, or keep the baselines")
     return found
@@ -91,75 +96,94 @@ def contenders(
 
 def engine(target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None) -> Contender:
     """Our own decoding loop, with a drafter or (None) without."""
-    parameters = filters(sampling)
 
-    def answer(ids: list[int], room: int, seed: int) -> dict[str, Decoded]:
-        (decoded,) = decode(
-            target,
-            [ids],
-            sampling=parameters,
-            max_new_tokens=room,
-            seeds=[seed],
-            drafter=drafter,
-            exact=sampling.exact,
-        )
-        return {name: decoded}
+    def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
+        return [{name: one} for one in run(target, sampling, turn, seeds, drafter=drafter)]
 
     return answer
+
+
+def run(target: Target, sampling: SamplingRecipe, turn: Turn, seeds: list[int], **options: Any) -> list[Decoded]:
+    """Decode a turn at once; each answer is given its share of the seconds. Options are those of `decode`."""
+    decoded = decode(
+        target,
+        [case.ids for case in turn],
+        sampling=filters(sampling),
+        max_new_tokens=[case.room for case in turn],
+        seeds=seeds,
+        exact=sampling.exact,
+        **options,
+    )
+    share = 1 / len(turn)
+    return [replace(one, prefill_s=share * one.prefill_s, decode_s=share * one.decode_s) for one in decoded]
 
 
 def filters(sampling: SamplingRecipe) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
 
 
+def warm_up(turns: Sequence[Turn], found: Sequence[Contender]) -> None:
+    """Ask everyone something before the clock counts: the first calls are slow."""
+    for turn, contender in itertools.product(turns[:WARMUP_PROMPTS], found):
+        contender([case._replace(room=min(case.room, WARMUP_TOKENS)) for case in turn], [0] * len(turn))
+
+
 def measure(
-    recipe: EvalRecipe,
-    cases: Sequence[Case],
+    recipe: EvalRecipe | SelectRecipe,
+    turns: Sequence[Turn],
     found: Sequence[Contender],
     shown: set[str],
     keep: Callable[[Sequence[Record]], Path],
     earlier: Sequence[Record] = (),
+    label: str = "eval",
+    warm: bool = False,
 ) -> list[Record]:
-    """Every contender's answer to every prompt and seed; the bar shows the mat of the drafters named in `shown`.
+    """Every contender's answers to every turn and seed; the bar shows the mat of the drafters named in `shown`.
 
-    What `earlier` records answer is not asked again; every other question has the turn it would have had in one go.
-    The records go to `keep` now and then and however it ends, an unfinished question left out: all contenders have
-    answered the same ones. Raises Interrupted between two prompts.
+    What `earlier` records answer is not asked again; every other turn is asked of the contenders in the order that it
+    would have had in one go. The records go to `keep` now and then and however it ends, an unfinished turn left out:
+    all contenders have answered the same ones. `warm`: a caller has warmed them up. Raises Interrupted between two
+    turns.
     """
     records, known = list(earlier), {record.question for record in earlier}
-    questions = [(seed, case) for seed in recipe.seeds for case in cases]
-    todo = [(turn, seed, case) for turn, (seed, case) in enumerate(questions) if case.question(seed) not in known]
-    if todo:
-        for case, contender in itertools.product(cases[:WARMUP_PROMPTS], found):
-            contender(case.ids, min(case.room, WARMUP_TOKENS), 0)
+    todo = [
+        (number, seed, turn)
+        for number, (seed, turn) in enumerate(itertools.product(recipe.seeds, turns))
+        if any(case.question(seed) not in known for case in turn)
+    ]
+    if todo and not warm:
+        warm_up(turns, found)
     kept_at = time.monotonic()
+    total = sum(len(turn) for _, _, turn in todo)
     try:
-        with progress.track("eval", total=len(todo), unit="prompts") as bar:
-            for turn, seed, case in todo:
+        with progress.track(label, total=total, unit="prompts") as bar:
+            for number, seed, turn in todo:
                 progress.interrupts.check()
-                records += _ask(recipe, case, seed, _rotated(found, turn))
-                bar.update(mat=metrics.mat([record.decoded for record in records if record.drafter in shown]))
+                records += _ask(recipe, turn, seed, _rotated(found, number))
+                bar.update(
+                    len(turn), mat=metrics.mat([record.decoded for record in records if record.drafter in shown])
+                )
                 if time.monotonic() - kept_at > KEEP_EVERY_S:
                     keep(records)
                     kept_at = time.monotonic()
     except Interrupted as stop:
         done = len({record.question for record in records})
         hint = f"continue with --resume --output-dir {keep(records).parent}"
-        raise Interrupted(f"{stop.message} after {done} of {len(questions)} prompts", hint=hint) from None
+        whole = len(recipe.seeds) * sum(len(turn) for turn in turns)
+        raise Interrupted(f"{stop.message} after {done} of {whole} prompts", hint=hint) from None
     finally:
         keep(records)
     return records
 
 
-def _ask(recipe: EvalRecipe, case: Case, seed: int, found: Sequence[Contender]) -> list[Record]:
-    records = []
-    for contender in found:
-        answers = contender(case.ids, case.room, case.seed(recipe.sampling.seed + seed))
-        records += [
-            Record(case.prompt.id, case.prompt.domain, name, seed, recipe.sampling.temperature, decoded)
-            for name, decoded in answers.items()
-        ]
-    return records
+def _ask(recipe: EvalRecipe | SelectRecipe, turn: Turn, seed: int, found: Sequence[Contender]) -> list[Record]:
+    seeds = [case.seed(recipe.sampling.seed + seed) for case in turn]
+    return [
+        Record(case.prompt.id, case.prompt.domain, name, seed, recipe.sampling.temperature, decoded)
+        for contender in found
+        for case, answers in zip(turn, contender(turn, seeds), strict=True)
+        for name, decoded in answers.items()
+    ]
 
 
 def _rotated(found: Sequence[Contender], turn: int) -> Sequence[Contender]:

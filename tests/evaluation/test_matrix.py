@@ -233,20 +233,20 @@ def test_turns_are_kept_over_an_interruption(tmp_path, prompts, target):
     """Each run beginning with the same contender would favour the one that goes last."""
 
     def contender(name):
-        def answer(ids, room, seed):
+        def answer(turn, seeds):
             asked.append(name)
-            return {name: decoded}
+            return [{name: decoded}]
 
         return answer
 
     decoded = decode(target, [[5, 6]], sampling=GREEDY, max_new_tokens=2, seeds=[0])[0]
-    cases = [measure.Case(measure.Prompt(f"{n:032x}", [], "sql", ""), [1], 1) for n in range(4)]
+    turns = [[measure.Case(measure.Prompt(f"{n:032x}", [], "sql", ""), [1], 1)] for n in range(4)]
     found, asked = [contender(name) for name in "abc"], []
-    records = measure.measure(recipe(prompts), cases, found, set(), keep=lambda records: tmp_path)
+    records = measure.measure(recipe(prompts), turns, found, set(), keep=lambda records: tmp_path)
     for done in (3, 2):
         asked.clear()
-        earlier = [record for record in records if record.id in {case.prompt.id for case in cases[:done]}]
-        measure.measure(recipe(prompts), cases, found, set(), keep=lambda records: tmp_path, earlier=earlier)
+        earlier = [record for record in records if record.id in {case.prompt.id for (case,) in turns[:done]}]
+        measure.measure(recipe(prompts), turns, found, set(), keep=lambda records: tmp_path, earlier=earlier)
         assert "".join(asked) == "abcabc" + "".join(["abc", "bca", "cab", "abc"][done:])
 
 
@@ -335,15 +335,15 @@ def test_order_rotates(tmp_path, prompts, target):
     asked = []
 
     def contender(name):
-        def answer(ids, room, seed):
+        def answer(turn, seeds):
             asked.append(name)
-            return {}
+            return [{}]
 
         return answer
 
     made = recipe(prompts)
-    cases = [measure.Case(measure.Prompt("ab" * 16, [], "sql", ""), [1], 1)] * 3
-    measure.measure(made, cases, [contender(name) for name in "abc"], set(), keep=lambda records: tmp_path)
+    turns = [[measure.Case(measure.Prompt("ab" * 16, [], "sql", ""), [1], 1)]] * 3
+    measure.measure(made, turns, [contender(name) for name in "abc"], set(), keep=lambda records: tmp_path)
     assert "".join(asked) == "abcabc" + "abc" + "bca" + "cab"
 
 
