@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Learns = Literal["nothing", "reward", "losses"]
+Scale = Literal["unit", "tokens"]
+Play = Literal["sample", "argmax"]
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,11 @@ class Policy(Protocol):
     """A rule that plays N arms; plain numbers in, plain numbers out, no torch.
 
     `learns` says what it is told: nothing; the reward of the arm it played (a bandit); or the losses of all arms in
-    [0, 1] (full information).
+    [0, 1] (full information). `scale` is that of the rewards in the policy's paper: [0, 1], or tokens in [1, K + 1].
     """
 
     learns: ClassVar[Learns]
+    scale: ClassVar[Scale]
 
     def weights(self) -> Array:
         """[N] probabilities of playing each arm next; one-hot where the rule is deterministic."""
@@ -39,7 +42,7 @@ class Policy(Protocol):
         ...
 
     def reward(self, arm: int, reward: float) -> None:
-        """A round of `arm` earned so much. Bandits only; the scale of the reward is that of the policy's paper."""
+        """A round of `arm` earned so much, on the policy's `scale`. Bandits only."""
         ...
 
     def losses(self, losses: Array) -> None:
@@ -53,3 +56,66 @@ class Policy(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`."""
         ...
+
+
+class Weighted:
+    """The half of a policy that is the same for all: weights are made once per change, an arm is drawn from them.
+
+    A rule has `_weigh`, names what it has learnt in `learnt` (arrays and plain numbers), and calls `_changed` whenever
+    that changes.
+    """
+
+    learns: ClassVar[Learns] = "nothing"
+    scale: ClassVar[Scale] = "unit"
+    learnt: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, arms: Arms, play: Play):
+        self.arms = arms
+        self.play = play
+        self._generator = np.random.default_rng(arms.seed)
+        self._weights: Array | None = None
+
+    def _weigh(self) -> Array:
+        """[N] probabilities; called once after a change."""
+        raise NotImplementedError
+
+    def _changed(self) -> None:
+        self._weights = None
+
+    def weights(self) -> Array:
+        if self._weights is None:
+            self._weights = self._weigh()
+        return self._weights
+
+    def choose(self) -> int:
+        weights = self.weights()
+        if self.play == "argmax":
+            return int(weights.argmax())
+        cumulated = weights.cumsum()
+        # u < 1, so an arm of weight 0 at either end is never drawn, and rounding of the sum cannot run past the last.
+        return int(cumulated.searchsorted(self._generator.random() * cumulated[-1], side="right"))
+
+    def reward(self, arm: int, reward: float) -> None:
+        """Not a bandit: nothing to learn from a reward."""
+
+    def losses(self, losses: Array) -> None:
+        """Without full information: nothing to learn from losses."""
+
+    def state(self) -> dict[str, Any]:
+        held = {name: getattr(self, name) for name in self.learnt}
+        plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in held.items()}
+        return {**plain, "generator": self._generator.bit_generator.state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name in self.learnt:
+            old, new = getattr(self, name), state[name]
+            setattr(self, name, np.array(new, old.dtype) if isinstance(old, np.ndarray) else new)
+        self._generator.bit_generator.state = state["generator"]
+        self._changed()
+
+
+def one_hot(arm: int, count: int) -> Array:
+    """[count] all weight on one arm."""
+    weights = np.zeros(count)
+    weights[arm] = 1.0
+    return weights

@@ -1,0 +1,40 @@
+"""What `specctl select` can be told: the constants of the policies and of the game that they play."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from specctl.recipe.sections import PositiveFloat, Section
+
+
+class PolicyRecipe(Section):
+    """Constants of all policies, with the values of their papers; each policy reads its own."""
+
+    play: Literal["sample", "argmax"] = "sample"  # how an arm is drawn from weights
+    arm: NonNegativeInt = 0  # fixed: the one it plays
+    delta: Annotated[float, Field(gt=0, lt=1)] = 0.1  # ucbspec: δ, probability that a radius does not hold
+    radius_scale: NonNegativeFloat = 1.0  # ucbspec: 1 is literal, 0.1 practical
+    eta: PositiveFloat | None = None  # exp3spec, hedge: a constant rate η instead of the papers' schedules
+    beta: NonNegativeFloat = 0.01  # metasd-ucb, -ducb, -swucb: β, scale of the radius
+    mix: Annotated[float, Field(gt=0, le=1)] = 0.4  # metasd-exp3: γ, share of uniform exploration
+    literal: bool = False  # metasd-sh, -petc: halve as the printed pseudo-code does, keeping the worse half
+    period: PositiveInt = 1  # metasd-sh: pulls of each surviving arm before a halving
+    petc_c: PositiveFloat | None = None  # metasd-petc: halving takes B0 = c ln B rounds; None = 2N (not in the paper)
+    horizon: Annotated[int, Field(ge=2)] = 128  # metasd-petc: B, tokens that are expected until a reset
+    discount: Annotated[float, Field(gt=0, le=1)] = 0.99  # metasd-ducb: λ (not in the paper)
+    window: PositiveInt = 100  # metasd-swucb: rounds that count (not in the paper)
+
+
+class GameRecipe(Section):
+    """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
+
+    reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
+    loss: Literal["length", "acceptance"] = "length"  # of full information: expected length, or 1 - γ at depth 1
+    estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier
+    unit: Literal["token", "chunk"] = "token"
+    hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
+    warmup_rounds: NonNegativeInt = 6  # rounds that are all scored
+    batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
+    tokens_per_update: PositiveInt = 6  # afterwards: the mean of so many vectors is one update

@@ -1,0 +1,71 @@
+"""Bandits with exponential weights: they draw their arm, and weigh what it earned by how likely it was.
+
+Symbols: I the arm played, p [N] the probabilities it was drawn from, Y tokens committed, K the depth, t rounds.
+"""
+
+from __future__ import annotations
+
+from math import log, sqrt
+from typing import ClassVar
+
+import numpy as np
+
+from specctl.recipe.select import PolicyRecipe
+from specctl.selection.hedge import exponential_weights
+from specctl.selection.policy import Arms, Array, Learns, Scale, Weighted
+
+
+def importance_weighted(arm: int, value: float, p: Array) -> Array:
+    """[N] value/p_I at the arm I played and 0 elsewhere: its mean over I ~ p is what every arm would have shown."""
+    estimate = np.zeros(len(p))
+    estimate[arm] = value / p[arm]
+    return estimate
+
+
+def mixed_weights(log_w: Array, mix: float) -> Array:
+    """p = (1 − γ) w/Σw + γ/N, from ln w; γ is `mix` (MetaSD, Algorithm 7)."""
+    w = np.exp(log_w - log_w.max())
+    return (1 - mix) * w / w.sum() + mix / len(w)
+
+
+class Exp3Spec(Weighted):
+    """`exp3spec`: loss (K + 1 − Y)/K, η_t = √(ln N/(t N)) (BanditSpec, Algorithms 5 and 9); Z [N] estimated losses."""
+
+    learns: ClassVar[Learns] = "reward"
+    scale: ClassVar[Scale] = "tokens"
+    learnt = ("Z", "t")
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, options.play)
+        self.Z = np.zeros(arms.count)
+        self.t = 1
+        self._eta = options.eta
+
+    def reward(self, arm: int, reward: float) -> None:
+        loss = (self.arms.depth + 1 - reward) / self.arms.depth
+        self.Z = self.Z + importance_weighted(arm, loss, self.weights())
+        self.t += 1
+        self._changed()
+
+    def _weigh(self) -> Array:
+        N = self.arms.count
+        return exponential_weights(self.Z, self._eta or sqrt(log(N) / (self.t * N)))
+
+
+class MetaExp3(Weighted):
+    """`metasd-exp3`: w_j ← w_j exp(γ r̂_j/N), with uniform exploration γ (MetaSD, Algorithm 7)."""
+
+    learns: ClassVar[Learns] = "reward"
+    learnt = ("log_w",)
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, options.play)
+        self.log_w = np.zeros(arms.count)
+        self._mix = options.mix
+
+    def reward(self, arm: int, reward: float) -> None:
+        self.log_w = self.log_w + self._mix / self.arms.count * importance_weighted(arm, reward, self.weights())
+        self._changed()
+
+    def _weigh(self) -> Array:
+        return mixed_weights(self.log_w, self._mix)

@@ -1,0 +1,46 @@
+"""The rules of the game between a policy and decoding: what it is shown, of which round or token, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specctl.recipe.select import GameRecipe
+from specctl.selection.policy import Policy
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is shown to the policy; a `GameRecipe` for one policy of one pool.
+
+    Attributes:
+        depth: K, the longest draft.
+        reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of all K positions;
+            throughput = committed a second, in units of the largest there can be (`costs`) or has been.
+        costs: seconds of a round of each arm, declared; empty = as measured.
+        loss: of a position, for full information: length = 1 − AL/(K + 1); acceptance = 1 − γ at depth 1.
+        estimator: of acceptance in the length: product = γ, realised = hit.
+        unit: token = every position is a start; chunk = only those where a round began, known as far as it committed.
+        hybrid_rounds: so many vectors first have the loss `acceptance`, which is known at once.
+        warmup_rounds, batch_rounds: rounds that are all scored; afterwards once every so many.
+        tokens_per_update: after the warm-up, mean of so many vectors that is one update.
+    """
+
+    depth: int
+    reward: Literal["tokens", "be", "bd", "throughput"]
+    loss: Literal["length", "acceptance"]
+    estimator: Literal["product", "realised"]
+    unit: Literal["token", "chunk"]
+    hybrid_rounds: int
+    warmup_rounds: int
+    batch_rounds: int
+    tokens_per_update: int
+    costs: tuple[float, ...] = ()
+
+
+def rules_for(policy: Policy, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = ()) -> Rules:
+    """The rules of a recipe; the reward `paper` is tokens for BanditSpec's policies and bd for MetaSD's."""
+    options = recipe.model_dump()
+    if options["reward"] == "paper":
+        options["reward"] = "tokens" if policy.scale == "tokens" else "bd"
+    return Rules(depth=depth, costs=costs, **options)
