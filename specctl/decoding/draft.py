@@ -84,20 +84,27 @@ class Score:
     """What a drafter would have proposed for S committed tokens of one sequence, teacher-forced, at K draft depths.
 
     At depth k the row of the token at position j is the one of a draft that began behind position j − k (the text and
-    the target's features up to there are real) and whose tokens so far were the committed ones. Parametric drafters
-    give `logits`, the others the `tokens` they would have proposed.
+    the target's features up to there are real) and whose tokens so far were the committed ones; at a position below
+    k + 1 no draft of that depth can begin, and the row means nothing. Parametric drafters give `logits`, the others the
+    `tokens` they would have proposed.
 
     Attributes:
         positions: the S positions in the sequence.
         logits: [K, S, Vd], K = 1 where depth makes no difference; None without a distribution.
         ids: [Vd] target id of every draft token; None = the target's own vocabulary.
         tokens: [K, S, C] int64, the children it would have proposed, −1 = none; None where `logits` tell.
+        children: how many of a row's likeliest tokens (of `tokens`, how many at most) it proposes at each depth of its
+            drafts; their depth is the length. What a tree prunes depends on its other branches: these are as many as a
+            node can have.
+        sampled: it proposes a draw from the row, filtered as the target's (ratio rule), not the likeliest token.
     """
 
     positions: range
     logits: Tensor | None = None
     ids: Tensor | None = None
     tokens: Tensor | None = None
+    children: tuple[int, ...] = ()
+    sampled: bool = False
 
 
 class Proposer(Protocol):
@@ -124,9 +131,13 @@ class Drafter(Proposer, Protocol):
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Its rows at the committed positions `spans[b]` of every live sequence, at draft depths 1 .. `depths`.
 
-        Positions are those of the tokens that are predicted; each must be at least `depths` + 1 (there is text and a
-        feature to draft from) and below the length of its sequence. A span may be empty.
+        Positions are those of the tokens that are predicted; each must be at least 2 (there is text and a feature to
+        draft from) and below the length of its sequence. A span may be empty.
         """
+        ...
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """How many tokens of every live sequence the next `advance` has to read: what it costs to switch to it."""
         ...
 
     def invalidate(self, state: DecodeState) -> None:
@@ -156,6 +167,9 @@ class NoDraft:
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """It proposes nothing, anywhere."""
         return [Score(span, tokens=torch.empty(1, len(span), 0, dtype=torch.long)) for span in spans]
+
+    def behind(self, state: DecodeState) -> list[int]:
+        return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
         """Nothing is cached."""

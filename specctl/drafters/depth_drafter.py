@@ -74,19 +74,21 @@ class DepthDrafter(HeadWeights, ABC):
         At depth k + 1 the token at position j is predicted from slot j − 2 − k.
         """
         self.advance(state)
+        children = (1,) * self.shape.depth if state.exact_rows else self.trees.children
         heads = min(depths, self.draft_heads)
         ends = state.cached
         width = max((end - span.start + 1 + heads for end, span in zip(ends, spans, strict=True) if span), default=0)
         if width == 0:
-            return [Score(span, ids=self.ids) for span in spans]
+            return [Score(span, ids=self.ids, children=children) for span in spans]
+        width = min(width, max(ends))  # a short prompt has fewer slots
         states, starts = self.states(state, width)
         scores = []
         for b, (row, span) in enumerate(zip(state.rows, spans, strict=True)):
             rows = []
             for k in range(heads):
-                slots = [position - 2 - k for position in span]
+                slots = [max(position - 2 - k, 0) for position in span]
                 tokens = torch.tensor([row.ids[i + 1 : i + k + 2] for i in slots], dtype=torch.long)
                 at = torch.tensor([b * width + i - starts[b] for i in slots], dtype=torch.long, device=state.device)
                 rows.append(self.logits(k, states[at], tokens.view(len(slots), k + 1).to(state.device)))
-            scores.append(Score(span, torch.stack(rows), self.ids))
+            scores.append(Score(span, torch.stack(rows), self.ids, children=children))
         return scores

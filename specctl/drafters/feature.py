@@ -12,7 +12,7 @@ from specctl.decoding.cache import Plan, plan_rows
 from specctl.decoding.draft import DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.feature_layer import FeatureLayer, Memory
+from specctl.drafters.feature_layer import FeatureLayer, Memory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
 from specctl.drafters.tree import GrowingTree, Shape, best
 from specctl.drafters.ttt_attention import Layout, ranges
@@ -24,7 +24,7 @@ class FeatureDrafter(FeatureLayer):
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: Shape):
         super().__init__(head, layer, target)
-        self.shape, self.taps = shape, head.config.taps
+        self.shape = shape
         self.embedding = target.model.embedding
         self.ids = head.draft_ids.to(self.device)
         self._to_target = self.ids.tolist()
@@ -127,28 +127,33 @@ class FeatureDrafter(FeatureLayer):
         """
         self.advance(state)
         memory = self._memory(state)
+        assert memory.cached == state.cached, "stale draft cache"
         assert state.features is not None
-        starts = [span.start - 1 - depths for span in spans]
-        counts = [len(span) + depths - 1 if span else 0 for span in spans]
-        if not any(counts):
-            return [Score(span, ids=self.ids) for span in spans]
-        slots = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        ends = [max(part.stop, 1) for part in slots]
+        shape = self.shape
+        chain = shape.chain or state.exact_rows
+        children = (1,) * shape.depth if chain else (shape.children,) * min(shape.depth, shape.nodes)
+        if not any(spans):
+            return [Score(span, ids=self.ids, children=children) for span in spans]
+        # Behind a short prompt the deepest drafts would begin before the text: slot 0 stands in for their slots.
+        slots = [[max(s, 0) for s in range(span.start - 1 - depths, span.stop - 2)] if span else [] for span in spans]
+        counts = [len(part) for part in slots]
+        ends = [max(part, default=0) + 1 for part in slots]
         keys, values = (
             torch.cat([side[0][b, :, :end].transpose(0, 1) for b, end in enumerate(ends)])
             for side in (memory.cache.keys, memory.cache.values)
         )
         layout = Layout(ranges(ends), ranges(counts), [slot for part in slots for slot in part], state.device)
-        hidden = self.feature(torch.cat([state.features[b, p.start : p.stop] for b, p in enumerate(slots) if p]))
+        tapped = torch.cat([state.features[b, part] for b, part in enumerate(slots) if part])
+        hidden = self.feature(own_features(tapped, state, self.taps))
         rope, last = self._rope_for(memory.cache.capacity), [len(row.ids) - 1 for row in state.rows]
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
-        rows = []
+        asked, rows = _asked(spans, counts, depths, state.device), []
         for k in range(depths):
             fed = [min(slot + 1 + k, end) for part, end in zip(slots, last, strict=True) for slot in part]
             ids = [row.ids for row, part in zip(state.rows, slots, strict=True) for _ in part]
             tokens = torch.tensor([text[at] for text, at in zip(ids, fed, strict=True)], device=state.device)
-            places = torch.tensor([slot + k for part in slots for slot in part], device=state.device)
+            places = torch.tensor(fed, device=state.device) - 1
             table = rope.rows(places, self.heads + self.kv_heads, self.kv_heads)
             residual, pairs, query = self._project(tokens, hidden, table)
             if k:
@@ -156,8 +161,14 @@ class FeatureDrafter(FeatureLayer):
                 own_values.append(pairs[:, self.kv_heads :])
             attended = ttt_attention(query, keys, values, own_keys, own_values, layout)
             hidden = self._leave(residual, attended.flatten(1))
-            rows.append(self.logits(hidden).split(counts))
-        return [
-            Score(span, torch.stack([step[b][depths - 1 - k :][: len(span)] for k, step in enumerate(rows)]), self.ids)
-            for b, span in enumerate(spans)
-        ]
+            rows.append(hidden[asked - k])
+        logits = self.logits(torch.cat(rows)).unflatten(0, (depths, -1)).split([len(span) for span in spans], 1)
+        return [Score(span, rows, self.ids, children=children) for span, rows in zip(spans, logits, strict=True)]
+
+
+def _asked(spans: list[range], counts: list[int], depths: int, device: torch.device) -> Tensor:
+    """Rows at step 0 of the positions of all `spans`, each behind depths − 1 rows of its own."""
+    places = [
+        first + depths - 1 + i for span, (first, _) in zip(spans, ranges(counts), strict=True) for i in range(len(span))
+    ]
+    return torch.tensor(places, device=device)

@@ -81,6 +81,7 @@ class FeatureLayer(HeadWeights, ABC):
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
         super().__init__(head, target)
         config = layer.config
+        self.taps = head.config.taps
         self.size = config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         attention, mlp = layer.self_attn, layer.mlp
@@ -159,10 +160,19 @@ class FeatureLayer(HeadWeights, ABC):
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
         state.memory.pop(self, None)
 
+    def behind(self, state: DecodeState) -> list[int]:
+        """Slots of committed tokens that are not filled yet."""
+        memory = state.memory.get(self)
+        if memory is None:
+            return state.cached
+        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
+        assert min(missing) >= 0, "stale draft cache"
+        return missing
+
     def advance(self, state: DecodeState) -> None:
         """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row."""
+        missing = self.behind(state)
         memory = self._memory(state)
-        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
         behind = far_behind(missing, state.device)
         for b in behind:
             self._catch_up(state, memory, b)
@@ -178,7 +188,7 @@ class FeatureLayer(HeadWeights, ABC):
         tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
         plan = plan_rows([start], end - start, device=state.device, dtype=state.dtype)
         table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
-        features = self.feature(state.features[b, start:end])
+        features = self.feature(own_features(state.features[b, start:end], state, self.taps))
         last = [end - start - 1]
         memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
 
@@ -194,7 +204,7 @@ class FeatureLayer(HeadWeights, ABC):
         Returns the layer's output at all of them [B·width, H] or at the last ones [B, H], and the first of the slots.
         """
         memory = self._memory(state)
-        features, starts = last_slots(state, width)
+        features, starts = last_slots(state, width, self.taps)
         counts = [end - start for start, end in zip(starts, state.cached, strict=True)]
         tokens = torch.tensor(
             [
@@ -210,7 +220,15 @@ class FeatureLayer(HeadWeights, ABC):
         return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
 
 
-def last_slots(state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
+def own_features(tapped: Tensor, state: DecodeState, taps: tuple[int, ...]) -> Tensor:
+    """What a drafter reads of the states [N, F] that the loop keeps for all drafters of a pool."""
+    if taps == state.taps:
+        return tapped
+    places = [state.taps.index(tap) for tap in taps]
+    return tapped.unflatten(-1, (len(state.taps), -1))[:, places].flatten(1)
+
+
+def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """Target features of every sequence's last `width` slots [B·width, F], and the first of those slots.
 
     A sequence that has fewer repeats its last: behind it there may never have been written anything, and a NaN among
@@ -219,8 +237,8 @@ def last_slots(state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
     assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
     starts = [max(end - width, 0) for end in state.cached]
     if state.batch == 1:
-        return state.features[0, starts[0] : state.cached[0]], starts
+        return own_features(state.features[0, starts[0] : state.cached[0]], state, taps), starts
     where = torch.tensor(starts, device=state.device)[:, None] + torch.arange(width, device=state.device)
     where = torch.minimum(where, torch.tensor(state.cached, device=state.device)[:, None] - 1)
     rows = torch.arange(state.batch, device=state.device)[:, None]
-    return state.features[rows, where].flatten(0, 1), starts
+    return own_features(state.features[rows, where].flatten(0, 1), state, taps), starts

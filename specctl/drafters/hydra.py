@@ -79,6 +79,9 @@ class HydraDrafter(DepthDrafter):
         """Run the prefix attention over the slots that are new."""
         self.prefix.advance(state)
 
+    def behind(self, state: DecodeState) -> list[int]:
+        return self.prefix.behind(state)
+
     def invalidate(self, state: DecodeState) -> None:
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
         self.prefix.invalidate(state)

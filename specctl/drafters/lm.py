@@ -293,7 +293,7 @@ class LMDrafter:
                 torch.zeros(state.batch, self.vocab_size, dtype=state.dtype, device=state.device),
             )
         texts = [row.ids for row in state.rows]
-        missing = [memory.unseen(b, ids) for b, ids in enumerate(texts)]
+        missing = self.behind(state)
         behind = far_behind(missing, state.device)
         for b in behind:
             memory.logits[b] = self._catch_up(memory, b, texts[b], missing[b])
@@ -304,6 +304,14 @@ class LMDrafter:
             memory.logits = self._logits(hidden[torch.arange(state.batch, device=state.device), last])
         memory.length = [len(ids) for ids in texts]
         memory.drafted = [[] for _ in texts]
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """Committed tokens that are not cached yet."""
+        memory: _Memory | None = state.memory.get(self)
+        if memory is None:
+            return [len(row.ids) for row in state.rows]
+        assert all(n <= len(row.ids) for n, row in zip(memory.length, state.rows, strict=True)), "stale draft cache"
+        return [memory.unseen(b, row.ids) for b, row in enumerate(state.rows)]
 
     def _catch_up(self, memory: _Memory, b: int, ids: list[int], count: int) -> Tensor:
         """Read the last `count` tokens of sequence b; the logits [V] behind them."""
@@ -322,11 +330,12 @@ class LMDrafter:
         width = max((len(row.ids) - span.start for row, span in zip(state.rows, spans, strict=True) if span), default=0)
         if width == 0:
             return [Score(span) for span in spans]
+        children, sampled = (1,) * self.shape.depth, self._samples(state)
         hidden, base = self._read(state, width + 1)
         scores = []
         for b, (start, span) in enumerate(zip(base, spans, strict=True)):
             at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
-            scores.append(Score(span, self._logits(hidden[b, at]).unsqueeze(0)))
+            scores.append(Score(span, self._logits(hidden[b, at]).unsqueeze(0), children=children, sampled=sampled))
         return scores
 
     def _read(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
@@ -350,7 +359,7 @@ class LMDrafter:
         depths = [min(self.shape.depth, budget, row.room) for row in state.rows]
         if max(depths) <= 0:
             return empty_draft(state.batch, state.device)
-        sampled = self.shape.sampled and not state.draws.greedy
+        sampled = self._samples(state)
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [1.0] * state.batch
         rows: list[kernels.Rows] = []
@@ -376,6 +385,9 @@ class LMDrafter:
                 fed.append(token)
             logits = self._logits(hidden[:, 0])
         return DraftTree.from_chains(chains, state.device, _stacked(rows) if sampled else None)
+
+    def _samples(self, state: DecodeState) -> bool:
+        return self.shape.sampled and not state.draws.greedy
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits over the target's vocabulary; models of one family pad theirs to different sizes."""

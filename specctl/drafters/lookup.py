@@ -28,7 +28,7 @@ class Lookup:
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         self.advance(state)
-        depth = self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
+        depth = self._depth(state)
         indices = state.memory[self].rows
         chains = [
             index.continuation(row.ids, min(depth, budget, row.room))
@@ -41,17 +41,23 @@ class Lookup:
         if memory is None:
             memory = state.memory[self] = PerText(partial(NGramIndex, self.longest, self.shortest), state.batch)
         for index, row in zip(memory.rows, state.rows, strict=True):
-            if row.stop is None:
-                index.extend(row.ids)
+            index.extend(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """The token behind the match before each position: whatever the depth, the text before it is the same."""
         self.advance(state)
-        rows = state.memory[self].rows
-        return [
-            Score(span, tokens=torch.tensor(index.expected[span.start : span.stop], device=state.device).view(1, -1, 1))
-            for index, span in zip(rows, spans, strict=True)
-        ]
+        scores = []
+        for index, span in zip(state.memory[self].rows, spans, strict=True):
+            tokens = torch.tensor(index.expected[span.start : span.stop], dtype=torch.long, device=state.device)
+            scores.append(Score(span, tokens=tokens.view(1, -1, 1), children=(1,) * self._depth(state)))
+        return scores
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """Reading text is no forward pass."""
+        return [0] * state.batch
+
+    def _depth(self, state: DecodeState) -> int:
+        return self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
 
     def invalidate(self, state: DecodeState) -> None:
         """There are no weights that could change."""

@@ -64,13 +64,16 @@ class MedusaDrafter(DepthDrafter):
         return self.heads[k](states + F.silu(self.blocks[k](states)))
 
     def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
-        return last_slots(state, width)
+        return last_slots(state, width, self.taps)
 
     def last(self, state: DecodeState) -> Tensor:
-        return last_slots(state, 1)[0]
+        return last_slots(state, 1, self.taps)[0]
 
     def advance(self, state: DecodeState) -> None:
         """Nothing to consume."""
+
+    def behind(self, state: DecodeState) -> list[int]:
+        return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
         """Nothing is cached."""

@@ -140,6 +140,12 @@ class Trees:
         self.paths = best_paths(shape, accuracy)
         self._made = lru_cache(64)(lambda paths: StaticTree(paths, device))
 
+    @property
+    def children(self) -> tuple[int, ...]:
+        """How many children a node of the level above has at most, at each depth."""
+        depth = max(map(len, self.paths))
+        return tuple(max(path[-1] for path in self.paths if len(path) == d + 1) + 1 for d in range(depth))
+
     def of(self, state: DecodeState, budget: int) -> StaticTree | None:
         """At most `budget` nodes, no deeper than a sequence has room for; None where nothing fits."""
         depth = min(self.shape.depth, max(row.room for row in state.rows), budget)

@@ -67,10 +67,13 @@ class Suffix:
                 proposed.append(first_level(tree))
             width = max(map(len, proposed), default=0)
             padded = [tokens + [-1] * (width - len(tokens)) for tokens in proposed]
-            scores.append(
-                Score(span, tokens=torch.tensor(padded, device=state.device).long().view(1, len(span), width))
-            )
+            tokens = torch.tensor(padded, device=state.device).long().view(1, len(span), width)
+            scores.append(Score(span, tokens=tokens, children=(shape.children,) * min(shape.depth, shape.nodes)))
         return scores
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """Reading text is no forward pass."""
+        return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
         """There are no weights that could change."""

@@ -21,7 +21,7 @@ import torch
 
 from . import reference
 from .reference import Panorama
-from .rows import DraftRows, Rows, nan_count, probabilities
+from .rows import DraftRows, Rows, nan_count, probabilities, token_probability
 
 __all__ = [
     "DraftRows",
@@ -37,6 +37,7 @@ __all__ = [
     "probabilities",
     "row_params",
     "sample_rows",
+    "token_probability",
     "uniform",
     "walk_tree",
 ]

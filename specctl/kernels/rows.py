@@ -86,6 +86,15 @@ def probabilities(rows: Rows) -> Tensor:
     return p.scatter(1, token, torch.where(greedy >= 0, 1.0, p.gather(1, token)))
 
 
+def token_probability(rows: Rows, tokens: Tensor) -> Tensor:
+    """p of some tokens of every row, in the shape of `tokens` [R, …]."""
+    shape = (-1, *[1] * (tokens.ndim - 1))
+    inv_temp, cut, lse, greedy = (field.view(shape) for field in (rows.inv_temp, rows.cut, rows.lse, rows.greedy))
+    scores = rows.logits.gather(1, tokens.flatten(1)).view_as(tokens) * inv_temp
+    p = (scores - lse).exp().masked_fill_(~(scores >= cut), 0.0)
+    return torch.where(greedy >= 0, (greedy == tokens).to(p.dtype), p)
+
+
 def blocked(weight: Tensor) -> Tensor:
     """`weight` [R, V] as [R, ceil(V / BLOCK), min(V, BLOCK)], filled up with zeros."""
     width = min(weight.shape[1], BLOCK)

@@ -1,0 +1,284 @@
+"""Full information: what every drafter of a pool would have been worth at tokens that the target has committed.
+
+One `score` prefill per drafter and the rows that verification has computed anyway say, for each committed token, with
+what probability each drafter's proposal would have been accepted there, whether it was, and how close q is to p
+(HedgeSpec, Theorem 3; `algorithms.md` calls the probability γ).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specctl import kernels
+from specctl.decoding.draft import Drafter, Score
+from specctl.decoding.sampling import DRAFT, Draws, Sampling
+from specctl.decoding.state import DecodeState, PerText, Request
+from specctl.decoding.target import Target
+from specctl.decoding.verify import Verdict
+
+GreedyP = Literal["softmax", "argmax"]
+UNFILTERED = Sampling(1.0, 0, 1.0)
+SPAN = 128  # positions of a whole text that are scored together: draft rows of K depths are held at once
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """N drafters at S committed tokens and draft depths 1 … K, as `Score` defines them; of draft depths that a drafter
+    never reaches all is 0. NaN where a drafter's row (γ and overlap of that drafter) or the target's is none.
+
+    Attributes:
+        gamma: [N, S, K] probability with which the proposal is accepted: Σ min(p, q) of a sampled one, else p of the
+            proposed tokens. p is filtered as the text is sampled; of greedy text see `greedy_p`. For trees an upper
+            bound: whether the node is still in the draft when others have been pruned is not asked.
+        overlap: [N, S, K] 1 − TV(p̄, q̄), unfiltered and at temperature 1; q̄ of a drafter without a distribution is
+            one-hot at its first proposal. None where it is not asked for.
+        hit: [N, S, K] whether the committed token is among the proposals.
+    """
+
+    gamma: NDArray[np.float32]
+    overlap: NDArray[np.float32] | None
+    hit: NDArray[np.bool_]
+
+    def _parts(self, sizes: list[int]) -> list[Feedback]:
+        """Consecutive tokens, so many in each part."""
+        cuts = np.cumsum(sizes)[:-1]
+        gamma, hit = np.split(self.gamma, cuts, 1), np.split(self.hit, cuts, 1)
+        overlap = [None] * len(sizes) if self.overlap is None else np.split(self.overlap, cuts, 1)
+        return [Feedback(*part) for part in zip(gamma, overlap, hit, strict=True)]
+
+
+class _Kept:
+    """Target rows of one text's committed tokens that are not scored yet: each predicted a token, the last one the
+    token before `end`."""
+
+    def __init__(self) -> None:
+        self.rows: deque[Tensor] = deque()  # [V] each
+        self.end: int | None = None
+
+
+class Scorer:
+    """Scores all drafters on the tokens of the texts being decoded, some rounds after they were committed.
+
+    What it keeps for a text stands in `state.memory`, as a drafter's memory does: it moves with the text's slot and
+    ends with it. A text that has finished stays in its slot until the controller's `observe` and `on_round` are through
+    and can be scored to its end there.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Sequence[Drafter],
+        depth: int,
+        *,
+        greedy_p: GreedyP = "softmax",
+        overlap: bool = True,
+    ):
+        """
+        Args:
+            depth: draft depths that are scored. 1 is cheap and biased: drafters that live on their own output get worse
+                with depth.
+            greedy_p: p of greedy text in γ: the temperature-1 softmax (smooth), or the one-hot argmax (γ = hit).
+            overlap: compute it, too (a pass over all draft rows that γ of deterministic proposals does not need).
+        """
+        self.target, self.drafters, self.depth = target, drafters, depth
+        self.greedy_p, self.overlap = greedy_p, overlap
+
+    def _texts(self, state: DecodeState) -> list[_Kept]:
+        memory = state.memory.get(self)
+        if memory is None:
+            memory = state.memory[self] = PerText(_Kept, state.batch)
+        return memory.rows
+
+    def keep(self, state: DecodeState, verdict: Verdict) -> None:
+        """Retain the target's rows of the tokens that this round has committed; to be called after every commit."""
+        width = verdict.logits.shape[1]
+        places: list[int] = []
+        sizes: list[int] = []
+        for b, (kept, row) in enumerate(zip(self._texts(state), state.rows, strict=True)):
+            start = kept.end or row.prompt_length + 1  # the token of the prefill pass has no row here
+            path = [0, *(node + 1 for node in verdict.paths[b])]
+            count = len(row.ids) - start
+            assert 0 <= count <= len(path), "a round was not kept"
+            places += [b * width + node for node in path[:count]]
+            sizes.append(count)
+            kept.end = len(row.ids)
+        rows = verdict.logits.flatten(0, 1)[torch.tensor(places, dtype=torch.long, device=verdict.logits.device)]
+        for kept, part in zip(self._texts(state), rows.split(sizes), strict=True):
+            kept.rows.extend(part.unbind())
+
+    def pending(self, state: DecodeState) -> list[int]:
+        """Committed tokens of every text that are not scored yet."""
+        return [len(kept.rows) for kept in self._texts(state)]
+
+    def score(self, state: DecodeState, counts: list[int]) -> list[Feedback]:
+        """Feedback on the oldest `counts[b]` pending tokens of every text; their rows are freed."""
+        spans, rows = [], []
+        for kept, row, count in zip(self._texts(state), state.rows, counts, strict=True):
+            assert not kept.rows or kept.end == len(row.ids), "a round was not kept"
+            start = len(row.ids) - len(kept.rows)
+            spans.append(range(start, start + count))
+            rows += [kept.rows.popleft() for _ in range(count)]
+        logits = torch.stack(rows) if rows else torch.empty(0, self.target.vocab_size, device=state.device)
+        return self._score(state, spans, logits)
+
+    def _score(self, state: DecodeState, spans: list[range], logits: Tensor) -> list[Feedback]:
+        """`logits` [R, V]: the target's, of all positions of `spans`."""
+        sizes = [len(span) for span in spans]
+        if not any(sizes):
+            shape = (len(self.drafters), 0, self.depth)
+            empty = np.zeros(shape, np.float32)
+            return [Feedback(empty, empty if self.overlap else None, np.zeros(shape, np.bool_)) for _ in spans]
+        scores = [_joined(drafter.score(state, spans, self.depth)) for drafter in self.drafters]
+        draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
+        committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
+        judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device), self.greedy_p)
+        found = [judge.proposals(score, self.depth) for score in scores]
+        # No draft of depth k began k tokens before the first one that was drafted for.
+        first = [row.prompt_length + 1 for row in state.rows]
+        age = np.array([at - start + 1 for start, span in zip(first, spans, strict=True) for at in span])
+        begun = np.arange(1, self.depth + 1) <= age[:, None]
+        gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*found, strict=True))
+        overlap = judge.overlap(scores, self.depth).cpu().numpy() * begun if self.overlap else None
+        return Feedback(gamma * begun, overlap, hit & begun)._parts(sizes)
+
+
+@torch.inference_mode()
+def table(
+    target: Target,
+    drafters: Sequence[Drafter],
+    prompt_ids: list[int],
+    output_ids: list[int],
+    depth: int,
+    sampling: Sampling,
+    *,
+    seed: int = 0,
+    greedy_p: GreedyP = "softmax",
+) -> Feedback:
+    """Feedback on a whole text that is there already: its T decoded tokens, `output_ids` less the token of the prefill
+    pass.
+
+    Args:
+        seed: of the text. It decides which tokens a drafter that samples would have drawn (`hit`).
+    """
+    ids = prompt_ids + output_ids
+    state = DecodeState(
+        target,
+        [Request(ids[:-1], sampling, len(ids), seed)],
+        slots=1,
+        taps=tuple(sorted({tap for drafter in drafters for tap in drafter.taps})),
+        spare=0,
+        exact_rows=0,
+    )
+    _, hidden, tapped = target.prefill([ids[:-1]], state.cache, state.taps)
+    state.begin([0], ids[-1:], tapped)
+    state.rows[0].prompt_length = first = len(prompt_ids)
+    scorer = Scorer(target, drafters, depth, greedy_p=greedy_p)
+    parts = []
+    for start in range(first + 1, len(ids), SPAN) or [first + 1]:
+        span = range(start, min(start + SPAN, len(ids)))
+        parts += scorer._score(state, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]))
+    fields = zip(*((part.gamma, part.overlap, part.hit) for part in parts), strict=True)
+    return Feedback(*(np.concatenate(field, 1) for field in fields))
+
+
+def _joined(scores: list[Score]) -> Score:
+    """The scores of several texts as of one, of R positions; spans have no meaning there."""
+    first = scores[0]
+    if first.tokens is None:
+        logits = [score.logits for score in scores if score.logits is not None]
+        return Score(range(0), torch.cat(logits, 1), first.ids, children=first.children, sampled=first.sampled)
+    tokens = [score.tokens for score in scores if score.tokens is not None]
+    width = max(part.shape[-1] for part in tokens)
+    padded = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=-1) for part in tokens]
+    return Score(range(0), tokens=torch.cat(padded, 1), children=first.children)
+
+
+class _Judge:
+    """R target rows and the tokens that were committed from them."""
+
+    def __init__(self, logits: Tensor, draws: Draws, spans: list[range], committed: Tensor, greedy_p: GreedyP):
+        self.draws, self.committed = draws, committed
+        self.positions = torch.tensor([[at] for span in spans for at in span])
+        self.p_bar = _rows(logits, draws, [UNFILTERED] * len(logits))
+        smooth = greedy_p == "softmax"
+        laws = [UNFILTERED if smooth and law.temperature == 0 else law for law in draws.samplings]
+        self.p = self.p_bar if all(law == UNFILTERED for law in laws) else _rows(logits, draws, laws)
+
+    def proposals(self, score: Score, depth: int) -> tuple[Tensor, Tensor]:
+        """γ and hit of one drafter, each [R, K]; zero at depths that its drafts do not reach."""
+        gamma = self.p_bar.lse.new_zeros(len(self.committed), depth)
+        hit = torch.zeros_like(gamma, dtype=torch.bool)
+        reach = min(depth, len(score.children))
+        if reach:
+            rule = self._drawn if score.sampled else self._listed
+            gamma[:, :reach], hit[:, :reach] = rule(score, reach)
+        return gamma.masked_fill_(~self.p.valid[:, None], torch.nan), hit
+
+    def _drawn(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
+        """Of draws from q, filtered as p. Which token is drawn depends on the depth, as every depth has its stream."""
+        assert score.logits is not None
+        rows = [self.draws.rows(logits.unsqueeze(1)) for logits in score.logits[:reach]]
+        gamma, hit = [], []
+        for k in range(reach):
+            q = rows[min(k, len(rows) - 1)]
+            if k < len(rows):
+                kept = q.logits.masked_fill(q.logits * q.inv_temp[:, None] < q.cut[:, None], -torch.inf)
+                draft = kernels.DraftRows(kept, score.ids, q.inv_temp)
+                gamma.append(kernels.panorama(self.p, [draft], self.committed).accept[0])
+            drawn = kernels.sample_rows(q, self.draws.uniform(self.positions, DRAFT + k).reshape(-1))
+            hit.append(drawn == self.committed)
+        return torch.stack(gamma, 1), torch.stack(hit, 1)
+
+    def _listed(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
+        """Of the likeliest tokens of a row, or of tokens that are given."""
+        counts = torch.tensor(score.children[:reach], device=self.committed.device)
+        if score.tokens is None:
+            assert score.logits is not None
+            flat = score.logits[:reach].flatten(0, 1)
+            gain, index = kernels.expand_topk(flat, int(counts.max()))
+            tokens = (index if score.ids is None else score.ids[index]).unflatten(0, (-1, len(self.committed)))
+            broken = (kernels.nan_count(flat) > 0) | ~gain[:, 0].isfinite()
+        else:
+            tokens = score.tokens[:reach]
+            broken = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        none = (tokens < 0) | (torch.arange(tokens.shape[-1], device=tokens.device) >= counts[:, None, None])
+        mass = kernels.token_probability(self.p, tokens.clamp_min(0).transpose(0, 1)).masked_fill(
+            none.transpose(0, 1), 0.0
+        )
+        hit = ((tokens == self.committed[:, None]) & ~none).any(-1) & ~broken.view(tokens.shape[:2])
+        return mass.sum(-1).masked_fill(broken.view(tokens.shape[:2]).T, torch.nan), hit.T
+
+    def overlap(self, scores: list[Score], depth: int) -> Tensor:
+        """1 − TV(p̄, q̄) of N drafters [N, R, K]; at each depth the target's rows are read once for all of them."""
+        found = self.p_bar.lse.new_zeros(len(scores), len(self.committed), depth)
+        for k in range(depth):
+            # Where depth makes no difference, the rows of depth 1 have been compared already.
+            drafts = {
+                n: kernels.DraftRows(score.logits[k], score.ids)
+                for n, score in enumerate(scores)
+                if score.logits is not None and k < len(score.logits)
+            }
+            if not drafts:
+                break
+            found[list(drafts), :, k] = kernels.panorama(self.p_bar, list(drafts.values()), self.committed).accept
+        for n, score in enumerate(scores):
+            rows, reach = score.logits if score.tokens is None else score.tokens, min(depth, len(score.children))
+            if score.tokens is not None and score.tokens.shape[-1]:
+                first = score.tokens[..., 0].T
+                found[n, :, : first.shape[1]] = kernels.token_probability(self.p_bar, first.clamp_min(0)) * (first >= 0)
+            if rows is not None and len(rows) == 1:
+                found[n] = found[n, :, :1]
+            found[n, :, reach:] = 0
+        return found
+
+
+def _rows(logits: Tensor, draws: Draws, laws: list[Sampling]) -> kernels.Rows:
+    return Draws(laws, draws.seeds.tolist(), logits.device).rows(logits.unsqueeze(1))

@@ -1,0 +1,280 @@
+"""Feedback on every drafter against what its own drafts, token by token, would have met."""
+
+import numpy as np
+import pytest
+import torch
+
+from specctl import kernels
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.state import DecodeState, Request
+from specctl.drafters import eagle3, pool
+from specctl.drafters.datastore import Datastore
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.lm import LMDrafter
+from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.drafters.tree import Shape
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.selection.feedback import Scorer, table
+from tests.lossless.drafters import own_weights, ragged
+
+DEPTH = 5
+SEED = 3
+WARM = Sampling(0.8, 20, 0.9)
+
+
+def head(target, seed, vocabulary=512):
+    torch.manual_seed(seed)
+    architecture = eagle3.architecture(DrafterRecipe(vocab_size=vocabulary), target)
+    made = Eagle3Head(architecture, torch.randperm(target.vocab_size)[:vocabulary].sort().values)
+    eagle3.initialise(made, target)
+    return made
+
+
+def trained(target, name, drafting, **options):
+    recipe = TrainRecipe(arch=name, drafter=DrafterRecipe(**options))
+    torch.manual_seed(0)
+    module = pool.family(name).build(recipe, target, lambda size: list(range(1, 1 + 2 * size, 2)))
+    for parameter in module.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    return pool.family(name).drafter(module.eval(), target, drafting)
+
+
+@pytest.fixture(scope="module")
+def drafters(target, prompts):
+    """Of every family one or two, whose drafts keep what their shapes allow: nothing is pruned or given up."""
+    chain = DraftingRecipe(stop_below=0.0, children=1, nodes=4, width=1, depth=4)
+    own = own_weights(target, 0.3)
+    texts = decode(target, prompts, sampling=GREEDY, max_new_tokens=12, seeds=[0] * 3)
+    store = Datastore.of([one.prompt_ids[-4:] + one.output_ids for one in texts])
+    return {
+        "eagle3": eagle3.Eagle3Drafter(head(target, 1, 3000), target, Shape(4, 1, 4, 1, 0.0)),
+        "eagle": trained(target, "eagle", chain),
+        "hydra": trained(target, "hydra", chain, draft_heads=3),
+        "medusa": trained(target, "medusa", chain, draft_heads=3, vocab_size=2000),
+        "lm": LMDrafter(own, target, LMShape(5, 0.0, False)),
+        "sampled": LMDrafter(own, target, LMShape(3, 0.0, True)),
+        "lookup": Lookup(4),
+        "suffix": Suffix(depth=4, nodes=60, children=3),
+        "retrieval": Suffix(depth=3, nodes=60, children=2, corpus=store),
+    }
+
+
+@pytest.fixture(scope="module", params=[GREEDY, WARM], ids=["greedy", "sampled"])
+def text(request, target, prompts):
+    """A text that repeats itself, so that drafters without weights have something to say."""
+    prompt = prompts[1] + prompts[1][-30:]
+    found = decode(target, [prompt], sampling=request.param, max_new_tokens=14, seeds=[SEED])[0]
+    return request.param, prompt, found.output_ids
+
+
+def standing(target, ids, taps, sampling):
+    """A state in which `ids` are committed."""
+    state = DecodeState(
+        target, [Request(ids[:-1], sampling, len(ids) + 40, SEED)], slots=1, taps=taps, spare=63, exact_rows=0
+    )
+    _, _, tapped = target.prefill([ids[:-1]], state.cache, taps)
+    state.begin([0], ids[-1:], tapped)
+    return state
+
+
+@torch.inference_mode()
+def drafts(target, drafter, ids, first, sampling):
+    """The tree behind `ids[:n]` for every n ≥ first, as {path of tokens: children}."""
+    found = {}
+    for n in range(first, len(ids)):
+        state = standing(target, ids[:n], drafter.taps, sampling)
+        tree = drafter.propose(state, 60)
+        paths, behind = {-1: ()}, {}
+        for node, (token, parent) in enumerate(zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), strict=True)):
+            paths[node] = (*paths[parent], token)
+            behind.setdefault(paths[parent], []).append(token)
+        found[n] = behind, tree.rows
+    return found
+
+
+@torch.inference_mode()
+def law(target, ids, sampling):
+    """p of the token at every position from 1 on, [len − 1, V]."""
+    cache = target.model.new_cache(1, len(ids))
+    _, hidden, _ = target.prefill([ids[:-1]], cache)
+    logits = target.model.logits(hidden[0])
+    count = torch.ones(len(logits))
+    rows = kernels.row_params(
+        logits, sampling.temperature * count, (sampling.top_k * count).long(), sampling.top_p * count
+    )
+    return kernels.probabilities(rows)
+
+
+def test_gamma_and_hit_are_those_of_the_drafts(target, drafters, text):
+    """At every position and depth that a draft reaches along the committed text. Catches an off-by-one of depths or
+    positions, ids of the draft vocabulary taken for the target's, and a filter that is forgotten."""
+    sampling, prompt, output = text
+    ids = prompt + output
+    names = list(drafters)
+    found = table(target, list(drafters.values()), prompt, output, DEPTH, sampling, seed=SEED)
+    assert found.gamma.shape == (len(names), len(output) - 1, DEPTH) == found.hit.shape == found.overlap.shape
+    smooth = sampling if sampling.temperature else Sampling(1.0, 0, 1.0)
+    p = law(target, ids, smooth)
+    first, compared, hits = len(prompt) + 1, dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for n, name in enumerate(names):
+        for start, (behind, rows) in drafts(target, drafters[name], ids, first, sampling).items():
+            for k in range(min(DEPTH, len(ids) - start)):
+                path, at = tuple(ids[start : start + k]), start + k - first
+                children = behind.get(path, [])
+                hit = ids[start + k] in children
+                assert found.hit[n, at, k] == hit, (name, start, k)
+                if rows is None:
+                    gamma = p[start + k - 1, children].sum()
+                else:
+                    q = kernels.probabilities(rows)
+                    gamma = torch.minimum(p[start + k - 1], q[k]).sum() if k < len(q) else 0.0
+                assert found.gamma[n, at, k] == pytest.approx(float(gamma), abs=2e-4), (name, start, k)
+                compared[name] += 1
+                hits[name] += hit
+                if not hit or name in ("suffix", "retrieval"):  # deeper, their places were found at the root
+                    break
+    assert min(compared.values()) >= len(output) - 1
+    assert sum(hits.values()) > 20 and max(compared.values()) > len(output)
+
+
+def test_overlap_is_unfiltered(target, drafters, text):
+    """Whatever the sampling, 1 − TV of the temperature-1 softmaxes at depth 1; p̄(token) where there is one token."""
+    sampling, prompt, output = text
+    ids, first = prompt + output, len(prompt) + 1
+    names = ["eagle3", "medusa", "lm", "lookup"]
+    found = table(target, [drafters[name] for name in names], prompt, output, 2, sampling)
+    p = law(target, ids, Sampling(1.0, 0, 1.0))[first - 1 :]
+    for n, name in enumerate(names):
+        with torch.inference_mode():
+            state = standing(target, ids, drafters[name].taps, sampling)
+            score = drafters[name].score(state, [range(first, len(ids))], 1)[0]
+        if score.logits is None:
+            tokens = score.tokens[0, :, 0]
+            expected = p.gather(1, tokens.clamp(min=0)[:, None])[:, 0] * (tokens >= 0)
+        else:
+            q = torch.zeros_like(p)
+            q[:, slice(None) if score.ids is None else score.ids] = score.logits[0].softmax(-1)
+            expected = torch.minimum(p, q).sum(-1)
+        np.testing.assert_allclose(found.overlap[n, :, 0], expected, atol=2e-4)
+    assert (found.overlap[2, 1:, 1] == found.overlap[2, 1:, 0]).all()  # an independent drafter knows no depth
+
+
+def test_there_is_no_draft_before_the_first_round(target, drafters, text):
+    """Depth k at token t needs a draft that began when t − k + 1 tokens stood; and none is deeper than its shape."""
+    sampling, prompt, output = text
+    names = list(drafters)
+    found = table(target, list(drafters.values()), prompt, output, DEPTH, sampling, seed=SEED)
+    late = np.arange(DEPTH) > np.arange(len(output) - 1)[:, None]
+    for array in (found.gamma, found.overlap, found.hit):
+        assert (array[:, late] == 0).all()
+        assert (array[names.index("hydra"), :, 3:] == 0).all() and (array[names.index("sampled"), :, 3:] == 0).all()
+    assert (found.gamma[names.index("eagle3"), 3:, 3] > 0).any()
+
+
+def test_accepted_length_is_the_run_of_hits(target, drafters, text):
+    """For a drafter whose draft is a chain: what a round commits is what the hits along its diagonal say."""
+    sampling, prompt, output = text
+    lengths = []
+
+    def count(state, draft, verdict):
+        lengths.append((len(state.rows[0].ids) - len(verdict.committed[0]) - len(prompt), len(verdict.paths[0])))
+
+    options = dict(sampling=sampling, max_new_tokens=len(output), seeds=[SEED])
+    for name in ("eagle3", "lm", "lookup"):
+        lengths.clear()
+        one = decode(target, [prompt], drafter=drafters[name], on_round=count, **options)[0]
+        assert one.output_ids == output
+        hit = table(target, [drafters[name]], prompt, output, DEPTH, sampling).hit[0]
+        for stood, accepted in lengths[:-1]:  # the last draft ends at the limit
+            run = 0
+            while run < DEPTH and stood - 1 + run < len(hit) and hit[stood - 1 + run, run]:
+                run += 1
+            assert run == accepted, (name, stood)
+
+
+def test_greedy_p(target, drafters, prompts):
+    """With the argmax for p, what is accepted is what is hit."""
+    output = decode(target, prompts[1:2], sampling=GREEDY, max_new_tokens=9, seeds=[0])[0].output_ids
+    some = [drafters[name] for name in ("eagle3", "lm", "suffix")]
+    found = table(target, some, prompts[1], output, DEPTH, GREEDY, greedy_p="argmax")
+    assert (found.gamma == found.hit).all() and found.hit.any()
+
+
+class Watch:
+    """Plays one drafter and scores the others: `per_round` tokens of every text, and what is left at the end."""
+
+    def __init__(self, drafter, scorer, per_round):
+        self.drafter, self.scorer, self.per_round = drafter, scorer, per_round
+        self.found, self.rounds = {}, 0
+
+    def choose(self, state):
+        return self.drafter
+
+    def observe(self, state, draft, verdict):
+        self.scorer.keep(state, verdict)
+        self.rounds += 1
+        counts = [
+            count if row.stop is not None else min(count, self.per_round if self.rounds % 2 else 0)
+            for count, row in zip(self.scorer.pending(state), state.rows, strict=True)
+        ]
+        before = self.scorer.pending(state)
+        for row, count, part in zip(state.rows, counts, self.scorer.score(state, counts), strict=True):
+            assert part.gamma.shape[1] == count
+            self.found.setdefault(row.index, []).append(part)
+        after = self.scorer.pending(state)
+        assert [a - b for a, b in zip(before, after, strict=True)] == counts
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_a_live_batch_is_scored_as_whole_texts_are(target, prompts, drafters, sampling):
+    """Rounds of any length, texts that end early, slots that are filled again and dropped: every decoded token of every
+    text is scored once, in order, against its own rows."""
+    seeds, limits = [SEED, 1, 2, 5, 9], [16, 2, 11, 7, 1]
+    asked = [*prompts, prompts[0], prompts[1]]
+    plain = decode(target, asked, sampling=sampling, max_new_tokens=limits, seeds=seeds)
+    texts = [one.prompt_ids + one.output_ids for one in plain]
+    some = [drafters[name] for name in ("eagle3", "medusa", "sampled", "lookup", "suffix")]
+    taps = tuple(sorted({tap for drafter in some for tap in drafter.taps}))
+    watch = Watch(ragged(texts, 1, target.vocab_size), Scorer(target, some, 3), 4)
+    found = decode(
+        target, asked, sampling=sampling, max_new_tokens=limits, seeds=seeds, slots=3, controller=watch, taps=taps
+    )
+    assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+    for one, seed in zip(found, seeds, strict=True):
+        whole = table(target, some, one.prompt_ids, one.output_ids, 3, sampling, seed=seed)
+        parts = watch.found.get(one.index, [])
+        for field in ("gamma", "overlap", "hit"):
+            joined = np.concatenate([getattr(part, field) for part in parts], 1) if parts else np.zeros((5, 0, 3))
+            np.testing.assert_allclose(joined, getattr(whole, field), atol=5e-4)
+
+
+def test_a_short_prompt(target, drafters):
+    """Drafts that would begin before the text are not asked of anybody."""
+    some = list(drafters.values())
+    output = decode(target, [[5]], sampling=GREEDY, max_new_tokens=7, seeds=[0])[0].output_ids
+    deep = table(target, some, [5], output, 9, GREEDY)
+    shallow = table(target, some, [5], output, 2, GREEDY)
+    np.testing.assert_allclose(deep.gamma[:, :, :2], shallow.gamma, atol=2e-4)
+    assert np.isfinite(deep.gamma).all() and np.isfinite(deep.overlap).all()
+
+
+def test_a_broken_drafter_spoils_nothing_else(target, drafters, prompts):
+    """NaN of one drafter's rows are its own."""
+    made = head(target, 1, 3000)
+    made.lm_head.weight.data[7] = float("nan")
+    broken = eagle3.Eagle3Drafter(made, target, Shape(4, 1, 4, 1, 0.0))
+    output = decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=6, seeds=[0])[0].output_ids
+    found = table(target, [drafters["eagle3"], broken, drafters["lookup"]], prompts[0], output, 1, GREEDY)
+    assert np.isnan(found.gamma[1]).all() and not found.hit[1].any()
+    alone = table(target, [drafters["eagle3"], drafters["lookup"]], prompts[0], output, 1, GREEDY)
+    np.testing.assert_allclose(found.gamma[[0, 2]], alone.gamma, atol=1e-5)
+    np.testing.assert_allclose(found.overlap[[0, 2]], alone.overlap, atol=1e-5)
+
+
+def test_nothing_to_score(target, drafters, prompts):
+    """A text of one token has no decoded ones."""
+    found = table(target, [drafters["eagle3"]], prompts[0], [9], DEPTH, GREEDY)
+    assert found.gamma.shape == found.hit.shape == (1, 0, DEPTH)
