@@ -15,7 +15,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, WriterRecipe
+from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specctl.evaluation.compare import GenerateResult
     from specctl.evaluation.importing import ImportResult
     from specctl.evaluation.matrix import EvalResult
+    from specctl.evaluation.selecting import SelectResult
     from specctl.formats.exporting import ExportResult
     from specctl.training.outcome import TrainResult
 
@@ -34,6 +35,7 @@ FUNCTIONS = {
     "train-drafter": ("specctl.training.loop", "train_drafter"),
     "eval": ("specctl.evaluation.matrix", "evaluate"),
     "generate": ("specctl.evaluation.compare", "generate"),
+    "select": ("specctl.evaluation.selecting", "select"),
     "bench": ("specctl.evaluation.bench", "bench"),
     "export": ("specctl.formats.exporting", "export"),
     "import": ("specctl.evaluation.importing", "import_head"),
@@ -62,6 +64,16 @@ def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
 def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
     """Answer one prompt with and without a drafter."""
     return execute("generate", _recipe("generate", recipe, overrides))[0]
+
+
+def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
+    """Choose among a pool of drafters while decoding, every policy on the same stream."""
+    from specctl.evaluation.selecting import with_domains_of_pool
+    from specctl.selection.arms import members
+
+    resolved = _recipe("select", recipe, overrides)
+    assert isinstance(resolved, SelectRecipe)
+    return execute("select", with_domains_of_pool(resolved, members(resolved)))[0]
 
 
 def bench(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> BenchResult:

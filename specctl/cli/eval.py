@@ -83,13 +83,14 @@ def show(document: dict[str, Any]) -> Any:
     rows = [[row[name] for name in COLUMNS] for row in document["rows"]]
     return Group(
         *(shown(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
-        "with drafters against plain decoding: " + _verdict(document["lossless"]),
-        "plain decoding against transformers: " + _verdict(document["lossless_transformers"]),
+        "with drafters against plain decoding: " + verdict(document["lossless"]),
+        "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
         f"run: {cell(document['run_dir'])}",
     )
 
 
-def _verdict(lossless: dict[str, int]) -> str:
+def verdict(lossless: dict[str, int]) -> str:
+    """Equal, tied and different texts, in words."""
     if not lossless["sequences"]:
         return "not compared"
     return "{mismatches} mismatches, {ties} ties in {sequences} sequences".format(**lossless)

@@ -94,6 +94,15 @@ FLAGS: dict[str, Flag] = {
     "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),
     "metric": Flag(("metric",), str, "Cells of the matrix: mat, speedup or accept_rate."),
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
+    "algo": Flag(("algo",), str, "Policy, or several with commas: hedgespec, hedge, ucbspec, metasd-ucb, …"),
+    "strict": Flag(("strict",), bool, "Refuse a pool with a member that cannot be used."),
+    "reset": Flag(("reset",), str, "When a policy forgets: query (default), session or stream."),
+    "session": Flag(("session",), int, "Consecutive prompts of one domain."),
+    "select_baselines": Flag(
+        ("baselines",), str, "vanilla (default), fixed (every arm), draft-all; or none.", _none_or_names
+    ),
+    "rivals": Flag(("rivals",), list[str], "Drafter measured beside, not in the pool; repeatable.", _names, "PATH"),
+    "batch": Flag(("batch",), int, "Sequences at a time, each with its own choice."),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
     "seeds": Flag(("seeds",), str, "Repeats, for intervals: 0,1,2.", _comma_ints),
@@ -112,7 +121,13 @@ FLAGS: dict[str, Flag] = {
 TARGET = ("target", "device", "dtype", "chat_template_kwargs")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "exact", "seed")
 DATA = ("domain", "prompts")
-SPELLING = {"temperatures": "temperature", "drafters": "drafter", "data_limit": "limit"}
+SPELLING = {
+    "temperatures": "temperature",
+    "drafters": "drafter",
+    "rivals": "rival",
+    "data_limit": "limit",
+    "select_baselines": "baselines",
+}
 """Flags of other keys that look the same on the command line: `--drafter` is repeatable where several are measured."""
 
 

@@ -178,10 +178,10 @@ class NoDraft:
 class Fixed:
     """The controller that always plays one drafter."""
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Proposer):
         self.drafter = drafter
 
-    def choose(self, state: DecodeState) -> Drafter:
+    def choose(self, state: DecodeState) -> Proposer:
         return self.drafter
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,9 +16,10 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.feature_layer import FeatureLayer, Memory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
-from specctl.drafters.tree import GrowingTree, Shape, best
+from specctl.drafters.tree import GrowingTree, Shape, best, shape_for
 from specctl.drafters.ttt_attention import Layout, ranges
 from specctl.drafters.ttt_attention import attention as ttt_attention
+from specctl.recipe import DraftingRecipe
 
 
 class FeatureDrafter(FeatureLayer):
@@ -32,6 +35,12 @@ class FeatureDrafter(FeatureLayer):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft vocabulary logits [N, Vd] of the layer's output."""
+
+    def shaped(self, drafting: DraftingRecipe) -> Self:
+        """The same drafter with another shape of its drafts: it shares weights and memory."""
+        twin = copy.copy(self)
+        twin.shape = shape_for(drafting, self.shape)
+        return twin
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain or tree from the last committed token, never deeper than a sequence has room for."""

@@ -91,7 +91,13 @@ class FeatureLayer(HeadWeights, ABC):
         self.down = self.linear(mlp.down_proj)
         self.post_norm = self.rms_norm(layer.post_attention_layernorm)
         self._inv_freq = layer.inv_freq.to(self.device)
+        self.key = object()  # of its memory: twins that differ in nothing but the shape of their drafts share it
         self._rope: Rope | None = None
+
+    def adapted(self, adapter: Adapter) -> Self:
+        twin = super().adapted(adapter)
+        twin.key = object()
+        return twin
 
     @abstractmethod
     def feature(self, tapped: Tensor) -> Tensor:
@@ -148,17 +154,17 @@ class FeatureLayer(HeadWeights, ABC):
         return x + self.down(F.silu(gate).mul_(up))
 
     def _memory(self, state: DecodeState) -> Memory:
-        memory = state.memory.get(self)
+        memory = state.memory.get(self.key)
         if memory is None:
             options = dict(dtype=state.dtype, device=state.device)
             cache = KVCache(1, state.batch, self.kv_heads, state.capacity, self.dim, **options)
             hidden = torch.zeros(state.batch, self.size, device=state.device)
-            memory = state.memory[self] = Memory(cache, [0] * state.batch, hidden)
+            memory = state.memory[self.key] = Memory(cache, [0] * state.batch, hidden)
         return memory
 
     def invalidate(self, state: DecodeState) -> None:
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
-        state.memory.pop(self, None)
+        state.memory.pop(self.key, None)
 
     def behind(self, state: DecodeState) -> list[int]:
         """Slots of committed tokens that are not filled yet."""

@@ -98,12 +98,14 @@ def engine(target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter
     """Our own decoding loop, with a drafter or (None) without."""
 
     def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: one} for one in run(target, sampling, turn, seeds, drafter=drafter)]
+        return [{name: one} for one in decode_turn(target, sampling, turn, seeds, drafter=drafter)]
 
     return answer
 
 
-def run(target: Target, sampling: SamplingRecipe, turn: Turn, seeds: list[int], **options: Any) -> list[Decoded]:
+def decode_turn(
+    target: Target, sampling: SamplingRecipe, turn: Turn, seeds: list[int], **options: Any
+) -> list[Decoded]:
     """Decode a turn at once; each answer is given its share of the seconds. Options are those of `decode`."""
     decoded = decode(
         target,

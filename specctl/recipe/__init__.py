@@ -7,7 +7,7 @@ the domain). Loading, overrides and error reports are in `specctl.recipe.resolve
 from __future__ import annotations
 
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
-from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe
+from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -20,6 +20,7 @@ from specctl.recipe.sections import (
     TargetRecipe,
     WriterRecipe,
 )
+from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.train import (
     Arch,
     CheckpointRecipe,
@@ -45,15 +46,18 @@ __all__ = [
     "EvalRecipe",
     "ExportRecipe",
     "FeatureRecipe",
+    "GameRecipe",
     "GenerateRecipe",
     "Gpu",
     "HeldOutRecipe",
     "ImportRecipe",
     "LoraRecipe",
     "OptimizerRecipe",
+    "PolicyRecipe",
     "ResourceRecipe",
     "SamplingRecipe",
     "Section",
+    "SelectRecipe",
     "TargetRecipe",
     "TrainRecipe",
     "WriterRecipe",
@@ -64,6 +68,7 @@ RECIPES: dict[str, type[CommandRecipe]] = {
     "distill": DistillRecipe,
     "train-drafter": TrainRecipe,
     "eval": EvalRecipe,
+    "select": SelectRecipe,
     "bench": BenchRecipe,
     "export": ExportRecipe,
     "import": ImportRecipe,

@@ -1,4 +1,4 @@
-"""Commands that decode with drafters: `specctl eval`, `specctl generate` and `specctl bench`."""
+"""Commands that decode with drafters: `specctl eval`, `generate`, `select` and `bench`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from specctl.recipe.sections import (
     DataRecipe,
     DraftingRecipe,
     LocalPath,
+    Names,
     ResumableRecipe,
     SamplingRecipe,
+    Section,
 )
+from specctl.recipe.select import GameRecipe, PolicyRecipe
 
 
 class EvalRecipe(ResumableRecipe):
@@ -58,6 +61,58 @@ class GenerateRecipe(CommandRecipe):
     drafter: str | None = None
     save_outputs: bool = False
     overwrite: bool = False
+
+
+class ArmRecipe(Section):
+    """What can be chosen besides a drafter: how much it drafts.
+
+    The arms are all drafters × (`draft_nodes` and `shapes`), where any are given; 0 nodes is plain decoding, once.
+    """
+
+    draft_nodes: list[NonNegativeInt] = []
+    shapes: list[DraftingRecipe] = []
+
+
+class SelectRecipe(CommandRecipe):
+    """`specctl select`: policies that choose a drafter of the pool every round, on one stream of prompts.
+
+    A session is a run of `session` consecutive prompts of one domain. What a policy has learnt is forgotten at every
+    `reset`.
+    """
+
+    data: DataRecipe = DataRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    algo: Annotated[Names, Field(min_length=1)] = ["hedgespec"]  # one policy, or several side by side
+    pool: LocalPath | None = None  # None = ./drafters where that is there
+    drafters: list[str] = []  # further members: directories, or lookup, suffix
+    strict: bool = False  # refuse a pool with a member that cannot be used, instead of leaving it out
+    arms: ArmRecipe = ArmRecipe()
+    policy: PolicyRecipe = PolicyRecipe()
+    game: GameRecipe = GameRecipe()
+    reset: Literal["query", "session", "stream"] = "query"
+    session: PositiveInt = 8
+    order: Literal["mixed", "blocks"] = "mixed"  # sessions of all domains shuffled, or domain after domain
+    baselines: list[Literal["vanilla", "fixed", "draft-all"]] = ["vanilla"]  # fixed: every arm by itself
+    rivals: list[str] = []  # drafters measured by themselves that are no arms, such as a generalist
+    batch: PositiveInt = 1  # sequences at a time, each with a choice of its own
+    split: Literal["train", "test"] = "test"
+    limit: PositiveInt | None = 40  # prompts per domain; of a file with more, a sample
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
+    record: LocalPath | None = None  # write the table of all drafters at all positions here, and stop
+    replay: LocalPath | None = None  # play the policies on such a table instead of decoding
+    save_outputs: bool = False
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SelectRecipe:
+        if self.data.limit is not None:
+            raise ValueError("use `limit`, not `data.limit`")
+        if self.record is not None and self.replay is not None:
+            raise ValueError("record makes the table that replay plays on: one after the other")
+        if self.batch > 1 and self.drafting.proposal == "sampled":
+            raise ValueError("sampled and deterministic proposals are verified by different rules: batch must be 1")
+        return self
 
 
 class BenchRecipe(CommandRecipe):

@@ -30,6 +30,7 @@ class PolicyRecipe(Section):
 class GameRecipe(Section):
     """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
 
+    depth: PositiveInt | None = None  # draft depths of idle drafters that are looked at; None = the longest draft
     reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
     loss: Literal["length", "acceptance"] = "length"  # of full information: expected length, or 1 - γ at depth 1
     estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier

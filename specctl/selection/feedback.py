@@ -118,8 +118,9 @@ class Scorer:
         """Committed tokens of every text that are not scored yet."""
         return [len(kept.rows) for kept in self._texts(state)]
 
-    def score(self, state: DecodeState, counts: list[int]) -> list[Feedback]:
-        """Feedback on the oldest `counts[b]` pending tokens of every text; their rows are freed."""
+    def score(self, state: DecodeState, counts: list[int], only: Sequence[int] | None = None) -> list[Feedback]:
+        """Feedback on the oldest `counts[b]` pending tokens of every text; their rows are freed. `only`: the places of
+        the drafters that are asked."""
         spans, rows = [], []
         for kept, row, count in zip(self._texts(state), state.rows, counts, strict=True):
             assert not kept.rows or kept.end == len(row.ids), "a round was not kept"
@@ -127,16 +128,19 @@ class Scorer:
             spans.append(range(start, start + count))
             rows += [kept.rows.popleft() for _ in range(count)]
         logits = torch.stack(rows) if rows else torch.empty(0, self.target.vocab_size, device=state.device)
-        return self._score(state, spans, logits)
+        drafters = self.drafters if only is None else [self.drafters[n] for n in only]
+        return self._score(state, drafters, spans, logits)
 
-    def _score(self, state: DecodeState, spans: list[range], logits: Tensor) -> list[Feedback]:
+    def _score(
+        self, state: DecodeState, drafters: Sequence[Drafter], spans: list[range], logits: Tensor
+    ) -> list[Feedback]:
         """`logits` [R, V]: the target's, of all positions of `spans`."""
         sizes = [len(span) for span in spans]
         if not any(sizes):
-            shape = (len(self.drafters), 0, self.depth)
+            shape = (len(drafters), 0, self.depth)
             empty = np.zeros(shape, np.float32)
             return [Feedback(empty, empty if self.overlap else None, np.zeros(shape, np.bool_)) for _ in spans]
-        scores = [_joined(drafter.score(state, spans, self.depth)) for drafter in self.drafters]
+        scores = [_joined(drafter.score(state, spans, self.depth)) for drafter in drafters]
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
         judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device), self.greedy_p)
@@ -184,7 +188,7 @@ def table(
     parts = []
     for start in range(first + 1, len(ids), SPAN) or [first + 1]:
         span = range(start, min(start + SPAN, len(ids)))
-        parts += scorer._score(state, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]))
+        parts += scorer._score(state, drafters, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]))
     fields = zip(*((part.gamma, part.overlap, part.hit) for part in parts), strict=True)
     return Feedback(*(np.concatenate(field, 1) for field in fields))
 

@@ -48,7 +48,7 @@ class Game:
         self.rules = rules
         self.arms = arms
         self.log: list[Round] = []
-        self.dropped = 0  # vectors and rewards that were not finite
+        self.dropped = 0  # rewards, and vectors of losses, that were not finite throughout
         self.unscored = 0  # committed tokens that no `scored` has covered
         self._rounds = 0
         self._delay = Delay(arms.count, rules)
@@ -138,8 +138,8 @@ class Game:
         """The oldest committed tokens without scores; every vector that they complete is fed.
 
         Args:
-            gamma, hit: [N, S, K] of those tokens, as in `Trace`. Values that are not finite cost the vectors that they
-                are part of: those are dropped.
+            gamma, hit: [N, S, K] of those tokens, as in `Trace`. Where a value is not finite its arm's loss is 1, and
+                where no arm's is, the vector is dropped; both are counted.
         """
         tokens = gamma.shape[1]
         if tokens > self.unscored:
@@ -150,10 +150,13 @@ class Game:
     def _feed(self, losses: Array) -> None:
         """[M, N] vectors, in the order of the text."""
         owners, self._owners = self._owners[: len(losses)], self._owners[len(losses) :]
-        if not np.isfinite(losses).all():
-            finite = [i for i, vector in enumerate(losses) if np.isfinite(vector).all()]
-            self.dropped += len(losses) - len(finite)
-            losses, owners = losses[finite], [owners[i] for i in finite]
+        finite = np.isfinite(losses)
+        if not finite.all():
+            # An arm without a usable score has shown nothing worth playing; the others are told apart all the same.
+            told = finite.any(axis=1)
+            self.dropped += int((~finite).any(axis=1).sum())
+            losses = np.where(finite, losses, 1.0)[told]
+            owners = [arm for arm, known in zip(owners, told, strict=True) if known]
         if not owners:
             return
         self._cost += losses.sum(axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 
 from specctl.errors import UsageError
@@ -33,12 +34,22 @@ _POLICIES: dict[str, Callable[[Arms, PolicyRecipe], Policy]] = {
 NAMES = tuple(_POLICIES)
 
 
+def check(names: list[str]) -> None:
+    """Raises UsageError where there is no policy of a name, or one is named twice."""
+    for name in names:
+        if name not in _POLICIES:
+            near = difflib.get_close_matches(name, NAMES, 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"no policy {name!r}", hint=f"{meant}there are {', '.join(NAMES)}")
+        if names.count(name) > 1:
+            raise UsageError(f"policy {name} is named twice", hint="each needs a name of its own")
+
+
 def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:
     """A fresh policy.
 
     Raises:
         UsageError: there is none of that name, or it cannot play these arms.
     """
-    if name not in _POLICIES:
-        raise UsageError(f"no policy {name!r}", hint=f"there are {', '.join(NAMES)}")
+    check([name])
     return _POLICIES[name](arms, options)

@@ -40,7 +40,7 @@ class Rules:
 
 def rules_for(policy: Policy, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = ()) -> Rules:
     """The rules of a recipe; the reward `paper` is tokens for BanditSpec's policies and bd for MetaSD's."""
-    options = recipe.model_dump()
+    options = recipe.model_dump(exclude={"depth"})
     if options["reward"] == "paper":
         options["reward"] = "tokens" if policy.scale == "tokens" else "bd"
     return Rules(depth=depth, costs=costs, **options)

@@ -111,7 +111,7 @@ def forced(drafter, target, committed, following):
 
         def propose(self, state, budget):
             drafter.advance(state)
-            memory = state.memory[drafter]
+            memory = state.memory[drafter.key]
             hidden, logits = memory.hidden, drafter.logits(memory.hidden)
             taken.append(logits[0])
             for step, token in enumerate(following[: STEPS - 1]):

@@ -1,0 +1,95 @@
+"""`specctl select`: the right drafter of a pool, chosen while decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.eval import verdict
+from specctl.cli.options import SAMPLING, TARGET
+from specctl.cli.output import cell, output, table
+
+if TYPE_CHECKING:
+    from specctl.recipe import SelectRecipe
+
+FLAGS = (
+    *("algo", "pool", "drafters", "strict", "domain", "prompts", "limit", "reset", "session", "select_baselines"),
+    *("rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
+)
+COLUMNS = {
+    "algo": "contender",
+    "kind": "kind",
+    "mat": "mat",
+    "share_of_best": "of session's best",
+    "share_of_best_256": "from 256 tokens",
+    "best_arm_ratio": "best arm played",
+    "speedup": "× plain",
+    "over_best_arm": "× fastest arm",
+    "decide_us_p50": "µs deciding",
+    "score_share": "scoring",
+}
+"""Fields of a row that people are shown, and their headings."""
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "select", FLAGS)(select)
+
+
+def select(recipe: SelectRecipe, dry_run: bool) -> None:
+    """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream."""
+    from specctl import api
+    from specctl.cli import plan
+    from specctl.evaluation.selecting import with_domains_of_pool
+    from specctl.selection import registry
+    from specctl.selection.arms import members
+
+    registry.check(recipe.algo)
+    found = members(recipe)
+    plan.check_drafters([*recipe.drafters, *recipe.rivals])
+    recipe = with_domains_of_pool(recipe, found)
+    plan.check_data(recipe.data)
+    if recipe.output_dir:
+        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+    if dry_run:
+        return plan.show("select", recipe, steps(recipe, found))
+    with library_output():
+        _, document = api.execute("select", recipe)
+    output.result(document, show, brief=document["run_dir"])
+
+
+def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
+    """What `select` would do, in words."""
+    from specctl.cli import plan
+
+    number = f"up to {recipe.limit}" if recipe.limit else "all"
+    return [
+        plan.check_target(recipe.target),
+        f"decode {number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, "
+        f"in sessions of {recipe.session}, {recipe.order}",
+        f"choose among {', '.join(pool)} by {', '.join(recipe.algo)}, which forget at the end of every {recipe.reset}",
+        f"measure beside them: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",
+    ]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """One row per contender, then how often the first policy played which arm."""
+    from rich.console import Group
+
+    rows = [row for row in document["policies"] if row["kind"] == "policy"]
+    rows += [row for row in document["policies"] if row["kind"] != "policy"]
+    columns = {name: title for name, title in COLUMNS.items() if any(row[name] is not None for row in rows)}
+    parts = [table(*columns.values(), rows=[[_shown(name, row[name]) for name in columns] for row in rows])]
+    if document["oracle_mat"]:
+        parts.append(f"every session by its best arm: mat {cell(document['oracle_mat'])}")
+    pulls = sorted(document["pulls"].items(), key=lambda item: -item[1])
+    parts.append(f"{document['algo']} played " + ", ".join(f"{cell(arm)} {count}" for arm, count in pulls))
+    parts.append("all texts against plain decoding: " + verdict(document["lossless"]))
+    return Group(*parts, f"run: {cell(document['run_dir'])}")
+
+
+def _shown(name: str, value: Any) -> Any:
+    if value is None or not name.startswith(("share", "score_share", "best_arm_ratio")):
+        return value
+    return f"{100 * value:.1f} %"

@@ -1,0 +1,161 @@
+"""What the contenders of `select` did on a stream: rows for the table, curves for the pictures.
+
+Sessions are the unit: what was learnt is carried from one of their prompts to the next, so prompts are no independent
+samples; intervals are bootstraps over sessions, at 95 %.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from specctl.decoding.loop import Decoded
+from specctl.evaluation import metrics
+from specctl.evaluation.metrics import Interval
+from specctl.selection.controller import Tally
+
+LONG_ENOUGH = 256  # tokens of a session after which a policy should have found its best arm
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One contender on the whole stream.
+
+    `share_of_best` is its mat ÷ the mat of each session's best arm in hindsight, `share_of_best_256` that of the
+    sessions with so many tokens; `regret` counts the target passes beyond those arms', `best_arm_ratio` the share of
+    rounds that played them. These need every arm by itself (baseline `fixed`). None where something was not measured.
+    """
+
+    algo: str
+    kind: str  # policy, arm, rival or baseline
+    mat: float | None
+    mat_interval: Interval | None
+    tokens_per_s: float | None
+    speedup: float | None  # over plain decoding
+    speedup_interval: Interval | None
+    over_best_arm: float | None  # tokens_per_s ÷ that of the arm that is the fastest on the whole stream
+    over_best_arm_interval: Interval | None
+    share_of_best: float | None
+    share_of_best_interval: Interval | None
+    share_of_best_256: float | None
+    regret: int | None
+    best_arm_ratio: float | None
+    rounds: int
+    pulls: dict[str, int]
+    switches: int | None
+    caught_up: int | None  # tokens that arms had to read when they were switched to
+    decide_us_p50: float | None
+    score_ms_p50: float | None
+    score_share: float | None  # of the decode phase
+    failures: int  # rounds in which a drafter raised, decoded plainly
+    dropped: int
+
+
+class Stream:
+    """Answers of all contenders to one stream.
+
+    Args:
+        answers: contender → its answers, the same prompts in the same order.
+        sessions: the session of each answer.
+        arms: the contenders that are arms by themselves; empty where they were not measured.
+        plain: the contender that is plain decoding, or None.
+    """
+
+    def __init__(
+        self, answers: Mapping[str, Sequence[Decoded]], sessions: Sequence[int], arms: Sequence[str], plain: str | None
+    ):
+        self.answers, self.sessions, self.arms, self.plain = answers, sessions, arms, plain
+        self.best = self._best()
+        fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
+        self.fastest = max(fastest)[1] if fastest else None
+
+    def _best(self) -> dict[int, str]:
+        """Session → the arm with the fewest passes a token."""
+        if not self.arms:
+            return {}
+        return {
+            session: max(self.arms, key=lambda arm: metrics.mat(self._of(arm, session)) or 0.0)
+            for session in dict.fromkeys(self.sessions)
+        }
+
+    def _of(self, name: str, session: int) -> list[Decoded]:
+        return [one for one, mine in zip(self.answers[name], self.sessions, strict=True) if mine == session]
+
+    @property
+    def oracle(self) -> list[Decoded]:
+        """Every session answered by its best arm."""
+        place = {name: iter(answers) for name, answers in self.answers.items()}
+        rows = [{arm: next(place[arm]) for arm in self.arms} for _ in self.sessions]
+        return [row[self.best[session]] for row, session in zip(rows, self.sessions, strict=True)] if self.best else []
+
+    def share_of_best(self, name: str, least: int = 0) -> tuple[float | None, Interval | None]:
+        """mat ÷ the oracle's, over the sessions with `least` tokens."""
+        if not self.best:
+            return None, None
+        sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(4))
+        for session, own, best in zip(self.sessions, self.answers[name], self.oracle, strict=True):
+            sums[session] += own.decoded_tokens, own.target_passes, best.decoded_tokens, best.target_passes
+        table = np.array([row for row in sums.values() if row[0] >= least]).reshape(-1, 4)
+        if not len(table):
+            return None, None
+
+        def share(counts: np.ndarray) -> np.ndarray:
+            tokens, passes, best_tokens, best_passes = (counts @ table).T
+            return tokens / passes / (best_tokens / best_passes)
+
+        return float(share(np.ones((1, len(table))))[0]), metrics.bootstrap(share, len(table))
+
+    def regret(self, name: str) -> list[float]:
+        """Target passes beyond the oracle's, cumulated over the prompts. Texts are the same, or as good as that."""
+        excess = [
+            own.target_passes - best.target_passes for own, best in zip(self.answers[name], self.oracle, strict=True)
+        ]
+        return np.cumsum(excess).astype(float).tolist()
+
+    @property
+    def oracle_mat(self) -> float | None:
+        return metrics.mat(self.oracle)
+
+    def row(
+        self,
+        name: str,
+        kind: str,
+        *,
+        tally: Tally | None,
+        arms: Sequence[str],
+        best_arm_ratio: float | None,
+        failures: int,
+    ) -> PolicyRow:
+        mine = self.answers[name]
+        fastest = self.answers[self.fastest] if self.fastest else None
+        plain = self.answers[self.plain] if self.plain else None
+        share, interval = self.share_of_best(name)
+        return PolicyRow(
+            algo=name,
+            kind=kind,
+            mat=metrics.mat(mine),
+            mat_interval=metrics.mat_interval(self.sessions, mine),
+            tokens_per_s=metrics.tokens_per_s(mine),
+            speedup=metrics.speedup(mine, plain) if plain else None,
+            speedup_interval=metrics.speedup_interval(self.sessions, mine, plain) if plain else None,
+            over_best_arm=metrics.speedup(mine, fastest) if fastest else None,
+            over_best_arm_interval=metrics.speedup_interval(self.sessions, mine, fastest) if fastest else None,
+            share_of_best=share,
+            share_of_best_interval=interval,
+            share_of_best_256=self.share_of_best(name, LONG_ENOUGH)[0],
+            regret=int(self.regret(name)[-1]) if self.best else None,
+            best_arm_ratio=best_arm_ratio,
+            rounds=sum(one.target_passes for one in mine),
+            pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},
+            switches=tally.switches if tally else None,
+            caught_up=tally.caught_up if tally else None,
+            decide_us_p50=median(tally.decide_us) if tally and tally.decide_us else None,
+            score_ms_p50=1000 * median(tally.score_s) if tally and tally.score_s else None,
+            score_share=sum(tally.score_s) / sum(one.decode_s for one in mine) if tally and tally.score_s else None,
+            failures=failures,
+            dropped=tally.dropped if tally else 0,
+        )

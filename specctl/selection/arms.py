@@ -1,0 +1,95 @@
+"""The arms of `specctl select`: the drafters of a pool, and how much each of them drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from specctl import progress
+from specctl.decoding.draft import Drafter, NoDraft
+from specctl.decoding.target import Target
+from specctl.drafters import pool
+from specctl.drafters.lookup import DEPTH
+from specctl.errors import CheckpointError, UsageError
+from specctl.recipe import DraftingRecipe, SelectRecipe
+from specctl.selection.combined import Guarded
+
+PLAIN = "no draft"
+DEFAULT_POOL = Path("drafters")
+NEED_NO_TRAINING = ("lookup", "suffix")  # what joins a pool of fewer than two
+
+
+def members(recipe: SelectRecipe) -> list[str]:
+    """Paths and names of the pool's drafters.
+
+    Raises UsageError (a member twice), CheckpointError (no drafter in a pool that was named).
+    """
+    named = recipe.pool or (DEFAULT_POOL if DEFAULT_POOL.is_dir() else None)
+    found = [*(map(str, pool.find_pool(named)) if named else ()), *recipe.drafters]
+    twice = [name for name in found if found.count(name) > 1]
+    if twice:
+        raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
+    if len(found) < 2:
+        added = [name for name in NEED_NO_TRAINING if name not in found]
+        progress.log(f"a pool of {len(found)}: {' and '.join(added)} join it, they need no training")
+        found += added
+    return found
+
+
+def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dict[str, Drafter]:
+    """The drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
+
+    Raises CheckpointError (strict, or none is left).
+    """
+    bases: dict[str, Drafter] = {}
+    found: dict[str, Drafter] = {}
+    for path, name in named(list(paths)).items():
+        try:
+            found[name] = pool.load_drafter(path, target, recipe.drafting, bases)
+        except CheckpointError as error:
+            if recipe.strict:
+                raise
+            progress.warn(f"{path} is left out of the pool: {error.message}")
+    if not found:
+        raise CheckpointError("no drafter of the pool can be used", hint="--strict says why, for the first of them")
+    return found
+
+
+def named(paths: list[str]) -> dict[str, str]:
+    """Path → name: its last part, or all of it where that is not unique."""
+    last = [Path(path).name for path in paths]
+    return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
+
+
+def make_arms(recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter]) -> list[Guarded]:
+    """Every drafter; or every drafter with each of `arms.draft_nodes` and `arms.shapes`, and once plain decoding.
+
+    Raises UsageError where a shape is given and a drafter cannot change its own.
+    """
+    arms = recipe.arms
+    if not arms.draft_nodes and not arms.shapes:
+        return [Guarded(name, drafter) for name, drafter in drafters.items()]
+    found = [Guarded(PLAIN, NoDraft())] if 0 in arms.draft_nodes else []
+    for name, drafter in drafters.items():
+        found += [Guarded(f"{name} ×{nodes}", drafter, nodes) for nodes in arms.draft_nodes if nodes]
+        found += [Guarded(f"{name} {label(shape)}", shaped(name, drafter, shape)) for shape in arms.shapes]
+    return found
+
+
+def reach(drafter: Drafter) -> int:
+    """The longest draft it can make, in tokens."""
+    depth: int | None = getattr(getattr(drafter, "shape", drafter), "depth", 0)
+    return max(DEPTH.values()) if depth is None else depth
+
+
+def label(shape: DraftingRecipe) -> str:
+    """`depth=4 width=2` of what a shape sets."""
+    return " ".join(f"{key}={value}" for key, value in shape.model_dump(exclude_unset=True).items()) or "default"
+
+
+def shaped(name: str, drafter: Drafter, shape: DraftingRecipe) -> Drafter:
+    """The same drafter with another shape of its drafts; both read one memory."""
+    change = getattr(drafter, "shaped", None)
+    if change is None:
+        raise UsageError(f"drafter {name} has no shape to choose", hint="leave arms.shapes out, or the drafter")
+    return change(shape)

@@ -1,0 +1,107 @@
+"""Drafters made of drafters: one that may fail, one for each sequence of a batch, and all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from specctl import progress
+from specctl.decoding.draft import PADDING, Drafter, DraftTree, Proposer, empty_draft, topology
+from specctl.decoding.state import DecodeState
+from specctl.errors import SpecctlError
+
+Tree = tuple[list[int], list[int]]  # tokens and parents
+
+
+class Guarded:
+    """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
+    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text."""
+
+    def __init__(self, name: str, drafter: Drafter, nodes: int | None = None):
+        self.name, self.drafter, self.nodes = name, drafter, nodes
+        self.taps = drafter.taps
+        self.failures = 0
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        try:
+            return self.drafter.propose(state, budget if self.nodes is None else min(budget, self.nodes))
+        except SpecctlError:  # says what the user can do: not an accident
+            raise
+        except Exception as error:
+            self._failed(state, error)
+            return empty_draft(state.batch, state.device)
+
+    def _failed(self, state: DecodeState, error: Exception) -> None:
+        if not self.failures:
+            progress.log(
+                f"drafter {self.name} failed, such rounds are decoded plainly: {type(error).__name__}: {error}"
+            )
+        self.failures += 1
+        self.drafter.invalidate(state)  # what it keeps may be half written
+
+
+class PerSequence:
+    """Another drafter for each sequence of the batch: `drafters[b]`.
+
+    Every drafter that is wanted somewhere drafts for the whole batch: a forward of eight rows costs little more than
+    that of one, and taking batches apart would cost a forward a sequence.
+    """
+
+    def __init__(self, drafters: Sequence[Proposer]):
+        self.drafters = drafters
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        drafts = {drafter: drafter.propose(state, budget) for drafter in dict.fromkeys(self.drafters)}
+        chosen = [drafts[drafter] for drafter in self.drafters]
+        sizes = [int((draft.parents[b] != PADDING).sum()) for b, draft in enumerate(chosen)]
+        width = max(sizes)
+        tokens = torch.zeros(state.batch, width, dtype=torch.long, device=state.device)
+        parents = torch.full_like(tokens, PADDING)
+        for b, (draft, size) in enumerate(zip(chosen, sizes, strict=True)):
+            tokens[b, :size], parents[b, :size] = draft.tokens[b, :size], draft.parents[b, :size]
+        return DraftTree(tokens, parents, chain=all(draft.chain for draft in chosen))
+
+
+class Together:
+    """All drafters draft and everything is verified (`draft-all`, MetaSD table 5): the union of their trees.
+
+    Of a union that is too large the deepest nodes are left out.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        self.drafters = drafters
+        self.taps = taps_of(drafters)
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        drafts = [drafter.propose(state, budget) for drafter in self.drafters]
+        trees = [
+            union([(draft.tokens[b].tolist(), draft.parents[b].tolist()) for draft in drafts], budget)
+            for b in range(state.batch)
+        ]
+        return DraftTree.from_trees(trees, state.device)
+
+
+def taps_of(drafters: Iterable[Drafter | Guarded]) -> tuple[int, ...]:
+    """The target's hidden states that any of them reads."""
+    return tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+
+
+def union(trees: Sequence[Tree], nodes: int) -> Tree:
+    """The tree of all paths of `trees`, shallow nodes first, at most `nodes`; padding is left out."""
+    found: list[tuple[int, int, int, int]] = []  # depth, tree, node, token
+    for number, (tokens, parents) in enumerate(trees):
+        depths, _ = topology(parents)
+        found += [(depth, number, node, tokens[node]) for node, depth in enumerate(depths) if depth]
+    merged: dict[tuple[int, int], int] = {}  # (parent, token) → node
+    place: dict[tuple[int, int], int] = {(number, -1): -1 for number in range(len(trees))}
+    for _, number, node, token in sorted(found):
+        parent = place.get((number, trees[number][1][node]))
+        if parent is None:  # its parent was left out
+            continue
+        if (parent, token) not in merged:
+            if len(merged) == nodes:
+                continue
+            merged[parent, token] = len(merged)
+        place[number, node] = merged[parent, token]
+    return [token for _, token in merged], [parent for parent, _ in merged]

@@ -1,0 +1,220 @@
+"""The controller of `specctl select`: every text's game chooses its arm, and learns from what the target says."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specctl.decoding.draft import DraftTree, Proposer
+from specctl.decoding.state import DecodeState
+from specctl.decoding.verify import Verdict
+from specctl.selection.combined import Guarded, PerSequence, taps_of
+from specctl.selection.feedback import Feedback, Scorer
+from specctl.selection.game import Game
+from specctl.selection.policy import Array
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt as the controller knows it. Texts of one `key` are played by one game, one after the other: what was
+    learnt is forgotten between keys."""
+
+    query: str
+    domain: str
+    key: str
+
+
+@dataclass
+class Tally:
+    """What choosing has done and cost, over all texts of a controller."""
+
+    pulls: Counter[int] = field(default_factory=Counter)
+    decide_us: list[float] = field(default_factory=list)  # of every round, learning included
+    score_s: list[float] = field(default_factory=list)  # of every scoring
+    scored: int = 0  # tokens
+    switches: int = 0  # rounds whose arm was not that of the text's round before
+    caught_up: int = 0  # tokens that the new arms had to read then
+    dropped: int = 0  # rewards and losses that were not finite, of games that are over
+
+
+@dataclass(frozen=True)
+class Round:
+    """A line of `rounds.jsonl`. `learnt`: the reward of the arm, or the last losses of all arms, if there were any."""
+
+    query: str
+    domain: str
+    round: int
+    arm: str
+    committed: int
+    accepted: int
+    drafted: int
+    weights: list[float]
+    learnt: float | list[float] | None
+    regret: float
+    decide_us: float
+    scored: int
+
+
+class Selector:
+    """A `Controller` that plays one game a key.
+
+    Args:
+        arms: what can be chosen, in the order of the policy's arms.
+        new_game: a fresh game.
+        scorer: of the arms' distinct drafters, in their order; None where nobody wants scores.
+        chosen_only: scores serve the reward `bd` of the arm that was played, not all arms.
+        ends: texts of one key follow each other, so the last tokens of a text are scored, too.
+        on_round: told every round when it is over.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Guarded],
+        new_game: Callable[[], Game],
+        scorer: Scorer | None,
+        *,
+        chosen_only: bool,
+        ends: bool,
+        on_round: Callable[[Round], None] | None = None,
+    ):
+        self.arms, self.new_game, self.scorer = arms, new_game, scorer
+        self.chosen_only, self.ends, self.on_round = chosen_only, ends, on_round
+        drafters = list(dict.fromkeys(arm.drafter for arm in arms))
+        self.drafter_of = [drafters.index(arm.drafter) for arm in arms]
+        self.taps = taps_of(arms)
+        self.forget()
+
+    def forget(self) -> None:
+        """As new: no game, no counts."""
+        self.tally = Tally()
+        self.games: dict[str, Game] = {}
+        self.texts: Sequence[Text] = ()
+
+    def open(self, texts: Sequence[Text]) -> None:
+        """The texts that are decoded next, in the order of their prompts; games of other keys are over.
+
+        Raises ValueError where two of them have one key: a game hears of one text at a time.
+        """
+        keys = [text.key for text in texts]
+        if len(set(keys)) < len(keys):
+            raise ValueError("texts of one key are decoded one after the other")
+        self.tally.dropped += sum(game.dropped for key, game in self.games.items() if key not in keys)
+        self.games = {key: self.games.get(key) or self.new_game() for key in keys}
+        self.texts = texts
+        self._rounds = [0] * len(texts)
+        self._arm: list[int | None] = [None] * len(texts)  # of the last round
+
+    def _game(self, text: int) -> Game:
+        return self.games[self.texts[text].key]
+
+    def choose(self, state: DecodeState) -> Proposer:
+        self._lengths = [len(row.ids) for row in state.rows]
+        self._live = [b for b, row in enumerate(state.rows) if row.stop is None]
+        for b in self._live:
+            text = state.rows[b].index
+            arm = self._game(text).choose()
+            self.tally.pulls[arm] += 1
+            if self._arm[text] not in (None, arm):
+                self.tally.switches += 1
+                self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
+            self._arm[text] = arm
+        chosen = [self._arm[row.index] for row in state.rows]
+        self._began = time.perf_counter()
+        found = [self.arms[0 if arm is None else arm] for arm in chosen]
+        return found[self._live[0]] if len({chosen[b] for b in self._live}) == 1 else PerSequence(found)
+
+    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+        seconds = (time.perf_counter() - self._began) / len(self._live)
+        if self.scorer is not None:
+            self.scorer.keep(state, verdict)
+        overlaps = self._overlaps(state, verdict) if self.scorer is not None and self.chosen_only else {}
+        for b in self._live:
+            row, game = state.rows[b], self._game(state.rows[b].index)
+            committed = len(row.ids) - self._lengths[b]
+            game.played(
+                self._played(state, b),
+                committed,
+                accepted=min(len(verdict.paths[b]), committed),
+                drafted=verdict.depths[b],
+                complete=row.stop is None,
+                overlap=overlaps.get(b),
+                seconds=seconds,
+            )
+        scored = self._score(state) if self.scorer is not None and not self.chosen_only else {}
+        for b in self._live:
+            self._close(state, verdict, b, scored.get(b, 0))
+
+    def _played(self, state: DecodeState, b: int) -> int:
+        arm = self._arm[state.rows[b].index]
+        assert arm is not None
+        return arm
+
+    def _score(self, state: DecodeState) -> dict[int, int]:
+        """Score what the games ask for, and what is left of texts that have ended: slot → tokens."""
+        assert self.scorer is not None
+        wanted = [0] * state.batch
+        for b in self._live:
+            row = state.rows[b]
+            ending = self.ends and row.stop is not None
+            wanted[b] = self._game(row.index).unscored if ending else self._game(row.index).due()
+        if not any(wanted):
+            return {}
+        for b, found in enumerate(self._timed(state, wanted)):
+            if wanted[b]:
+                gamma, hit = found.gamma[self.drafter_of], found.hit[self.drafter_of]
+                self._game(state.rows[b].index).scored(gamma.astype(float), hit.astype(float))
+        return {b: wanted[b] for b in self._live}
+
+    def _overlaps(self, state: DecodeState, verdict: Verdict) -> dict[int, Array]:
+        """1 − TV at the draft positions that were verified, of the drafters that drafted: slot → [depths]."""
+        assert self.scorer is not None
+        found: dict[int, Array] = {}
+        pending = self.scorer.pending(state)
+        for drafter in {self.drafter_of[self._played(state, b)] for b in self._live}:
+            mine = [b for b in self._live if self.drafter_of[self._played(state, b)] == drafter]
+            counts = [pending[b] if b in mine else 0 for b in range(state.batch)]
+            feedback = self._timed(state, counts, [drafter])
+            for b in mine:
+                overlap = feedback[b].overlap
+                assert overlap is not None
+                found[b] = overlap[0].diagonal()[: verdict.depths[b]].astype(float)
+        return found
+
+    def _timed(self, state: DecodeState, counts: list[int], only: list[int] | None = None) -> list[Feedback]:
+        assert self.scorer is not None
+        began = time.perf_counter()
+        found = self.scorer.score(state, counts, only)
+        self.tally.score_s.append(time.perf_counter() - began)
+        self.tally.scored += sum(counts)
+        return found
+
+    def _close(self, state: DecodeState, verdict: Verdict, b: int, scored: int) -> None:
+        """A round is over, and perhaps its text."""
+        row, text = state.rows[b], self.texts[state.rows[b].index]
+        game = self._game(row.index)
+        if row.stop is not None:
+            game.ended()
+        entry = game.log[-1]
+        self.tally.decide_us.append(entry.decide_us)
+        self._rounds[row.index] += 1
+        if self.on_round is None:
+            return
+        learnt = entry.losses[-1][-1].tolist() if entry.losses else entry.reward
+        self.on_round(
+            Round(
+                text.query,
+                text.domain,
+                self._rounds[row.index],
+                self.arms[entry.arm].name,
+                entry.committed,
+                min(len(verdict.paths[b]), entry.committed),
+                verdict.depths[b],
+                [round(float(weight), 4) for weight in entry.weights],
+                learnt,
+                entry.regret,
+                entry.decide_us,
+                scored,
+            )
+        )

@@ -1,0 +1,142 @@
+"""`select` end to end on a few prompts of the built-in target."""
+
+import dataclasses
+import json
+
+import pytest
+
+from specctl.distillation.prompts import Prompt
+from specctl.drafters.lm import LMDrafter
+from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.errors import UsageError
+from specctl.evaluation.measure import Case
+from specctl.evaluation.selecting import select, sessions, turns
+from specctl.recipe import DataRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.runs import Run
+from tests.lossless.drafters import own_weights
+
+QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name\n\nQuestion: Who?"]
+CONTRACT = {
+    *("algo", "arms", "queries", "rounds", "mat", "tokens_per_s", "oracle_mat", "regret", "best_arm_ratio", "pulls"),
+    *("decide_us_p50", "score_ms_p50", "per_domain"),
+}
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(target):
+    return {
+        "good": LMDrafter(own_weights(target, 0.0), target, LMShape(4, 0.0, False)),
+        "lookup": Lookup(4),
+        "suffix": Suffix(depth=4, nodes=8, children=2),
+    }
+
+
+def recipe(prompts, **fields):
+    return SelectRecipe(
+        data=DataRecipe(prompts=str(prompts)),
+        sampling=SamplingRecipe(**{"max_new_tokens": 16, **fields.pop("sampling", {})}),
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        **{"session": 2, **fields},
+    )
+
+
+def selected(tmp_path, made, target, pool):
+    run = Run.create("select", made, tmp_path / "run")
+    found = select(made, run, target=target, drafters=pool)
+    rounds = [json.loads(line) for line in (run.dir / "rounds.jsonl").read_text().splitlines()]
+    return found, run.result(dataclasses.asdict(found)), rounds
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
+    made = recipe(
+        prompts,
+        algo=["hedgespec", "metasd-ucb", "random"],
+        baselines=["vanilla", "fixed", "draft-all"],
+        batch=batch,
+        reset=reset,
+    )
+    found, document, rounds = selected(tmp_path, made, target, pool)
+    assert document.keys() >= CONTRACT
+    assert found.lossless.sequences == 4 * 7 and found.lossless.mismatches == 0
+    rows = {row.algo: row for row in found.policies}
+    assert [row.kind for row in found.policies] == ["policy"] * 3 + ["baseline", "arm", "arm", "arm", "baseline"]
+    assert rows["good"].mat > rows["lookup"].mat
+    # Of all arms the oracle is best; whoever drafts everything cannot be worse.
+    assert found.oracle_mat >= rows["good"].mat - 1e-9
+    assert rows["draft-all"].mat >= found.oracle_mat - 1e-9
+    for name in made.algo:
+        row, mine = rows[name], [line for line in rounds if line["algo"] == name]
+        assert len(mine) == row.rounds == sum(row.pulls.values())
+        assert row.mat == pytest.approx(row.share_of_best * found.oracle_mat)
+        assert row.regret == round(row.rounds * (1 - row.share_of_best))
+        assert 0 <= row.best_arm_ratio <= 1
+    assert rows["hedgespec"].score_share > 0 and rows["random"].score_ms_p50 is None
+    assert rows["vanilla"].mat == 1
+
+
+def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
+    found, _, rounds = selected(tmp_path, recipe(prompts, algo=["ucbspec"], limit=2), target, pool)
+    assert {line["round"] for line in rounds if line["query"] == rounds[0]["query"]} == set(
+        range(1, 1 + sum(line["query"] == rounds[0]["query"] for line in rounds))
+    )
+    assert len({line["query"] for line in rounds}) == 2 == found.queries
+
+
+def test_sampled_text_does_not_depend_on_the_choice(tmp_path, prompts, target, pool):
+    made = recipe(
+        prompts, algo=["random"], sampling={"temperature": 1.0, "exact": True, "max_new_tokens": 8}, seeds=[0, 1]
+    )
+    found, _, _ = selected(tmp_path, made, target, pool)
+    assert found.lossless.sequences == 8 and found.lossless.mismatches == found.lossless.ties == 0
+
+
+def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
+    made = recipe(
+        prompts,
+        algo=["ucbspec"],
+        arms={"draft_nodes": [0, 2]},
+        game={"reward": "throughput"},
+        reset="stream",
+    )
+    found, _, rounds = selected(tmp_path, made, target, pool)
+    assert found.arms == ["no draft", "good ×2", "lookup ×2", "suffix ×2"]
+    assert max(line["drafted"] for line in rounds) == 2
+    assert all(line["drafted"] == 0 for line in rounds if line["arm"] == "no draft")
+
+
+def test_contenders_have_names_of_their_own(tmp_path, prompts, target, pool):
+    with pytest.raises(UsageError, match="two contenders are called 'lookup'"):
+        selected(tmp_path, recipe(prompts, rivals=["lookup"]), target, pool)
+
+
+def case(domain, number):
+    return Case(Prompt(f"{domain}{number}", [], domain, ""), [1], 1)
+
+
+def test_sessions_are_runs_of_one_domain(prompts):
+    made = recipe(prompts, session=3, order="mixed")
+    made = made.model_copy(update={"data": DataRecipe(domain=["sql", "math"])})
+    cases = [case(domain, n) for domain in ("sql", "math") for n in range(7)]
+    found = sessions(cases, made)
+    assert sorted(len(session) for session in found) == [1, 1, 3, 3, 3, 3]
+    assert all(len({one.prompt.domain for one in session}) == 1 for session in found)
+    assert found == sessions(cases, made)
+    blocks = sessions(cases, made.model_copy(update={"order": "blocks"}))
+    assert [one for session in blocks for one in session] == cases != [one for session in found for one in session]
+
+
+def test_a_batch_never_holds_two_prompts_of_a_session():
+    stream = [[case("a", n) for n in range(3)], [case("b", n) for n in range(2)], [case("c", 0)]]
+    found = turns(stream, 2)
+    assert [[one.prompt.id for one in turn] for turn in found] == [["a0", "b0"], ["a1", "b1"], ["a2"], ["c0"]]

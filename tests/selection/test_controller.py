@@ -1,0 +1,158 @@
+"""The controller: games, scores and texts come together."""
+
+import numpy as np
+import pytest
+
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters.lm import LMDrafter
+from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection import registry
+from specctl.selection.combined import Guarded, taps_of
+from specctl.selection.controller import Selector, Text
+from specctl.selection.feedback import Scorer
+from specctl.selection.game import Game
+from specctl.selection.policy import Arms
+from specctl.selection.rules import rules_for
+from tests.lossless.drafters import own_weights
+
+DEPTH, NEW = 3, 24
+GAME = GameRecipe(hybrid_rounds=1, warmup_rounds=2, batch_rounds=3, tokens_per_update=2)
+
+
+@pytest.fixture(scope="module")
+def pool(target):
+    return {
+        "good": LMDrafter(own_weights(target, 0.0), target, LMShape(DEPTH, 0.0, False)),
+        "lookup": Lookup(DEPTH),
+        "suffix": Suffix(depth=DEPTH, nodes=6, children=2),
+    }
+
+
+def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **options):
+    arms = Arms(len(pool), DEPTH, seed)
+    policy = registry.build(algo, arms, PolicyRecipe(**options))
+    rules = rules_for(policy, game, DEPTH)
+    bd = policy.learns == "reward" and rules.reward == "bd"
+    scorer = Scorer(target, list(pool.values()), DEPTH, overlap=bd) if bd or policy.learns == "losses" else None
+
+    def new_game():
+        return Game(registry.build(algo, arms, PolicyRecipe(**options)), rules, arms)
+
+    guarded = [Guarded(name, drafter) for name, drafter in pool.items()]
+    return Selector(guarded, new_game, scorer, chosen_only=bd, ends=ends, on_round=None if log is None else log.append)
+
+
+def played(target, controller, prompts, keys):
+    controller.open([Text(f"q{n}", "sql", key) for n, key in enumerate(keys)])
+    return decode(
+        target,
+        prompts,
+        sampling=GREEDY,
+        max_new_tokens=NEW,
+        seeds=[0] * len(prompts),
+        controller=controller,
+        taps=controller.taps,
+    )
+
+
+def test_hedge_finds_the_good_drafter(target, pool, prompts):
+    log = []
+    controller = selector(target, pool, "hedgespec", log=log)
+    found = [played(target, controller, [prompt], ["same"])[0] for prompt in prompts]
+    assert controller.tally.pulls[0] == max(controller.tally.pulls.values())
+    assert log[-1].weights[0] > 0.5
+    assert sum(line.committed for line in log) == sum(one.decoded_tokens for one in found)
+    assert sum(line.accepted for line in log) == sum(one.accepted for one in found)
+
+
+def test_scores_come_when_the_game_asks(target, pool, prompts):
+    """Warm-up rounds are scored at once, then every third; without `ends` the last tokens are nobody's."""
+    log = []
+    controller = selector(target, pool, "hedgespec", log=log)
+    played(target, controller, prompts[1:2], ["a"])
+    scored = [line.scored for line in log]
+    assert scored[0] == log[0].committed and scored[1] == log[1].committed
+    assert scored[2:4] == [0, 0]
+    if len(log) > 4:
+        assert scored[4] == sum(line.committed for line in log[2:5])
+
+
+def test_a_game_that_goes_on_hears_of_every_token(target, pool, prompts):
+    log = []
+    controller = selector(target, pool, "hedgespec", ends=True, log=log)
+    found = [played(target, controller, [prompt], ["session"])[0] for prompt in prompts]
+    assert controller.tally.scored == sum(one.decoded_tokens for one in found) == sum(line.scored for line in log)
+
+
+def test_what_was_learnt_is_forgotten_with_the_key(target, pool, prompts):
+    log = []
+    controller = selector(target, pool, "hedgespec", log=log)
+    played(target, controller, prompts[:1], ["one"])
+    first = list(log)
+    log.clear()
+    played(target, controller, prompts[:1], ["two"])
+    assert log[0].weights == first[0].weights == [pytest.approx(1 / 3, abs=1e-4)] * 3
+    assert [line.arm for line in log] == [line.arm for line in first]
+
+
+def test_a_batch_is_several_games(target, pool, prompts):
+    """Rewards of one sequence credited to another's arm would show in the pulls."""
+    log = []
+    controller = selector(target, pool, "random", log=log)
+    found = played(target, controller, prompts, ["a", "b", "c"])
+    for n, one in enumerate(found):
+        mine = [line for line in log if line.query == f"q{n}"]
+        assert len(mine) == one.target_passes
+        assert sum(line.committed for line in mine) == one.decoded_tokens
+        assert [line.round for line in mine] == list(range(1, len(mine) + 1))
+    plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * 3)
+    assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+
+
+def test_two_texts_of_one_game_are_refused(target, pool, prompts):
+    with pytest.raises(ValueError, match="one after the other"):
+        selector(target, pool, "random").open([Text("a", "", "k"), Text("b", "", "k")])
+
+
+def test_bd_is_the_played_arms_own(target, pool, prompts):
+    """The drafter that is the target itself has overlap 1 wherever it was verified."""
+    log = []
+    controller = selector(target, pool, "metasd-ucb", log=log)
+    played(target, controller, prompts[1:2], ["a"])
+    own = [line for line in log if line.arm == "good" and line.learnt is not None]
+    assert own and all(
+        line.learnt == pytest.approx(min(line.drafted, line.committed) / DEPTH, abs=1e-3) for line in own
+    )
+
+
+def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
+    """A drafter whose scores are not finite is worth nothing; the others are still told apart."""
+    log = []
+    controller = selector(target, {**pool, "broken": Lookup(DEPTH)}, "hedgespec", log=log, ends=True)
+    scoring = controller.scorer.score
+
+    def poisoned(state, counts, only=None):
+        found = scoring(state, counts, only)
+        for one in found:
+            one.gamma[3] = np.nan
+        return found
+
+    controller.scorer.score = poisoned
+    for prompt in prompts:
+        played(target, controller, [prompt], ["same"])
+    controller.open([])
+    assert controller.tally.dropped > 0
+    assert log[-1].weights[0] > 0.5 and log[-1].weights[3] < 0.1
+
+
+def test_taps_are_the_union():
+    class Tapped(Lookup):
+        def __init__(self, taps):
+            super().__init__()
+            self.taps = taps
+
+    assert taps_of([Tapped((5, 2)), Lookup(), Tapped((7, 2))]) == (2, 5, 7)
