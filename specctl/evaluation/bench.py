@@ -8,12 +8,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specctl.decoding.target import Target, load_model, load_target, load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.timing import bandwidth
 from specctl.distillation.prompts import Prompt, Rejections, read_domains
 from specctl.evaluation import bench_decoding, bench_kernels
 from specctl.evaluation.bench_decoding import DecodingRow, StepRow
 from specctl.evaluation.bench_kernels import KernelRow
 from specctl.evaluation.measure import Case, prepare
-from specctl.evaluation.timing import bandwidth
 from specctl.progress import track
 from specctl.recipe import BenchRecipe
 from specctl.runs import Run, hardware, version

@@ -13,10 +13,10 @@ from specctl.decoding.cache import plan_rows
 from specctl.decoding.draft import Drafter
 from specctl.decoding.loop import Decoded, decode
 from specctl.decoding.target import Target
+from specctl.decoding.timing import medians
 from specctl.drafters import pool
 from specctl.evaluation.baselines import PLAIN, load_generator
 from specctl.evaluation.measure import VANILLA, Case, filters
-from specctl.evaluation.timing import medians
 from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 

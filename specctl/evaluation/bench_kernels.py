@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
-from specctl.evaluation.timing import bandwidth, medians
+from specctl.decoding.timing import bandwidth, medians
 from specctl.kernels.distill import Teacher, linear_distill
 from specctl.progress import Progress
 from specctl.recipe import BenchRecipe

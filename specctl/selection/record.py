@@ -1,0 +1,217 @@
+"""Recording a table: what every drafter of a pool would have drafted at every position of the target's answers.
+
+An answer is decoded plainly, one token a step, and before every step each drafter proposes from the state that stands.
+So every draft is made from the very features, caches and room that a round which begins there has in live decoding;
+how much of it is accepted, the answer itself tells. Only rounding sets the two apart: a live drafter reads the tokens
+of a round in one product, this one reads them one by one, and in bf16 the two differ in the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specctl import progress
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.draft import Drafter, DraftTree, empty_draft, topology
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import Sampling
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.decoding.timing import medians
+from specctl.errors import UsageError
+from specctl.selection import feedback
+from specctl.selection.recording import Recording
+from specctl.selection.table_file import Header, Recorded, read_table
+from specctl.selection.trace import Table, Trace
+
+CONTEXT, REPEATS = 192, 20  # of the steps that are timed
+
+
+@dataclass(frozen=True)
+class Query:
+    """A prompt ready to be answered with at most `room` new tokens."""
+
+    id: str
+    domain: str
+    ids: list[int]
+    room: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One draft: its nodes, how deep it is, and the seconds it took."""
+
+    tokens: list[int]
+    parents: list[int]
+    depth: int
+    seconds: float
+
+    def accepted(self, text: Sequence[int]) -> int:
+        """How far the match rule follows it, where the target goes on with `text`.
+
+        Of siblings with equal tokens the first is taken, as verification does.
+        """
+        node = -1
+        for count, token in enumerate(text):
+            children = (i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] == token)
+            following = next(children, None)
+            if following is None:
+                return count
+            node = following
+        return len(text)
+
+
+class Witness:
+    """A drafter that drafts nothing, and keeps what each of `drafters` would have drafted: `drafts[i][t]`."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], depth: int):
+        self.drafters, self.depth = drafters, depth
+        self.taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.taps}))
+        self.drafts: list[list[Drafted]] = [[] for _ in drafters]
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        for (name, drafter), kept in zip(self.drafters.items(), self.drafts, strict=True):
+            if not kept:
+                drafter.advance(state)  # the prompt is read once, by no proposal in particular
+            kept.append(self._draft(name, drafter, state, budget))
+        return empty_draft(state.batch, state.device)
+
+    def _draft(self, name: str, drafter: Drafter, state: DecodeState, budget: int) -> Drafted:
+        started = time.perf_counter()
+        draft = drafter.propose(state, budget)
+        tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()  # waits for a GPU, too
+        seconds = time.perf_counter() - started
+        if draft.rows is not None:
+            raise UsageError(
+                f"{name} samples its drafts, and the text depends on what it drew: its rounds cannot be replayed",
+                hint="drafting.proposal=deterministic",
+            )
+        deep = max(topology(parents)[0], default=0)
+        if deep > self.depth:
+            raise UsageError(
+                f"{name} drafts {deep} tokens deep, the table is for {self.depth}",
+                hint=f"drafting.depth={self.depth} for all drafters, or a deeper table",
+            )
+        return Drafted(tokens, parents, deep, seconds)
+
+
+def record(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    queries: Sequence[Query],
+    sampling: Sampling,
+    depth: int,
+    *,
+    exact: bool = False,
+    path: Path | None = None,
+    made_of: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Table:
+    """The table of `drafters` (the arms, by name) on a stream of queries.
+
+    An answer that ends with the token of its prefill has nothing to draft for and is left out.
+
+    Args:
+        depth: K, at least the depth of every draft.
+        exact: fixed shapes, as in `decode`.
+        path: where the table is kept; None = nowhere. A recording that was cut short leaves its pieces beside it, and
+            `resume` goes on from them.
+        made_of: what else the table depends on, such as drafters' digests and where the prompts are from: a recording
+            that was made of something else is not resumed.
+
+    Raises:
+        UsageError: sampled or too deep drafts, or a file that is to be kept or was recorded otherwise.
+        CheckpointError: what is there to resume cannot be read.
+        Interrupted: by SIGTERM; what is recorded is kept.
+    """
+    asked = repr([(query.ids, query.room, query.seed) for query in queries])
+    stamp = {
+        "target": target.identity,
+        "sampling": asdict(sampling),
+        "exact": exact,
+        "stream": hashlib.sha256(asked.encode()).hexdigest(),
+        **(made_of or {}),
+    }
+    if path is not None and resume and path.exists():
+        return read_table(path, {**stamp, "arms": list(drafters), "depth": depth})
+    header = Header(list(drafters), depth, stamp)
+    with (
+        Recording(path, header, resume=resume, overwrite=overwrite) as recording,
+        progress.track("record", total=len(queries) - recording.next, unit="queries") as bar,
+    ):
+        for place in range(recording.next, len(queries)):
+            progress.interrupts.check()
+            row = _recorded(target, drafters, queries[place], sampling, depth, exact, place)
+            if row is not None:
+                recording.add(row)
+            bar.update()
+        return recording.finish(_costs(target, len(drafters), recording.rows))
+
+
+def _recorded(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    query: Query,
+    sampling: Sampling,
+    depth: int,
+    exact: bool,
+    place: int,
+) -> Recorded | None:
+    """The trace of one answer; None where nothing was decoded."""
+    witness = Witness(drafters, depth)
+    options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], exact=exact)
+    (answer,) = decode(target, [query.ids], drafter=witness, **options)
+    if not answer.decoded_tokens:
+        return None
+    text = answer.output_ids[1:]
+    accepted = [[one.accepted(text[t:]) for t, one in enumerate(drafts)] for drafts in witness.drafts]
+    arms = list(drafters.values())
+    known = feedback.table(target, arms, query.ids, answer.output_ids, depth, sampling, seed=query.seed)
+    assert known.overlap is not None
+    trace = Trace(
+        query=query.id,
+        domain=query.domain,
+        accepted=np.array(accepted, np.int16),
+        drafted=np.array([[one.depth for one in drafts] for drafts in witness.drafts], np.int16),
+        gamma=known.gamma,
+        overlap=known.overlap,
+        hit=known.hit,
+        ended=answer.stop == "eos",
+    )
+    seconds = np.array([sum(one.seconds for one in drafts) for drafts in witness.drafts])
+    nodes = np.array([sum(len(one.tokens) for one in drafts) for drafts in witness.drafts])
+    return Recorded(place, trace, seconds, nodes)
+
+
+def _costs(target: Target, arms: int, rows: Sequence[Recorded]) -> dict[str, list[float]]:
+    """`draft_s` and `step_s` of a `Table`."""
+    proposals = max(sum(row.trace.tokens for row in rows), 1)
+    nodes = sum((row.nodes for row in rows), np.zeros(arms)) / proposals
+    seconds = sum((row.seconds for row in rows), np.zeros(arms)) / proposals
+    return {"draft_s": seconds.tolist(), "step_s": step_seconds(target, [1, *(1 + round(n) for n in nodes.tolist())])}
+
+
+def step_seconds(target: Target, rows: Sequence[int]) -> list[float]:
+    """Median seconds of a target step of so many rows behind a text of `CONTEXT` tokens."""
+    context = min(CONTEXT, target.context_length - max(rows))
+    cache = target.model.new_cache(1, context + max(rows))
+    text = torch.arange(context) % target.vocab_size
+    target.prefill([text.tolist()], cache)
+
+    def step(count: int) -> object:
+        plan = plan_rows([context], count, device=target.device, dtype=target.dtype)
+        return target.step(torch.zeros(1, count, dtype=torch.long, device=target.device), cache, plan)
+
+    timed = medians({str(count): partial(step, count) for count in rows}, REPEATS, target.device)
+    return [timed[str(count)] for count in rows]

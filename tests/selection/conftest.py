@@ -1,0 +1,33 @@
+"""Recorded tables made up from a seed: what a file does not look into."""
+
+import numpy as np
+import pytest
+
+from specctl.selection.table_file import Recorded
+from specctl.selection.trace import Trace
+
+ARMS, DEPTH = ["sql", "lookup", "suffix"], 4
+
+
+@pytest.fixture
+def made_up():
+    """`made_up(place)`: the recorded answer to the query at a place in a stream."""
+
+    def row(place):
+        draw = np.random.default_rng(place)
+        shape = (len(ARMS), int(draw.integers(1, 30)))
+        whole = (*shape, DEPTH)
+        drafted = draw.integers(0, DEPTH + 1, shape).astype(np.int16)
+        trace = Trace(
+            query=f"query {place}",
+            domain="sql" if place % 2 else "maths über alles",
+            accepted=draw.integers(0, drafted + 1).astype(np.int16),
+            drafted=drafted,
+            gamma=draw.random(whole, np.float32),
+            overlap=draw.random(whole, np.float32),
+            hit=draw.random(whole) < 0.5,
+            ended=bool(place % 3),
+        )
+        return Recorded(place, trace, draw.random(len(ARMS)), draw.integers(0, 50, len(ARMS)))
+
+    return row
