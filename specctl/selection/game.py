@@ -162,6 +162,7 @@ class Game:
             losses, owners = losses[finite], [owners[i] for i in finite]
         if not owners:
             return
+        losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1
         self._cost += losses.sum(axis=0)
         self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
         self._update += list(losses)

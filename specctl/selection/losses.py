@@ -36,4 +36,4 @@ def expected_length(gamma: Array) -> Array:
 
 def length_loss(gamma: Array) -> Array:
     """[M, N] f = 1 − AL/(K + 1) in [0, 1), of the positions of `expected_length`."""
-    return np.maximum(1 - expected_length(gamma) / (gamma.shape[2] + 1), 0)
+    return 1 - expected_length(gamma) / (gamma.shape[2] + 1)

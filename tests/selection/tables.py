@@ -7,7 +7,7 @@ from specctl.selection.trace import Table, Trace
 
 
 def trace_of(gamma, seed=0, query="q", domain="d"):
-    """[N, T, K] acceptance → a trace whose hits are drawn from it, and whose drafts are accepted up to the first miss."""
+    """A trace whose hits are drawn from gamma [N, T, K], and whose drafts are accepted up to the first miss."""
     hit = np.random.default_rng(seed).random(gamma.shape) < gamma
     accepted = along_drafts(beyond_the_end(hit)).cumprod(axis=2).sum(axis=2)
     return Trace(
@@ -23,7 +23,7 @@ def trace_of(gamma, seed=0, query="q", domain="d"):
 
 
 def specialists(queries, tokens, seed, N=7, K=8, good=0.9, bad=0.6, run=1):
-    """A table whose queries have N domains, each for `run` queries; arm i accepts with `good` in domain i, `bad` else."""
+    """Queries of N domains, each for `run` queries; arm i accepts with `good` in domain i, with `bad` elsewhere."""
     generator = np.random.default_rng(seed)
     traces = []
     domain = 0
