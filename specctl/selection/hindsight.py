@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from specctl.errors import DataError
 from specctl.selection.losses import beyond_the_end, length_loss
 from specctl.selection.policy import Array
 from specctl.selection.rules import Rules
@@ -22,10 +23,10 @@ def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
     N, T = accepted.shape
     begins = np.zeros((N, T), bool)
     arms, at = np.arange(N), np.zeros(N, int)
-    while len(arms):
+    while (going := at < T).any():
+        arms, at = arms[going], at[going]
         begins[arms, at] = True
         at = at + accepted[arms, at] + 1
-        arms, at = arms[at < T], at[at < T]
     return begins
 
 
@@ -65,6 +66,12 @@ class Hindsight:
     """
 
     def __init__(self, table: Table):
+        """
+        Raises:
+            DataError: the table has no tokens.
+        """
+        if not any(trace.tokens for trace in table.traces):
+            raise DataError("the table has no decoded tokens to replay")
         self.table = table
         self.tokens: Ints = np.array([trace.tokens for trace in table.traces])
         self.begins = [walk(trace.accepted) for trace in table.traces]

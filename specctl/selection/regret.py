@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specctl.selection.hindsight import Hindsight, Ints
 from specctl.selection.policy import Array
@@ -51,17 +52,23 @@ def bootstrap_ratio(
     numerator: Array, denominator: Array, seed: int, draws: int = 1000, level: float = 0.95
 ) -> Interval:
     """Percentile interval of Σ numerator ÷ Σ denominator over games [G] drawn with replacement."""
-    pick = np.random.default_rng(seed).integers(len(numerator), size=(draws, len(numerator)))
-    return _percentiles(numerator[pick].sum(axis=1) / denominator[pick].sum(axis=1), level)
+    top, bottom = _draw([numerator, denominator], denominator > 0, seed, draws)
+    return _percentiles(top / bottom, level)
 
 
 def bootstrap_difference(
     tokens: Array, rounds: Array, other_rounds: Array, seed: int, draws: int = 1000, level: float = 0.95
 ) -> Interval:
     """Interval of the difference of two policies' mat, paired: both are measured on the same drawn games [G]."""
-    pick = np.random.default_rng(seed).integers(len(tokens), size=(draws, len(tokens)))
-    drawn = tokens[pick].sum(axis=1)
-    return _percentiles(drawn / rounds[pick].sum(axis=1) - drawn / other_rounds[pick].sum(axis=1), level)
+    total, own, other = _draw([tokens, rounds, other_rounds], tokens > 0, seed, draws)
+    return _percentiles(total / own - total / other, level)
+
+
+def _draw(values: list[Array], played: NDArray[np.bool_], seed: int, draws: int) -> list[Array]:
+    """[draws] sums of each of the values [G] over games drawn with replacement from those that had a round."""
+    games = np.flatnonzero(played)
+    pick = games[np.random.default_rng(seed).integers(len(games), size=(draws, len(games)))]
+    return [value[pick].sum(axis=1) for value in values]
 
 
 def _percentiles(values: Array, level: float) -> Interval:
@@ -82,6 +89,7 @@ def summarize(replay: Replay, hindsight: Hindsight, seed: int = 0) -> Summary:
     pulled = np.concatenate([part.arms for part in replay.played] or [np.zeros(0, int)])
     on_best = sum(int((part.arms == part.best).sum()) for part in replay.played)
     chosen = len(pulled) > 0
+    decoded = hindsight.tokens > 0  # an answer may end at once
     return Summary(
         algo=replay.name,
         queries=len(hindsight.tokens),
@@ -90,7 +98,7 @@ def summarize(replay: Replay, hindsight: Hindsight, seed: int = 0) -> Summary:
         rounds=int(rounds.sum()),
         mat=float(tokens.sum() / rounds.sum()),
         mat_interval=bootstrap_ratio(tokens, rounds, seed),
-        mat_macro=float((hindsight.tokens / replay.rounds).mean()),
+        mat_macro=float((hindsight.tokens[decoded] / replay.rounds[decoded]).mean()),
         oracle_mat=float(tokens.sum() / best.sum()),
         oracle_share=float(best.sum() / rounds.sum()),
         oracle_share_interval=bootstrap_ratio(best, rounds, seed),
@@ -101,6 +109,15 @@ def summarize(replay: Replay, hindsight: Hindsight, seed: int = 0) -> Summary:
         decide_us_p50=float(np.median(np.concatenate([part.decide_us for part in replay.played]))) if chosen else None,
         dropped=sum(part.dropped for part in replay.played),
     )
+
+
+def mat_by_domain(replay: Replay, hindsight: Hindsight) -> dict[str, float]:
+    """Tokens ÷ rounds over the traces of each domain, in the order of the stream."""
+    domains: dict[str, list[int]] = {}
+    for index, trace in enumerate(hindsight.table.traces):
+        domains.setdefault(trace.domain, []).append(index)
+    tokens, rounds = hindsight.tokens, replay.rounds
+    return {name: float(tokens[of].sum() / rounds[of].sum()) for name, of in domains.items() if rounds[of].any()}
 
 
 def stopping_regret(played: Played, hindsight: Hindsight) -> Ints:

@@ -95,10 +95,10 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int]) -> Played:
     return Played(
         queries=queries,
         best=hindsight.best(queries),
-        arms=np.array([entry.arm for entry in game.log]),
-        committed=np.array([entry.committed for entry in game.log]),
-        query=np.array(query),
-        weights=np.array([entry.weights for entry in game.log]),
+        arms=np.array([entry.arm for entry in game.log], dtype=int),
+        committed=np.array([entry.committed for entry in game.log], dtype=int),
+        query=np.array(query, dtype=int),
+        weights=np.array([entry.weights for entry in game.log]).reshape(-1, game.arms.count),
         decide_us=np.array([entry.decide_us for entry in game.log]),
         dropped=game.dropped,
     )

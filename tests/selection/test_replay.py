@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from specctl.errors import DataError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.hindsight import Hindsight, games, walk
 from specctl.selection.registry import NAMES
@@ -11,6 +12,7 @@ from specctl.selection.regret import (
     bootstrap_ratio,
     late_share,
     loss_regret,
+    mat_by_domain,
     mean_curve,
     per_game,
     stopping_regret,
@@ -55,6 +57,32 @@ def test_rounds_of_an_arm_alone_by_hand():
     assert [replay.rounds.tolist() for replay in alone] == [[4], [3]]
     assert [replay.played[0].committed.tolist() for replay in alone] == [[3, 1, 2, 1], [1, 4, 2]]
     assert alone[1].seconds == pytest.approx(3 * 0.012)
+
+
+@pytest.mark.parametrize("name", ["hedgespec", "metasd-ucb", "fixed"])
+def test_an_answer_may_end_at_once(name):
+    """The target's first token was the end: no round to play, in a game of its own or within a session."""
+    empty = scripted(np.zeros((2, 0)))
+    hand = Hindsight(table_of([empty, scripted(BY_HAND), empty]))
+    for reset in ("query", "session"):
+        run = played(name, hand, reset=reset, session=3)
+        assert run.rounds[[0, 2]].tolist() == [0, 0]
+        summary = summarize(run, hand)
+        assert summary.mat == summary.mat_macro == pytest.approx(7 / run.rounds[1])
+        assert late_share(run, hand, 2) is not None and len(stopping_regret(run.played[0], hand)) in (0, 7)
+    with pytest.raises(DataError, match="no decoded tokens"):
+        Hindsight(table_of([empty]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_of_one_token_and_a_pool_of_one_are_legal(name):
+    table = Hindsight(specialists(3, 9, seed=0, N=1, K=1))
+    assert (played(name, table, reset="stream").rounds == table.rounds[:, 0]).all()
+
+
+def test_mat_by_domain():
+    hand = Hindsight(table_of([scripted(BY_HAND, "b"), scripted(BY_HAND, "a"), scripted([[0] * 7] * 2, "b")]))
+    assert mat_by_domain(played("fixed", hand), hand) == {"b": pytest.approx(14 / 11), "a": pytest.approx(7 / 4)}
 
 
 def test_draft_all_pays_for_every_draft_and_all_rows():
