@@ -142,7 +142,7 @@ class Stage:
         policy = registry.build(name, arms, recipe.policy)
         if policy.learns == "losses" and recipe.game.depth is not None:
             arms = replace(arms, depth=min(recipe.game.depth, deepest))
-        rules = rules_for(policy, recipe.game, arms.depth)
+        rules = rules_for(name, recipe.game, arms.depth)
         overlap = policy.learns == "reward" and rules.reward == "bd"
         scorer = None
         if policy.learns == "losses" or overlap:

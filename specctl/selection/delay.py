@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from specctl.selection.losses import length_loss
-from specctl.selection.policy import Array
+from specctl.selection.losses import beyond_the_end, length_loss
+from specctl.selection.policy import AnyArray, Array
 from specctl.selection.rules import Rules
 
 
@@ -32,7 +32,7 @@ class Delay:
         self._chunks.append(tokens)
         return 1
 
-    def scored(self, gamma: Array, hit: Array) -> Array:
+    def scored(self, gamma: AnyArray, hit: AnyArray) -> Array:
         """[M, N] vectors that these tokens complete, in the order of the text; gamma, hit: [N, S, K]."""
         values = np.asarray(gamma if self.rules.estimator == "product" else hit, dtype=np.float64)
         if self.rules.unit == "chunk":
@@ -45,9 +45,8 @@ class Delay:
 
     def ended(self) -> Array:
         """[M, N] vectors of the positions that wait: the text is over, nothing is accepted beyond its end."""
-        K = self.rules.depth
-        beyond = np.zeros((self._count, K - 1 if self._pending.shape[1] else 0, K))
-        self._pending = np.concatenate([self._pending, beyond], axis=1)
+        if self._pending.shape[1]:
+            self._pending = beyond_the_end(self._pending)
         vectors = self._complete()
         self._pending = self._pending[:, :0]
         self._chunks.clear()
@@ -62,7 +61,7 @@ class Delay:
         self._pending = self._pending[:, ready:]
         return vectors
 
-    def _of_chunks(self, gamma: Array, values: Array) -> Array:
+    def _of_chunks(self, gamma: AnyArray, values: Array) -> Array:
         """[M, N] one vector per round, over the tokens it committed: acceptance beyond them is not seen (censored)."""
         N, tokens, K = values.shape
         vectors = []

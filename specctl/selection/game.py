@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specctl.selection.delay import Delay
-from specctl.selection.policy import Arms, Array, Policy
+from specctl.selection.policy import AnyArray, Arms, Array, Policy
 from specctl.selection.rules import Rules
 
 
@@ -62,6 +62,10 @@ class Game:
         """[N] probabilities of the next choice."""
         return self.policy.weights()
 
+    def shows(self, reward: str) -> bool:
+        """Whether a round's reward is made of this; saves computing what nobody is shown."""
+        return self.policy.learns == "reward" and self.rules.reward == reward
+
     def choose(self) -> int:
         """The arm of the round that begins; opens its entry in the log."""
         began = perf_counter_ns()
@@ -77,7 +81,7 @@ class Game:
         accepted: int,
         drafted: int,
         complete: bool,
-        overlap: Array | None = None,
+        overlap: AnyArray | None = None,
         seconds: float | None = None,
     ) -> None:
         """A round is over.
@@ -105,7 +109,9 @@ class Game:
             self.policy.reward(arm, entry.reward)
             entry.decide_us += (perf_counter_ns() - began) / 1000
 
-    def _reward(self, arm: int, committed: int, accepted: int, overlap: Array | None, seconds: float | None) -> float:
+    def _reward(
+        self, arm: int, committed: int, accepted: int, overlap: AnyArray | None, seconds: float | None
+    ) -> float:
         """Of a round, in [0, 1]; NaN if what it is made of is not usable."""
         K = self.rules.depth
         match self.rules.reward:
@@ -134,7 +140,7 @@ class Game:
         after = self._rounds - self.rules.warmup_rounds
         return self.unscored if after <= 0 or after % self.rules.batch_rounds == 0 else 0
 
-    def scored(self, gamma: Array, hit: Array) -> None:
+    def scored(self, gamma: AnyArray, hit: AnyArray) -> None:
         """The oldest committed tokens without scores; every vector that they complete is fed.
 
         Args:
@@ -153,12 +159,13 @@ class Game:
         finite = np.isfinite(losses)
         if not finite.all():
             # An arm without a usable score has shown nothing worth playing; the others are told apart all the same.
-            told = finite.any(axis=1)
+            told = np.any(finite, axis=1)
             self.dropped += int((~finite).any(axis=1).sum())
             losses = np.where(finite, losses, 1.0)[told]
-            owners = [arm for arm, known in zip(owners, told, strict=True) if known]
+            owners = [arm for arm, known in zip(owners, told.tolist(), strict=True) if known]
         if not owners:
             return
+        losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1
         self._cost += losses.sum(axis=0)
         self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
         self._update += list(losses)

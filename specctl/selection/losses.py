@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from specctl.selection.policy import Array
+from specctl.selection.policy import AnyArray, Array
+
+
+def along_drafts(values: AnyArray) -> AnyArray:
+    """[N, M + K − 1, K] of token and draft depth → [N, M, K] of start and draft depth: token t + j − 1 at depth j."""
+    depths = np.arange(values.shape[2])
+    starts = np.arange(values.shape[1] - len(depths) + 1)
+    return values[:, starts[:, None] + depths, depths]
+
+
+def beyond_the_end(values: AnyArray) -> AnyArray:
+    """[N, T, K] → [N, T + K − 1, K]: nothing is accepted beyond the end, so that every token of a text is a start."""
+    N, _, K = values.shape
+    return np.concatenate([values, np.zeros((N, K - 1, K), values.dtype)], axis=1)
 
 
 def expected_length(gamma: Array) -> Array:
@@ -18,13 +31,9 @@ def expected_length(gamma: Array) -> Array:
     Returns:
         [M, N] in [1, K + 1].
     """
-    K = gamma.shape[2]
-    # [N, M, K, K]: the K tokens from each start on, at all depths; the diagonal has token j at depth j.
-    windows = np.lib.stride_tricks.sliding_window_view(gamma, K, axis=1)
-    along = np.diagonal(windows, axis1=2, axis2=3)
-    return 1 + along.cumprod(axis=2).sum(axis=2).T
+    return 1 + along_drafts(gamma).cumprod(axis=2).sum(axis=2).T
 
 
 def length_loss(gamma: Array) -> Array:
     """[M, N] f = 1 − AL/(K + 1) in [0, 1), of the positions of `expected_length`."""
-    return np.maximum(1 - expected_length(gamma) / (gamma.shape[2] + 1), 0)
+    return 1 - expected_length(gamma) / (gamma.shape[2] + 1)

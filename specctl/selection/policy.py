@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+AnyArray = NDArray[Any]  # of any floating type, or booleans: what scores and traces hold
 Learns = Literal["nothing", "reward", "losses"]
 Scale = Literal["unit", "tokens"]
 Play = Literal["sample", "argmax"]

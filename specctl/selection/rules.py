@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specctl.recipe.select import GameRecipe
-from specctl.selection.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,15 @@ class Rules:
     costs: tuple[float, ...] = ()
 
 
-def rules_for(policy: Policy, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = ()) -> Rules:
-    """The rules of a recipe; the reward `paper` is tokens for BanditSpec's policies and bd for MetaSD's."""
+def rules_for(name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = ()) -> Rules:
+    """The rules of a recipe for the policy of this name.
+
+    The reward `paper` is bd for MetaSD's policies, tokens for BanditSpec's. `normalhedge` is `hedgespec` without
+    hybrid loss and skipping, the ablation; every other learner plays HedgeSpec's game, so that they compare.
+    """
     options = recipe.model_dump(exclude={"depth"})
     if options["reward"] == "paper":
-        options["reward"] = "tokens" if policy.scale == "tokens" else "bd"
+        options["reward"] = "bd" if name.startswith("metasd") else "tokens"
+    if name == "normalhedge":
+        options |= {"hybrid_rounds": 0, "warmup_rounds": 0, "batch_rounds": 1, "tokens_per_update": 1}
     return Rules(depth=depth, costs=costs, **options)

@@ -35,7 +35,7 @@ def pool(target):
 def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **options):
     arms = Arms(len(pool), DEPTH, seed)
     policy = registry.build(algo, arms, PolicyRecipe(**options))
-    rules = rules_for(policy, game, DEPTH)
+    rules = rules_for(algo, game, DEPTH)
     bd = policy.learns == "reward" and rules.reward == "bd"
     scorer = Scorer(target, list(pool.values()), DEPTH, overlap=bd) if bd or policy.learns == "losses" else None
 

@@ -1,0 +1,173 @@
+"""Replaying recorded tables: the rounds that a policy would have played, exactly, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.game import Game
+from specctl.selection.hindsight import Hindsight, Ints, Reset, games
+from specctl.selection.losses import along_drafts, beyond_the_end
+from specctl.selection.policy import Arms, Array
+from specctl.selection.registry import build
+from specctl.selection.rules import rules_for
+from specctl.selection.trace import Trace
+
+
+@dataclass(frozen=True)
+class Played:
+    """One game, from reset to reset.
+
+    Attributes:
+        queries: indices of its traces.
+        best: the arm that would have needed the fewest rounds for all of them.
+        arms, committed, query: [R] of each round: the arm, the tokens, the trace.
+        weights: [R, N] with which the arm was drawn.
+        decide_us: [R] microseconds of choosing and learning.
+        dropped: vectors and rewards that were not finite.
+    """
+
+    queries: list[int]
+    best: int
+    arms: Ints
+    committed: Ints
+    query: Ints
+    weights: Array
+    decide_us: Array
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One policy, or yardstick, on a whole table.
+
+    Attributes:
+        name: of the policy; `oracle` and `draft-all` are yardsticks.
+        games: indices of the traces between two resets.
+        rounds, seconds: [Q] of every trace; seconds by the table's cost model, without those of scoring.
+        played: the games; empty for `draft-all`, which chooses nothing.
+    """
+
+    name: str
+    games: list[list[int]]
+    rounds: Ints
+    seconds: Array
+    played: list[Played]
+
+
+def replay(
+    name: str,
+    hindsight: Hindsight,
+    policy: PolicyRecipe,
+    game: GameRecipe,
+    reset: Reset = "query",
+    session: int = 1,
+    seed: int = 0,
+) -> Replay:
+    """Play a policy on every trace, with a fresh one at every reset.
+
+    Args:
+        session: traces of a session at most (reset: session).
+
+    Raises:
+        UsageError: there is no policy of that name.
+    """
+    table = hindsight.table
+    rules = rules_for(name, game, table.depth, tuple(hindsight.cost.tolist()))
+    parts = games(table.traces, reset, session)
+    seeds = np.random.SeedSequence(seed).generate_state(len(parts))
+    played = []
+    for queries, own_seed in zip(parts, seeds, strict=True):
+        arms = Arms(len(table.arms), table.depth, int(own_seed))
+        played.append(_play(Game(build(name, arms, policy), rules, arms), hindsight, queries))
+    return _measured(name, hindsight, parts, played)
+
+
+def _play(game: Game, hindsight: Hindsight, queries: list[int]) -> Played:
+    """A game over these traces, in order."""
+    query: list[int] = []
+    for index in queries:
+        before = len(game.log)
+        _answer(game, hindsight.table.traces[index], hindsight.cost.tolist(), last=index == queries[-1])
+        query += [index] * (len(game.log) - before)
+    return Played(
+        queries=queries,
+        best=hindsight.best(queries),
+        arms=np.array([entry.arm for entry in game.log], dtype=int),
+        committed=np.array([entry.committed for entry in game.log], dtype=int),
+        query=np.array(query, dtype=int),
+        weights=np.array([entry.weights for entry in game.log]).reshape(-1, game.arms.count),
+        decide_us=np.array([entry.decide_us for entry in game.log]),
+        dropped=game.dropped,
+    )
+
+
+def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
+    """The rounds of one text, as live decoding would play them; `last`: the game ends with it."""
+    T = trace.tokens
+    accepted, drafted = trace.accepted.tolist(), trace.drafted.tolist()
+    overlap = along_drafts(beyond_the_end(trace.overlap)) if game.shows("bd") else None
+    at = scored = 0
+
+    def score(count: int) -> None:
+        nonlocal scored
+        if count:
+            span = slice(scored, scored + count)
+            game.scored(trace.gamma[:, span], trace.hit[:, span])
+            scored += count
+
+    while at < T:
+        arm = game.choose()
+        length = accepted[arm][at] + 1
+        game.played(
+            arm,
+            committed=min(length, T - at),
+            accepted=min(length - 1, T - at),
+            drafted=drafted[arm][at],
+            complete=length <= T - at,
+            overlap=None if overlap is None else overlap[arm, at],
+            seconds=cost[arm],
+        )
+        at += min(length, T - at)
+        score(game.due())
+    if not last:
+        score(game.unscored)
+    game.ended()
+
+
+def _measured(name: str, hindsight: Hindsight, parts: list[list[int]], played: list[Played]) -> Replay:
+    """Rounds and seconds of every trace, from the rounds that were played."""
+    query = np.concatenate([part.query for part in played])
+    cost = hindsight.cost[np.concatenate([part.arms for part in played])]
+    count = len(hindsight.tokens)
+    seconds = np.bincount(query, cost, minlength=count).astype(float)
+    return Replay(name, parts, np.bincount(query, minlength=count), seconds, played)
+
+
+def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
+    """The arm that is best in hindsight plays each game alone: what no single choice per game can beat."""
+    parts = games(hindsight.table.traces, reset, session)
+    played = []
+    for queries in parts:
+        best = hindsight.best(queries)
+        begins = [np.flatnonzero(hindsight.begins[index][best]) for index in queries]
+        query = np.repeat(queries, [len(starts) for starts in begins])
+        committed = [
+            np.diff(starts, append=hindsight.tokens[index]) for index, starts in zip(queries, begins, strict=True)
+        ]
+        weights = np.zeros((len(query), len(hindsight.table.arms)))
+        weights[:, best] = 1
+        arms = np.full(len(query), best)
+        played.append(
+            Played(queries, best, arms, np.concatenate(committed), query, weights, np.zeros(len(query)), dropped=0)
+        )
+    return _measured("oracle", hindsight, parts, played)
+
+
+def draft_all(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
+    """Every arm drafts in every round, all drafts are verified, the longest accepted one is committed."""
+    rounds = hindsight.rounds_of_all
+    parts = games(hindsight.table.traces, reset, session)
+    return Replay("draft-all", parts, rounds, rounds.astype(float) * hindsight.cost_of_all, played=[])

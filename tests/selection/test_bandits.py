@@ -1,0 +1,157 @@
+"""Bandits: worked examples of every rule, and what sets each apart."""
+
+from math import exp, log, sqrt
+
+import numpy as np
+import pytest
+
+from specctl.errors import UsageError
+from specctl.recipe.select import PolicyRecipe
+from specctl.selection.bandits import ucb_radius, ucbspec_radius
+from specctl.selection.exponential import importance_weighted
+from specctl.selection.halving import halvings, survivors
+from specctl.selection.policy import Arms
+from specctl.selection.registry import build
+
+
+def bandit(name, N=2, K=4, seed=0, **options):
+    return build(name, Arms(N, K, seed), PolicyRecipe(**options))
+
+
+def test_ucbspec_radius_by_hand():
+    """N = 2, K = 2, n = 1, t = 3, δ = 0.1: √(2 (1 + 2 ln(2 · 9 · √2 / 0.1)))."""
+    wanted = sqrt(2 * (1 + 2 * log(18 * sqrt(2) / 0.1)))
+    assert ucbspec_radius(np.array([1.0, 1.0]), 3, K=2, delta=0.1) == pytest.approx([wanted] * 2)
+    four = 4 / 2 * sqrt(5 / 16 * (1 + 2 * log(2 * 100 * sqrt(5) / 0.1)))
+    assert ucbspec_radius(np.array([4.0, 4.0]), 10, K=4, delta=0.1)[0] == pytest.approx(four)
+
+
+def test_ucbspec_plays_every_arm_once_then_the_largest_index():
+    policy = bandit("ucbspec", N=3)
+    for arm, reward in enumerate([2.0, 4.0, 3.0]):
+        assert policy.choose() == arm
+        policy.reward(arm, reward)
+    assert policy.choose() == 1, "equal radii: the best mean"
+    policy.reward(1, 1.0)
+    assert policy.choose() == 2, "means 2, 2.5, 3; the radius of arm 1 has shrunk"
+
+
+def test_the_radius_scale_is_the_only_difference_of_the_practical_ucbspec():
+    """The literal radius plays round-robin for long, a tenth of it stays with the better arm."""
+    pulls = {}
+    for scale in (1.0, 0.1):
+        policy = bandit("ucbspec", radius_scale=scale)
+        for _ in range(40):
+            arm = policy.choose()
+            policy.reward(arm, [3.0, 2.0][arm])
+        pulls[scale] = policy.n[1]
+    assert pulls[1.0] > 10 > pulls[0.1]
+
+
+def test_metasd_ucb_by_hand():
+    """β √(2 ln t / n): at ln t = 2, n = 4 it is β."""
+    assert ucb_radius(np.array([4.0, 16.0]), exp(2), 0.01) == pytest.approx([0.01, 0.005])
+    policy = bandit("metasd-ucb", beta=1.0)
+    policy.reward(0, 0.6)
+    policy.reward(1, 0.5)
+    policy.reward(0, 0.6)  # n = (2, 1), t = 4: √(ln 4) = 1.18 against √(2 ln 4) = 1.67
+    assert policy.choose() == 1
+    assert bandit("metasd-ucb")._weigh() == pytest.approx([1, 0]), "arms not yet pulled come in order"
+
+
+def test_exp3spec_by_hand():
+    """K = 4, Y = 3: loss ½, over p = ½ it is 1; then η₂ = √(ln 2 / 4)."""
+    policy = bandit("exp3spec")
+    policy.reward(0, 3.0)
+    assert policy.state()["Z"] == pytest.approx([1.0, 0.0])
+    assert policy.weights()[0] == pytest.approx(1 / (1 + exp(sqrt(log(2) / 4))))
+
+
+def test_metasd_exp3_by_hand():
+    """Reward 0.8 over p = ½ is 1.6; w₁ = exp(0.4 · 1.6 / 2); p₁ = 0.6 w₁/(1 + w₁) + 0.2."""
+    policy = bandit("metasd-exp3")
+    policy.reward(1, 0.8)
+    w = exp(0.32)
+    assert policy.weights()[1] == pytest.approx(0.6 * w / (1 + w) + 0.2)
+    for _ in range(3000):
+        policy.reward(1, 1.0)
+    assert policy.weights() == pytest.approx([0.2, 0.8]), "uniform exploration stays, and exp does not overflow"
+
+
+def test_importance_weighting_is_unbiased():
+    """Enumerated over the arm that is drawn: Σ p_I Ẑ(I) is the vector of all arms' values."""
+    p, values = np.array([0.5, 0.3, 0.2]), np.array([0.9, 0.1, 0.4])
+    mean = sum(p[arm] * importance_weighted(arm, values[arm], p) for arm in range(3))
+    assert mean == pytest.approx(values)
+
+
+def rounds_of(policy, means, rounds):
+    played = []
+    for _ in range(rounds):
+        arm = policy.choose()
+        policy.reward(arm, means[arm])
+        played.append(arm)
+    return played
+
+
+MEANS = [0.3, 0.9, 0.1, 0.5, 0.7]
+
+
+def test_sequential_halving_keeps_the_better_half():
+    """Five arms: 5 → 3 → 2 → 1, the best is left."""
+    played = rounds_of(bandit("metasd-sh", N=5), MEANS, 13)
+    assert played == [0, 1, 2, 3, 4, 1, 3, 4, 1, 4, 1, 1, 1]
+    assert rounds_of(bandit("metasd-sh", N=5, period=2), MEANS, 10) == [0, 1, 2, 3, 4] * 2
+
+
+def test_literal_halving_keeps_the_worse_half_and_two_arms():
+    played = rounds_of(bandit("metasd-sh", N=5, literal=True), MEANS, 12)
+    assert played == [0, 1, 2, 3, 4, 0, 2, 3, 0, 2, 0, 2], "the two worst take turns for ever"
+    assert [halvings(N, literal=False) for N in (1, 2, 5, 7, 8)] == [0, 1, 3, 3, 3]
+    assert [halvings(N, literal=True) for N in (1, 2, 5, 7, 8)] == [0, 1, 2, 2, 3]
+
+
+def test_survivors_prefer_the_lower_id_among_equals():
+    assert survivors([0, 2, 3], np.array([0.5, 9, 0.5, 0.5]), literal=False) == [0, 2]
+
+
+def test_petc_explores_for_its_budget_then_commits():
+    """N = 4, B = 100, c = 8: B0 = 36.8, two halvings: 4 pulls of each of 4 arms, 9 of each of 2, then the best."""
+    played = rounds_of(bandit("metasd-petc", N=4, horizon=100), [0.1, 0.2, 0.9, 0.5], 60)
+    assert [played[:16].count(arm) for arm in range(4)] == [4] * 4
+    assert [played[16:34].count(arm) for arm in range(4)] == [0, 0, 9, 9]
+    assert set(played[34:]) == {2}
+    short = rounds_of(bandit("metasd-petc", N=4, horizon=2, petc_c=0.1), [0.1, 0.2, 0.9, 0.5], 8)
+    assert short == [0, 1, 2, 3, 2, 3, 2, 2], "at least one pull an arm"
+
+
+def test_discounted_counts_by_hand():
+    policy = bandit("metasd-ducb", discount=0.5)
+    policy.reward(0, 1.0)
+    policy.reward(1, 0.4)
+    policy.reward(1, 0.2)
+    assert policy.n == pytest.approx([0.25, 1.5])
+    assert policy.total == pytest.approx([0.25, 0.4])
+
+
+def test_a_window_forgets_and_pulls_what_left_it():
+    policy = bandit("metasd-swucb", window=3)
+    assert rounds_of(policy, [0.9, 0.1], 10) == [0, 1, 0, 0, 0, 1, 0, 0, 0, 1], "arm 1 left after 3 rounds"
+    assert policy.n.sum() == 3 == len(policy.past)
+
+
+@pytest.mark.parametrize(("name", "adapts"), [("metasd-ucb", False), ("metasd-ducb", True), ("metasd-swucb", True)])
+def test_only_the_forgetful_notice_a_switch(name, adapts):
+    """Arm 0 is best for 300 rounds, then worst: its long memory holds plain UCB for 300 more."""
+    policy = bandit(name)
+    rounds_of(policy, [0.9, 0.5], 300)
+    played = rounds_of(policy, [0.1, 0.5], 200)
+    assert (played[100:].count(1) > 80) == adapts
+
+
+def test_fixed_plays_its_arm_and_random_all():
+    assert set(rounds_of(bandit("fixed", N=3, arm=2), [0.0] * 3, 20)) == {2}
+    counts = np.bincount(rounds_of(bandit("random", N=3), [0.0] * 3, 3000), minlength=3)
+    assert np.abs(counts - 1000).max() < 130, "5 σ: false alarm below 1e-5"
+    with pytest.raises(UsageError, match="arm 3 of 3"):
+        bandit("fixed", N=3, arm=3)

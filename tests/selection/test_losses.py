@@ -1,0 +1,54 @@
+"""Expected lengths against enumeration, and what is known about their bias."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from specctl.selection.losses import along_drafts, beyond_the_end, expected_length, length_loss
+
+
+def length_by_enumeration(gamma, t):
+    """E[committed] of a draft at token t: every pattern of acceptances, its probability, and its leading run."""
+    K = gamma.shape[1]
+    mean = 0.0
+    for pattern in product([0, 1], repeat=K):
+        chance = 1.0
+        for j, accepted in enumerate(pattern):
+            chance *= gamma[t + j, j] if accepted else 1 - gamma[t + j, j]
+        run = pattern.index(0) if 0 in pattern else K
+        mean += chance * (run + 1)
+    return mean
+
+
+@pytest.mark.parametrize(("N", "M", "K"), [(1, 1, 1), (2, 3, 1), (3, 4, 3), (2, 1, 4)])
+def test_expected_length_is_the_mean_over_all_acceptances(N, M, K):
+    """A mistaken diagonal (depth j of token t instead of t + j − 1) gives other numbers."""
+    gamma = np.random.default_rng(N + M + K).random((N, M + K - 1, K))
+    wanted = [[length_by_enumeration(gamma[i], t) for i in range(N)] for t in range(M)]
+    assert expected_length(gamma) == pytest.approx(np.array(wanted))
+
+
+def test_the_loss_spans_the_unit_interval():
+    never, always = np.zeros((1, 3, 3)), np.ones((1, 3, 3))
+    assert length_loss(never)[0, 0] == pytest.approx(0.75), "plain decoding commits 1 of K + 1"
+    assert length_loss(always)[0, 0] == 0
+
+
+def test_nothing_is_accepted_beyond_the_end():
+    along = along_drafts(beyond_the_end(np.ones((1, 2, 3))))
+    assert along.tolist() == [[[1, 1, 0], [1, 0, 0]]]
+
+
+@pytest.mark.parametrize(("K", "wanted", "true"), [(2, 1.75, 2.0), (5, 2.5, 3.5), (8, 3.25, 5.0)])
+def test_the_product_is_biased_and_the_realised_form_is_not(K, wanted, true):
+    """start → a or b with ½ each, q = a; afterwards q is right after a and wrong after b."""
+    product_form, realised = [], []
+    for first_is_a in (True, False):
+        gamma = np.full((1, K, K), float(first_is_a))
+        gamma[0, 0] = 0.5
+        hit = np.full((1, K, K), float(first_is_a))
+        product_form.append(expected_length(gamma)[0, 0])
+        realised.append(expected_length(hit)[0, 0])
+    assert np.mean(product_form) == pytest.approx(wanted)
+    assert np.mean(realised) == pytest.approx(true)
