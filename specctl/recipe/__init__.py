@@ -9,6 +9,7 @@ from __future__ import annotations
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe
 from specctl.recipe.distill import DistillRecipe
+from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
     DataRecipe,
@@ -51,7 +52,9 @@ __all__ = [
     "ImportRecipe",
     "LoraRecipe",
     "OptimizerRecipe",
+    "Perturbation",
     "ResourceRecipe",
+    "RouterRecipe",
     "SamplingRecipe",
     "Section",
     "TargetRecipe",
