@@ -160,6 +160,7 @@ def _small(recipe: RouterRecipe, classes: int, tokenizer: Any) -> nn.Module:
         "num_attention_heads": recipe.hidden_size // HEAD_SIZE,
         "intermediate_size": 2 * recipe.hidden_size,
         "max_position_embeddings": recipe.max_length,
+        "initializer_range": recipe.hidden_size**-0.5,  # the 0.02 of wide encoders learns nothing for the first epochs
         "pad_token_id": tokenizer.pad_token_id,
         "num_labels": classes,
     }

@@ -187,7 +187,13 @@ def bert(tmp_path):
     place = tmp_path / "bert"
     BertTokenizerFast(str(vocabulary)).save_pretrained(place)
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 64,
+        "initializer_range": 0.2,
+    }
     config = BertConfig(vocab_size=len(words) + 5, max_position_embeddings=40, **shape)
     BertModel(config).save_pretrained(place)
     return place
