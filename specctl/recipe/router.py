@@ -23,7 +23,7 @@ class RouterRecipe(Section):
     layers: PositiveInt = 2  # from scratch
     hidden_size: Annotated[int, Field(gt=0, multiple_of=HEAD_SIZE)] = 128  # from scratch
     lr: PositiveFloat | None = None  # None = 2e-5 for a pretrained encoder, 1e-3 from scratch
-    epochs: PositiveInt | None = None  # None = 3 for a pretrained encoder, 10 from scratch
+    epochs: PositiveInt | None = None  # None = 3 for a pretrained encoder, 5 from scratch
     warmup: Fraction = 0.1
     max_length: Annotated[int, Field(ge=2)] = 128  # tokens of a prompt that are read, from its beginning
     batch_size: PositiveInt = 32
@@ -51,4 +51,4 @@ class RouterRecipe(Section):
     @property
     def passes(self) -> int:
         """`epochs`, or the usual number."""
-        return self.epochs or (10 if self.model is None else 3)
+        return self.epochs or (5 if self.model is None else 3)

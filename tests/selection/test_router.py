@@ -148,7 +148,10 @@ def test_damage_is_named(saved, target, name):
         Router.load(saved, ARMS, target)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', "{" * 3000])
+FORMATTED = '{"format": 1, "max_length": 4, "target": {}, "files": {}, "arms": '
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', "{" * 3000, FORMATTED + "[1]}", FORMATTED + "[]}"])
 def test_a_bad_record_is_named(saved, target, text):
     (saved / RECORD).write_text(text)
     with pytest.raises(CheckpointError, match=RECORD):
