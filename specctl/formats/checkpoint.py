@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "dra
 REQUIRED = (CONFIG, WEIGHTS, INFO)
 TRAINING = ".checkpoints"  # what training keeps beside a drafter has its name with this behind it, and is no drafter
 FORMAT = 1
-AGAIN = "copy the drafter again or train it again with --overwrite"
+AGAIN = "copy it again or train it again with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ def save(
     check_free(place, overwrite)
     with staged(place) as draft:
         save_file(separate(tensors), draft / WEIGHTS)
-        _sync(draft / WEIGHTS)
+        sync(draft / WEIGHTS)
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
         atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
-        atomic_write(draft / MANIFEST, to_json(_manifest(draft), indent=2) + "\n")
+        atomic_write(draft / MANIFEST, to_json({"format": FORMAT, "files": digests(draft)}, indent=2) + "\n")
     return place
 
 
@@ -89,7 +89,7 @@ def staged(place: Path) -> Iterator[Path]:
     try:
         draft.mkdir()
         yield draft
-        _sync(draft)
+        sync(draft)
         _move_into_place(draft, place)
     except (OSError, SafetensorError) as error:
         raise SpecctlError(
@@ -106,26 +106,26 @@ def load(directory: str | Path) -> Checkpoint:
         CheckpointError: no such directory, a file missing, changed, truncated or outside of it, not our format; the
             message names the file.
     """
-    path = _present(Path(directory))
+    path = present(Path(directory))
     verify(path)
     try:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path / WEIGHTS} is not a safetensors file: {error}", hint=AGAIN) from error
-    config = _read_json(path / CONFIG)
+    config = read_json(path / CONFIG)
     if not isinstance(config.get("family"), str) or not isinstance(config.get("target"), dict):
         raise CheckpointError(f'{path / CONFIG} lacks "family" or "target"', hint="it has to be written by specctl")
-    return Checkpoint(config, tensors, _read_json(path / INFO), path)
+    return Checkpoint(config, tensors, read_json(path / INFO), path)
 
 
 def read_info(directory: str | Path) -> dict[str, Any]:
     """drafter.json alone: what a drafter says of itself, without its weights being read. Raises CheckpointError."""
-    return _read_json(_present(Path(directory)) / INFO)
+    return read_json(present(Path(directory)) / INFO)
 
 
 def fingerprint(directory: str | Path) -> str:
     """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
-    return _sha256(_present(Path(directory)) / MANIFEST)
+    return _sha256(present(Path(directory)) / MANIFEST)
 
 
 def verify(directory: str | Path) -> None:
@@ -133,15 +133,20 @@ def verify(directory: str | Path) -> None:
     root = Path(directory)
     if not os.path.lexists(root / MANIFEST):
         raise CheckpointError(f"{root / MANIFEST} is missing: not a whole specctl drafter", hint=AGAIN)
-    manifest = _read_json(root / MANIFEST)
+    manifest = read_json(root / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
         raise CheckpointError(
             f"{root / MANIFEST} is not of format {FORMAT}", hint="use the specctl version that wrote it"
         )
-    for name in REQUIRED:
+    check_files(root, files, REQUIRED, MANIFEST)
+
+
+def check_files(root: Path, files: dict[str, Any], required: Sequence[str], record: str) -> None:
+    """Compare the files of a directory with their `digests`, kept in its file `record`. Raises CheckpointError."""
+    for name in required:
         if name not in files:
-            raise CheckpointError(f"{root / MANIFEST} does not list {name}", hint=AGAIN)
+            raise CheckpointError(f"{root / record} does not list {name}", hint=AGAIN)
     for name, expected in files.items():
         path = _inside(root, name)
         size = path.stat().st_size
@@ -152,8 +157,8 @@ def verify(directory: str | Path) -> None:
             raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=AGAIN)
 
 
-def check_target(config: dict[str, Any], target: Target, name: str = "") -> None:
-    """Raise CheckpointError when the drafter of this `config` was made for another target than `target`.
+def check_target(config: dict[str, Any], target: Target, name: str = "", what: str = "drafter") -> None:
+    """Raise CheckpointError when the drafter (or `what` it is) of this `config` was made for another target.
 
     The name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
     """
@@ -162,15 +167,15 @@ def check_target(config: dict[str, Any], target: Target, name: str = "") -> None
     if wrong:
         differences = ", ".join(f"{key} {made_for.get(key)} ≠ {given[key]}" for key in wrong)
         raise CheckpointError(
-            f"drafter {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is "
+            f"{what} {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is "
             f"another model ({differences})",
-            hint=f"use --target {made_for.get('name')}, or train a drafter for {given['name']}",
+            hint=f"use --target {made_for.get('name')}, or train a {what} for {given['name']}",
         )
 
 
 def family(directory: Path) -> str:
     """The family a drafter says it is of. CheckpointError where it says none."""
-    name = _read_json(directory / CONFIG).get("family")
+    name = read_json(directory / CONFIG).get("family")
     if not isinstance(name, str):
         raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="it has to be written by specctl")
     return name
@@ -179,7 +184,7 @@ def family(directory: Path) -> str:
 def weights_digest(directory: Path) -> str:
     """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
     try:
-        return str(_read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
+        return str(read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=AGAIN) from error
 
@@ -215,7 +220,7 @@ def _backup(place: Path) -> Path:
 
 
 def _move_into_place(draft: Path, place: Path) -> None:
-    """Two renames: no system call replaces a non-empty directory. `_present` bridges a crash between them."""
+    """Two renames: no system call replaces a non-empty directory. `present` bridges a crash between them."""
     backup = _backup(place)
     if place.exists():
         shutil.rmtree(backup, ignore_errors=True)
@@ -226,20 +231,18 @@ def _move_into_place(draft: Path, place: Path) -> None:
         if backup.exists():
             backup.rename(place)
         raise
-    _sync(place.parent)
+    sync(place.parent)
     shutil.rmtree(backup, ignore_errors=True)
 
 
-def _present(directory: Path) -> Path:
+def present(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
     """The directory, or the old one when a crash hit between the two renames of its replacement."""
     place = directory.absolute()
     if place.is_dir():
         return directory
     if not os.path.lexists(place) and _backup(place).is_dir():
         return _backup(place)
-    raise CheckpointError(
-        f"no drafter directory at {directory}", hint="give a directory written by specctl train-drafter"
-    )
+    raise CheckpointError(f"no {what} directory at {directory}", hint=f"give a directory written by specctl {command}")
 
 
 def _inside(root: Path, name: str) -> Path:
@@ -252,7 +255,8 @@ def _inside(root: Path, name: str) -> Path:
     return path
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a checkpoint directory. Raises CheckpointError."""
     try:
         document = json.loads(_inside(path.parent, path.name).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -262,12 +266,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _manifest(root: Path) -> dict[str, Any]:
+def digests(root: Path) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of every file in a directory, but of its manifest."""
     files = sorted(path for path in root.iterdir() if path.name != MANIFEST)
-    return {
-        "format": FORMAT,
-        "files": {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files},
-    }
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
 
 
 def _sha256(path: Path) -> str:
@@ -275,7 +277,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Force a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
+from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
     DataRecipe,
@@ -53,8 +54,10 @@ __all__ = [
     "ImportRecipe",
     "LoraRecipe",
     "OptimizerRecipe",
+    "Perturbation",
     "PolicyRecipe",
     "ResourceRecipe",
+    "RouterRecipe",
     "SamplingRecipe",
     "Section",
     "SelectRecipe",

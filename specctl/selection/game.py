@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specctl.selection.delay import Delay
+from specctl.selection.losses import usable
 from specctl.selection.policy import AnyArray, Arms, Array, Policy
 from specctl.selection.rules import Rules
 
@@ -156,13 +157,11 @@ class Game:
     def _feed(self, losses: Array) -> None:
         """[M, N] vectors, in the order of the text."""
         owners, self._owners = self._owners[: len(losses)], self._owners[len(losses) :]
-        finite = np.isfinite(losses)
-        if not finite.all():
-            # An arm without a usable score has shown nothing worth playing; the others are told apart all the same.
-            told = np.any(finite, axis=1)
-            self.dropped += int((~finite).any(axis=1).sum())
-            losses = np.where(finite, losses, 1.0)[told]
-            owners = [arm for arm, known in zip(owners, told.tolist(), strict=True) if known]
+        broken = ~np.isfinite(losses).all(axis=1)
+        if broken.any():
+            self.dropped += int(broken.sum())
+            losses, told = usable(losses)
+            losses, owners = losses[told], [arm for arm, known in zip(owners, told.tolist(), strict=True) if known]
         if not owners:
             return
         losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1

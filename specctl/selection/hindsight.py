@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.errors import DataError
-from specctl.selection.losses import beyond_the_end, length_loss
+from specctl.selection.losses import beyond_the_end, length_loss, usable
 from specctl.selection.policy import Array
 from specctl.selection.rules import Rules
 from specctl.selection.trace import Table, Trace
@@ -51,7 +51,8 @@ def token_losses(trace: Trace, rules: Rules) -> Array:
     else:
         values = trace.gamma if rules.estimator == "product" else trace.hit
         losses = length_loss(beyond_the_end(values.astype(float)))
-    losses[~np.isfinite(losses).all(axis=1)] = 0
+    losses, told = usable(losses)
+    losses[~told] = 0
     return losses
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specctl.selection.policy import AnyArray, Array
 
@@ -37,3 +38,12 @@ def expected_length(gamma: Array) -> Array:
 def length_loss(gamma: Array) -> Array:
     """[M, N] f = 1 − AL/(K + 1) in [0, 1), of the positions of `expected_length`."""
     return 1 - expected_length(gamma) / (gamma.shape[2] + 1)
+
+
+def usable(losses: Array) -> tuple[Array, NDArray[np.bool_]]:
+    """Losses [M, N] of which some may not be finite: (1 in their place, [M] whether any arm has shown something).
+
+    An arm without a usable score is worth nothing; the others are told apart all the same.
+    """
+    finite = np.isfinite(losses)
+    return np.where(finite, losses, 1.0), np.any(finite, axis=1)

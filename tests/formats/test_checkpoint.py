@@ -124,7 +124,7 @@ def test_weights_that_are_a_pickle_are_refused(drafter, tmp_path):
     (drafter / "pytorch_model.bin").write_bytes(evil)
     checkpoint.load(drafter)
     (drafter / "model.safetensors").write_bytes(evil)
-    change_manifest(drafter, lambda m: m["files"].update(checkpoint._manifest(drafter)["files"]))
+    change_manifest(drafter, lambda m: m["files"].update(checkpoint.digests(drafter)))
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         checkpoint.load(drafter)
     assert not marker.exists()

@@ -171,19 +171,22 @@ def test_chunks_give_one_vector_a_round_that_sees_no_further_than_it():
     assert np.array(spy.told) == pytest.approx(np.array(wanted))
 
 
-def test_values_that_are_not_finite_cost_only_their_vectors():
-    """Token 10's γ at depth 2 is part of the draft from token 9 alone; token 20's at depth 1 of its own."""
+def test_values_that_are_not_finite_cost_their_arm_that_vector():
+    """Token 10's γ at depth 2 is part of the draft from token 9 alone; token 20's at depth 1 of its own. Where all arms
+    are broken nothing was shown."""
     game, spy = spied(**PLAIN)
     text = trace()
     text.gamma[1, 10, 1] = nan
     text.gamma[0, 20, 0] = np.inf
+    text.gamma[:, 25, 0] = nan
     walk(game, text, [5] * 6)
     game.ended()
-    good = [t for t in range(T) if t not in (9, 20)]
-    clean = token_losses(trace(), game.rules)
-    assert game.dropped == 2
-    assert np.array(spy.told) == pytest.approx(clean[good])
-    assert token_losses(text, game.rules)[[9, 20]].tolist() == [[0] * N] * 2
+    wanted = token_losses(trace(), game.rules)
+    wanted[9, 1] = wanted[20, 0] = 1
+    assert game.dropped == 3
+    assert np.array(spy.told) == pytest.approx(np.delete(wanted, 25, axis=0))
+    wanted[25] = 0
+    assert token_losses(text, game.rules) == pytest.approx(wanted)
 
 
 def test_acceptance_that_is_rounded_past_one_costs_nothing():

@@ -1,0 +1,54 @@
+"""The classifier that routes a prompt to a drafter (`specctl select --train-router`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from specctl.recipe.sections import Fraction, PositiveFloat, Section
+
+Perturbation = Literal["swap", "drop", "insert", "words", "paraphrase", "wrap", "prefix", "suffix"]
+HEAD_SIZE = 32
+
+
+class RouterRecipe(Section):
+    """A classifier, prompt → drafter: a pretrained encoder, or a small one from scratch on the target's tokens.
+
+    `perturbations` are the changes of the held-out prompts under which it is measured, each with its strength.
+    """
+
+    model: str | None = None  # a Hugging Face id or a directory of a BERT-style encoder; None = from scratch
+    revision: str | None = None
+    layers: PositiveInt = 2  # from scratch
+    hidden_size: Annotated[int, Field(gt=0, multiple_of=HEAD_SIZE)] = 128  # from scratch
+    lr: PositiveFloat | None = None  # None = 2e-5 for a pretrained encoder, 1e-3 from scratch
+    epochs: PositiveInt | None = None  # None = 3 for a pretrained encoder, 10 from scratch
+    warmup: Fraction = 0.1
+    max_length: Annotated[int, Field(ge=2)] = 128  # tokens of a prompt that are read, from its beginning
+    batch_size: PositiveInt = 32
+    labels: Literal["domain", "hindsight"] = (
+        "domain"  # the drafter made for the domain; the best one of recorded traces
+    )
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2  # share of every domain's prompts
+    seed: NonNegativeInt = 0
+    perturbations: dict[Perturbation, Fraction] = {
+        "swap": 0.1,
+        "drop": 0.1,
+        "insert": 0.1,
+        "words": 0.3,
+        "paraphrase": 1.0,
+        "wrap": 1.0,
+        "prefix": 1.0,
+        "suffix": 1.0,
+    }
+
+    @property
+    def learning_rate(self) -> float:
+        """`lr`, or the usual one."""
+        return self.lr or (1e-3 if self.model is None else 2e-5)
+
+    @property
+    def passes(self) -> int:
+        """`epochs`, or the usual number."""
+        return self.epochs or (10 if self.model is None else 3)

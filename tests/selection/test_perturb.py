@@ -1,0 +1,60 @@
+"""Perturbed prompts: as strong as declared, the same for one seed, and never of the router's own making."""
+
+from random import Random
+
+import pytest
+
+from specctl.selection.perturb import KINDS, PHRASES, perturb
+
+TEXT = "Write one SQL query:\n\n  how many pets are older than 3?\tShow the columns of the table."
+FOREIGN = ["Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strength_zero_is_the_text(kind):
+    """White space included: a rule that splits and joins words would change every prompt."""
+    for text in (TEXT, "", " ", "ß→\n"):
+        assert perturb(text, kind, 0.0, Random(0), FOREIGN) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_seed_one_text(kind):
+    first, again = (perturb(TEXT, kind, 0.5, Random(7), FOREIGN) for _ in range(2))
+    assert first == again != TEXT
+
+
+def test_character_noise_is_as_strong_as_declared():
+    """Binomial(10000, 0.1): outside of 850..1150 once in 1e6."""
+    text = "x" * 10_000
+    assert 850 < len(text) - len(perturb(text, "drop", 0.1, Random(0))) < 1150
+    assert 850 < len(perturb(text, "insert", 0.1, Random(0))) - len(text) < 1150
+    letters = "".join(map(chr, range(0x4E00, 0x4E00 + 10_000)))
+    swapped = perturb(letters, "swap", 0.1, Random(0))
+    assert sorted(swapped) == sorted(letters)
+    moved_back = sum(new < old for old, new in zip(letters, swapped, strict=True))
+    assert 850 < moved_back < 1150
+
+
+def test_full_strength():
+    assert perturb(TEXT, "drop", 1.0, Random(0)) == ""
+    assert perturb(TEXT, "words", 1.0, Random(0)).split() == []
+    assert TEXT in (wrapped := perturb(TEXT, "wrap", 1.0, Random(0)))
+    assert wrapped.startswith("You are") and wrapped.endswith("advance!")
+
+
+def test_paraphrase_keeps_capitals_and_meaning():
+    said = perturb("What is the table? Write a functional list.", "paraphrase", 1.0, Random(0))
+    assert said.split()[0] in ("Tell", "Could") and "functional" in said
+    assert "table" not in said and "Write" not in said and "list" not in said.split()
+
+
+def test_phrases_can_be_found():
+    """A key in capitals would never match."""
+    assert all(key == key.lower() for key in PHRASES)
+
+
+def test_strays_are_as_long_as_declared():
+    before = perturb("one two three four", "prefix", 0.5, Random(0), FOREIGN)
+    assert before == "Natalia sold\n\none two three four"
+    assert perturb("one two three four", "suffix", 1.0, Random(0), FOREIGN).endswith("\n\nNatalia sold clips to")
+    assert perturb(TEXT, "prefix", 1.0, Random(0)) == TEXT
