@@ -22,7 +22,7 @@ class Round:
     Attributes:
         weights: [N] with which the arm was drawn.
         reward: of the arm, on the policy's scale; None if the policy was told none.
-        losses: [M, N] vectors that were fed after this round and before the next.
+        losses: arrays [M, N] of the vectors that were fed after this round and before the next.
         regret: up to then, Σ losses of the arms played − Σ losses of the arm that was best in hindsight.
         decide_us: microseconds of choosing and learning.
     """

@@ -93,8 +93,9 @@ class Weighted:
         if self.play == "argmax":
             return int(weights.argmax())
         cumulated = weights.cumsum()
-        # u < 1, so an arm of weight 0 at either end is never drawn, and rounding of the sum cannot run past the last.
-        return int(cumulated.searchsorted(self._generator.random() * cumulated[-1], side="right"))
+        # Scaled by the sum, which rounding keeps from being exactly 1; `right` passes over arms of weight 0.
+        drawn = cumulated.searchsorted(self._generator.random() * cumulated[-1], side="right")
+        return min(int(drawn), len(weights) - 1)
 
     def reward(self, arm: int, reward: float) -> None:
         """Not a bandit: nothing to learn from a reward."""

@@ -103,14 +103,15 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
     if not path.is_file():
         raise CheckpointError(f"there is no table {path}", hint="specctl select --record writes one")
     try:
-        content = pq.ParquetFile(path).read()
+        with pq.ParquetFile(path) as file:
+            content = file.read()
         metadata = content.schema.metadata or {}
         text = metadata[HEADER].decode()
         header = json.loads(text)
         version = header.pop("version")
     except KeyError as error:
         raise CheckpointError(f"{path} is no table of specctl", hint="specctl select --record writes one") from error
-    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+    except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
     if version != VERSION:
         raise CheckpointError(f"{path} is a table of version {version}, this is version {VERSION}", hint=AGAIN)

@@ -132,12 +132,14 @@ def test_discounted_counts_by_hand():
     policy.reward(1, 0.2)
     assert policy.n == pytest.approx([0.25, 1.5])
     assert policy.total == pytest.approx([0.25, 0.4])
+    assert policy._radius() == pytest.approx(0.01 * np.sqrt(2 * log(1.75) / policy.n)), "t is the sum of the counts"
 
 
 def test_a_window_forgets_and_pulls_what_left_it():
     policy = bandit("metasd-swucb", window=3)
     assert rounds_of(policy, [0.9, 0.1], 10) == [0, 1, 0, 0, 0, 1, 0, 0, 0, 1], "arm 1 left after 3 rounds"
     assert policy.n.sum() == 3 == len(policy.past)
+    assert policy._radius() == pytest.approx(0.01 * np.sqrt(2 * log(3) / policy.n)), "t is at most the window"
 
 
 @pytest.mark.parametrize(("name", "adapts"), [("metasd-ucb", False), ("metasd-ducb", True), ("metasd-swucb", True)])

@@ -78,6 +78,16 @@ def test_vectors_arrive_in_order_however_the_text_is_cut_into_rounds(estimator, 
     assert np.array(spy.told) == pytest.approx(token_losses(text, game.rules))
 
 
+def test_the_next_text_of_a_game_starts_from_its_own_tokens():
+    """Zeros beyond the end of a text, or its last tokens, would leak into the windows of the next."""
+    game, spy = spied(**PLAIN)
+    texts = [trace(seed) for seed in (0, 1)]
+    for text in texts:
+        walk(game, text, [5] * 6)
+        game.ended()
+    assert np.array(spy.told) == pytest.approx(np.concatenate([token_losses(text, game.rules) for text in texts]))
+
+
 def test_a_vector_waits_for_the_tokens_of_its_draft_and_no_longer():
     game, spy = spied(**PLAIN)
     text = trace()

@@ -5,7 +5,7 @@ import pytest
 
 from specctl.errors import DataError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.hindsight import Hindsight, games, walk
+from specctl.selection.hindsight import Hindsight, games, token_losses, walk
 from specctl.selection.registry import NAMES
 from specctl.selection.regret import (
     bootstrap_difference,
@@ -132,6 +132,50 @@ def test_games_end_where_the_domain_changes_or_the_session_is_full():
     assert games(traces, "session", 9) == [[0, 1, 2], [3, 4], [5]]
     assert games(traces, "query", 9) == [[0], [1], [2], [3], [4], [5]]
     assert games(traces, "stream", 1) == [[0, 1, 2, 3, 4, 5]]
+
+
+class Spy:
+    """Plays arm 1 and keeps what it is told."""
+
+    scale = "unit"
+
+    def __init__(self, learns):
+        self.learns = learns
+        self.told = []
+
+    def weights(self):
+        return np.array([0.0, 1.0])
+
+    def choose(self):
+        return 1
+
+    def reward(self, arm, reward):
+        self.told.append(reward)
+
+    def losses(self, losses):
+        self.told.append(losses)
+
+
+def test_a_replay_shows_a_bandit_the_overlap_of_the_drafts_of_complete_rounds(monkeypatch):
+    spy = Spy("reward")
+    monkeypatch.setattr("specctl.selection.replay.build", lambda *_: spy)
+    trace = scripted(BY_HAND)
+    trace.overlap[:] = np.random.default_rng(0).random(trace.overlap.shape)
+    played("metasd-ucb", Hindsight(table_of([trace])))
+    rounds = [[(0, 0), (1, 1), (2, 2)], [(1, 0), (2, 1), (3, 2)]]  # (token, depth - 1); the one at 5 is cut by the end
+    assert spy.told == pytest.approx([sum(trace.overlap[1, t, k] for t, k in cells) / 3 for cells in rounds])
+
+
+def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeypatch):
+    """Batches of twelve rounds leave tokens without scores when a text ends; only the last text's may stay so."""
+    spy = Spy("losses")
+    monkeypatch.setattr("specctl.selection.replay.build", lambda *_: spy)
+    table = specialists(3, 40, seed=0, N=2, K=3, bad=0.3)
+    recipe = GameRecipe(hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1)
+    replay("hedgespec", Hindsight(table), PolicyRecipe(), recipe, "stream")
+    rules = rules_for("hedgespec", recipe, 3)
+    wanted = np.concatenate([token_losses(trace, rules) for trace in table.traces[:2]])
+    assert np.array(spy.told) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("name", ["hedgespec", "metasd-ucb"])
