@@ -102,6 +102,11 @@ FLAGS: dict[str, Flag] = {
         ("baselines",), str, "vanilla (default), fixed (every arm), draft-all; or none.", _none_or_names
     ),
     "rivals": Flag(("rivals",), list[str], "Drafter measured beside, not in the pool; repeatable.", _names, "PATH"),
+    "record": Flag(("record",), Path, "Write what every drafter would do at every position, and stop.", metavar="FILE"),
+    "replay": Flag(("replay",), Path, "Play the policies on such a table instead of decoding.", metavar="FILE"),
+    "train_router": Flag(("train_router",), bool, "Train a classifier of prompts first, for the policy `router`."),
+    "router_dir": Flag(("router_dir",), Path, "A trained router, or where a new one goes.", metavar="DIR"),
+    "warm_start": Flag(("warm_start",), bool, "Full information begins with the router's opinion."),
     "batch": Flag(("batch",), int, "Sequences at a time, each with its own choice."),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
@@ -127,6 +132,7 @@ SPELLING = {
     "rivals": "rival",
     "data_limit": "limit",
     "select_baselines": "baselines",
+    "router_dir": "router",
 }
 """Flags of other keys that look the same on the command line: `--drafter` is repeatable where several are measured."""
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("algo", "pool", "drafters", "strict", "domain", "prompts", "limit", "reset", "session", "select_baselines"),
-    *("rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
+    *("rivals", "batch", "seeds", "record", "replay", "train_router", "router_dir", "warm_start"),
+    *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
     "algo": "contender",

@@ -55,6 +55,16 @@ class PolicyRow:
     dropped: int
 
 
+@dataclass(frozen=True)
+class ArmReward:
+    """Tokens that rounds of an arm have committed, over the rounds in which the policies played it."""
+
+    arm: str
+    n: int
+    mean: float
+    std: float
+
+
 class Stream:
     """Answers of all contenders to one stream.
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from specctl.recipe.router import RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
     DataRecipe,
@@ -76,8 +77,8 @@ class ArmRecipe(Section):
 class SelectRecipe(CommandRecipe):
     """`specctl select`: policies that choose a drafter of the pool every round, on one stream of prompts.
 
-    A session is a run of `session` consecutive prompts of one domain. What a policy has learnt is forgotten at every
-    `reset`.
+    A session is a run of `session` consecutive prompts, of one domain unless `order` says otherwise. What a policy has
+    learnt is forgotten at every `reset`.
     """
 
     data: DataRecipe = DataRecipe()
@@ -92,7 +93,8 @@ class SelectRecipe(CommandRecipe):
     game: GameRecipe = GameRecipe()
     reset: Literal["query", "session", "stream"] = "query"
     session: PositiveInt = 8
-    order: Literal["mixed", "blocks"] = "mixed"  # sessions of all domains shuffled, or domain after domain
+    # Sessions of all domains shuffled; domain after domain; or every session half of one domain and half of another.
+    order: Literal["mixed", "blocks", "shift"] = "mixed"
     baselines: list[Literal["vanilla", "fixed", "draft-all"]] = ["vanilla"]  # fixed: every arm by itself
     rivals: list[str] = []  # drafters measured by themselves that are no arms, such as a generalist
     batch: PositiveInt = 1  # sequences at a time, each with a choice of its own
@@ -101,6 +103,12 @@ class SelectRecipe(CommandRecipe):
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     record: LocalPath | None = None  # write the table of all drafters at all positions here, and stop
     replay: LocalPath | None = None  # play the policies on such a table instead of decoding
+    pool_sizes: list[PositiveInt] = []  # replay: also on this many of the arms, some subsets each
+    router: RouterRecipe = RouterRecipe()
+    router_dir: LocalPath | None = None  # a trained router, for the policy `router` and for warm_start
+    train_router: bool = False  # train one first, into router_dir or the run directory
+    warm_start: bool = False  # full information begins with what the router thinks of the prompt
+    resume: bool = False  # of record
     save_outputs: bool = False
     overwrite: bool = False
 
@@ -110,6 +118,12 @@ class SelectRecipe(CommandRecipe):
             raise ValueError("use `limit`, not `data.limit`")
         if self.record is not None and self.replay is not None:
             raise ValueError("record makes the table that replay plays on: one after the other")
+        if (self.warm_start or "router" in self.algo) and not (self.router_dir or self.train_router):
+            raise ValueError("there is no router: name router_dir, or train one with train_router")
+        if self.resume and self.record is None:
+            raise ValueError("resume goes on with a recording: name `record`")
+        if self.batch > 1 and self.reset == "stream":
+            raise ValueError("a policy that is never reset hears of one text at a time: batch must be 1")
         if self.batch > 1 and self.drafting.proposal == "sampled":
             raise ValueError("sampled and deterministic proposals are verified by different rules: batch must be 1")
         return self

@@ -18,6 +18,9 @@ class RouterRecipe(Section):
     `perturbations` are the changes of the held-out prompts under which it is measured, each with its strength.
     """
 
+    prompts: str | None = None  # JSONL to train on, {domain} in its name; None = prompts of the domains' generators
+    limit: PositiveInt = 300  # prompts of each domain
+    weight: PositiveInt = 8  # warm start: tokens that its opinion counts for
     model: str | None = None  # a Hugging Face id or a directory of a BERT-style encoder; None = from scratch
     revision: str | None = None
     layers: PositiveInt = 2  # from scratch

@@ -62,7 +62,7 @@ class Selector:
 
     Args:
         arms: what can be chosen, in the order of the policy's arms.
-        new_game: a fresh game.
+        new_game: a fresh game, for the text that it begins with.
         scorer: of the arms' distinct drafters, in their order; None where nobody wants scores.
         chosen_only: scores serve the reward `bd` of the arm that was played, not all arms.
         ends: texts of one key follow each other, so the last tokens of a text are scored, too.
@@ -72,7 +72,7 @@ class Selector:
     def __init__(
         self,
         arms: Sequence[Guarded],
-        new_game: Callable[[], Game],
+        new_game: Callable[[Text], Game],
         scorer: Scorer | None,
         *,
         chosen_only: bool,
@@ -101,7 +101,7 @@ class Selector:
         if len(set(keys)) < len(keys):
             raise ValueError("texts of one key are decoded one after the other")
         self.tally.dropped += sum(game.dropped for key, game in self.games.items() if key not in keys)
-        self.games = {key: self.games.get(key) or self.new_game() for key in keys}
+        self.games = {text.key: self.games.get(text.key) or self.new_game(text) for text in texts}
         self.texts = texts
         self._rounds = [0] * len(texts)
         self._arm: list[int | None] = [None] * len(texts)  # of the last round

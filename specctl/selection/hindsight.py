@@ -50,7 +50,7 @@ def token_losses(trace: Trace, rules: Rules) -> Array:
         losses = 1 - trace.gamma[:, :, 0].T.astype(float)
     else:
         values = trace.gamma if rules.estimator == "product" else trace.hit
-        losses = length_loss(beyond_the_end(values.astype(float)))
+        losses = length_loss(beyond_the_end(values[:, :, : rules.depth].astype(float)))
     losses, told = usable(losses)
     losses[~told] = 0
     return losses
@@ -78,7 +78,7 @@ class Hindsight:
         self.begins = [walk(trace.accepted) for trace in table.traces]
         self.rounds: Ints = np.array([begins.sum(axis=1) for begins in self.begins])
         self.cost: Array = table.draft_s + table.step_s[1:]
-        self._losses: dict[tuple[str, str], list[Array]] = {}
+        self._losses: dict[tuple[str, str, int], list[Array]] = {}
 
     @cached_property
     def rounds_of_all(self) -> Ints:
@@ -98,7 +98,7 @@ class Hindsight:
 
     def losses(self, query: int, rules: Rules) -> Array:
         """[T, N] `token_losses` of a trace."""
-        key = (rules.loss, rules.estimator)
+        key = (rules.loss, rules.estimator, rules.depth)
         if key not in self._losses:
             self._losses[key] = [token_losses(trace, rules) for trace in self.table.traces]
         return self._losses[key][query]

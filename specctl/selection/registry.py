@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from typing import Any
 
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
@@ -12,9 +12,9 @@ from specctl.selection.baselines import Fixed, Random
 from specctl.selection.exponential import Exp3Spec, MetaExp3
 from specctl.selection.halving import ExploreThenCommit, SequentialHalving
 from specctl.selection.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
-from specctl.selection.policy import Arms, Policy
+from specctl.selection.policy import Arms, Learns, Policy
 
-_POLICIES: dict[str, Callable[[Arms, PolicyRecipe], Policy]] = {
+_POLICIES: dict[str, Any] = {
     "fixed": Fixed,
     "random": Random,
     "ucbspec": UcbSpec,
@@ -32,17 +32,25 @@ _POLICIES: dict[str, Callable[[Arms, PolicyRecipe], Policy]] = {
     "hedgespec": NormalHedge,  # what makes it HedgeSpec are the rules of its game
 }
 NAMES = tuple(_POLICIES)
+ROUTER = "router"  # plays what a classifier of prompts says: made of more than numbers, so not by `build`
 
 
 def check(names: list[str]) -> None:
     """Raises UsageError where there is no policy of a name, or one is named twice."""
+    known = (*NAMES, ROUTER)
     for name in names:
-        if name not in _POLICIES:
-            near = difflib.get_close_matches(name, NAMES, 1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
             meant = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"no policy {name!r}", hint=f"{meant}there are {', '.join(NAMES)}")
+            raise UsageError(f"no policy {name!r}", hint=f"{meant}there are {', '.join(known)}")
         if names.count(name) > 1:
             raise UsageError(f"policy {name} is named twice", hint="each needs a name of its own")
+
+
+def learns(name: str) -> Learns:
+    """What a policy of this name is told. Raises UsageError as `check`."""
+    check([name])
+    return "nothing" if name == ROUTER else _POLICIES[name].learns
 
 
 def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:
@@ -52,4 +60,6 @@ def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:
         UsageError: there is none of that name, or it cannot play these arms.
     """
     check([name])
+    if name == ROUTER:
+        raise UsageError("the router reads prompts", hint="it plays in live decoding, not in a replay")
     return _POLICIES[name](arms, options)

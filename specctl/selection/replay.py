@@ -80,7 +80,7 @@ def replay(
     seeds = np.random.SeedSequence(seed).generate_state(len(parts))
     played = []
     for queries, own_seed in zip(parts, seeds, strict=True):
-        arms = Arms(len(table.arms), table.depth, int(own_seed))
+        arms = Arms(len(table.arms), rules.depth, int(own_seed))
         played.append(_play(Game(build(name, arms, policy), rules, arms), hindsight, queries))
     return _measured(name, hindsight, parts, played)
 
@@ -115,7 +115,7 @@ def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
         nonlocal scored
         if count:
             span = slice(scored, scored + count)
-            game.scored(trace.gamma[:, span], trace.hit[:, span])
+            game.scored(trace.gamma[:, span, : game.rules.depth], trace.hit[:, span, : game.rules.depth])
             scored += count
 
     while at < T:

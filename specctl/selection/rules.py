@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specctl.recipe.select import GameRecipe
+from specctl.selection.registry import learns
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Rules:
     """What is shown to the policy; a `GameRecipe` for one policy of one pool.
 
     Attributes:
-        depth: K, the longest draft.
+        depth: K, the longest draft; of full information the depths that are looked at.
         reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of all K positions;
             throughput = committed a second, in units of the largest there can be (`costs`) or has been.
         costs: seconds of a round of each arm, declared; empty = as measured.
@@ -38,12 +39,14 @@ class Rules:
 
 
 def rules_for(name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = ()) -> Rules:
-    """The rules of a recipe for the policy of this name.
+    """The rules of a recipe for the policy of this name; `depth`: of the pool's longest draft.
 
     The reward `paper` is bd for MetaSD's policies, tokens for BanditSpec's. `normalhedge` is `hedgespec` without
     hybrid loss and skipping, the ablation; every other learner plays HedgeSpec's game, so that they compare.
     """
     options = recipe.model_dump(exclude={"depth"})
+    if learns(name) == "losses":
+        depth = min(recipe.depth or depth, depth)
     if options["reward"] == "paper":
         options["reward"] = "bd" if name.startswith("metasd") else "tokens"
     if name == "normalhedge":

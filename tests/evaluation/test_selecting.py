@@ -12,7 +12,8 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import UsageError
 from specctl.evaluation.measure import Case
-from specctl.evaluation.selecting import select, sessions, turns
+from specctl.evaluation.selecting import select
+from specctl.evaluation.stage import sessions, turns
 from specctl.recipe import DataRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.runs import Run
 from tests.lossless.drafters import own_weights

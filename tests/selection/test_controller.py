@@ -39,7 +39,7 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
     bd = policy.learns == "reward" and rules.reward == "bd"
     scorer = Scorer(target, list(pool.values()), DEPTH, overlap=bd) if bd or policy.learns == "losses" else None
 
-    def new_game():
+    def new_game(text):
         return Game(registry.build(algo, arms, PolicyRecipe(**options)), rules, arms)
 
     guarded = [Guarded(name, drafter) for name, drafter in pool.items()]

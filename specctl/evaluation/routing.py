@@ -1,0 +1,63 @@
+"""The router of `select`: trained on prompts of the pool's domains."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from specctl.decoding.target import Target
+from specctl.distillation.prompts import Rejections, read_domains
+from specctl.drafters import pool
+from specctl.errors import UsageError
+from specctl.recipe import DataRecipe, SelectRecipe
+from specctl.runs import Run
+from specctl.selection.router import Router
+from specctl.selection.router_training import (
+    Example,
+    RouterReport,
+    label_by_domain,
+    label_by_hindsight,
+    prompt_text,
+    train_router,
+)
+from specctl.selection.table_file import read_table
+
+DIRECTORY = "router"
+
+
+def router_of(
+    recipe: SelectRecipe, run: Run, target: Target, paths: dict[str, str]
+) -> tuple[Router | None, RouterReport | None]:
+    """The router that the recipe asks for, and its report where it was trained now; `paths`: name → path of each arm.
+
+    Raises CheckpointError (a router for another pool), UsageError (labels from a table that is not named), DataError.
+    """
+    if recipe.train_router:
+        router, report = train_router(recipe.router, _examples(recipe, run, paths), list(paths), target)
+        place = recipe.router_dir or run.dir / DIRECTORY
+        router.save(place, target, report=asdict(report), overwrite=recipe.overwrite)
+        return router, report
+    if recipe.router_dir is None:
+        return None, None
+    return Router.load(recipe.router_dir, list(paths), target), None
+
+
+def _examples(recipe: SelectRecipe, run: Run, paths: dict[str, str]) -> list[Example]:
+    """Training prompts with the arm that is right for each."""
+    options = recipe.router
+    data = DataRecipe(
+        domain=recipe.data.domain, prompts=options.prompts, limit=options.limit, seed=options.seed, source="auto"
+    )
+    rejections = Rejections(run.dir / "router-rejected.jsonl", recipe.data.max_rejected)
+    prompts = read_domains(data, rejections, split="train", sample=True)
+    if options.labels == "hindsight":
+        best = label_by_hindsight(read_table(_table(recipe)))
+        return [Example(prompt_text(p.messages), p.domain, best[p.id]) for p in prompts if p.id in best]
+    labels = label_by_domain([p.domain for p in prompts], [pool.domains_of(path) for path in paths.values()])
+    return [Example(prompt_text(p.messages), p.domain, labels[p.domain]) for p in prompts if p.domain in labels]
+
+
+def _table(recipe: SelectRecipe) -> Path:
+    if recipe.replay is None:
+        raise UsageError("labels of hindsight come from a recorded table", hint="replay=TABLE, or router.labels=domain")
+    return recipe.replay

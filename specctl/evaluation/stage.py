@@ -1,0 +1,230 @@
+"""The contenders of `specctl select` on one stream: sessions of prompts, and who answers them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import IO
+
+from specctl.decoding.draft import Controller, Drafter, Fixed
+from specctl.decoding.loop import Decoded
+from specctl.decoding.target import Target
+from specctl.drafters import pool
+from specctl.errors import UsageError
+from specctl.evaluation import lossless
+from specctl.evaluation.lossless import Losslessness
+from specctl.evaluation.measure import VANILLA, Case, Contender, Turn, decode_turn, engine, measure, warm_up
+from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
+from specctl.evaluation.records import Record
+from specctl.evaluation.rows import answers
+from specctl.recipe import SelectRecipe
+from specctl.selection import registry
+from specctl.selection.arms import make_arms, named, reach
+from specctl.selection.combined import Guarded, Together
+from specctl.selection.controller import Round, Selector, Text
+from specctl.selection.feedback import Scorer
+from specctl.selection.game import Game
+from specctl.selection.policy import Arms, Array, Policy
+from specctl.selection.router import Router
+from specctl.selection.router_training import prompt_text
+from specctl.selection.rules import rules_for
+
+DRAFT_ALL = "draft-all"
+
+
+def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
+    """Runs of `session` prompts in the order in which they are decoded: of one domain, or (`shift`) half of one and
+    half of another."""
+    shift = recipe.order == "shift"
+    size = max(1, recipe.session // 2) if shift else recipe.session
+    found: list[list[Case]] = []
+    for domain in recipe.data.domain:
+        mine = [case for case in cases if case.prompt.domain == domain]
+        found += [mine[start : start + size] for start in range(0, len(mine), size)]
+    if recipe.order != "blocks":
+        random.Random(recipe.data.seed).shuffle(found)
+    return paired(found) if shift else found
+
+
+def paired(halves: list[list[Case]]) -> list[list[Case]]:
+    """Every run followed by the next one of another domain, as one; runs that find none stand alone."""
+    found, waiting = [], list(halves)
+    while waiting:
+        first = waiting.pop(0)
+        other = next((n for n, half in enumerate(waiting) if half[0].prompt.domain != first[0].prompt.domain), None)
+        found.append(first if other is None else first + waiting.pop(other))
+    return found
+
+
+def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
+    """Prompts that are decoded at once, one of each of `batch` sessions: those of a session follow each other."""
+    found: list[Turn] = []
+    for start in range(0, len(stream), batch):
+        abreast = stream[start : start + batch]
+        for place in range(max(map(len, abreast))):
+            found.append([session[place] for session in abreast if place < len(session)])
+    return found
+
+
+Alone = Guarded | Drafter | Together
+"""What drafts all rounds by itself."""
+
+
+class Stage:
+    """The contenders of one `select`, and what they do."""
+
+    def __init__(
+        self,
+        recipe: SelectRecipe,
+        target: Target,
+        stream: list[list[Case]],
+        drafters: dict[str, Drafter],
+        router: Router | None = None,
+    ):
+        self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
+        if router is not None and [*drafters] != router.arms:
+            raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
+        self.arms = make_arms(recipe, target, drafters)
+        self.session_of = {case.prompt.id: n for n, session in enumerate(stream) for case in session}
+        self.prompts = {case.prompt.id: prompt_text(case.prompt.messages) for session in stream for case in session}
+        # Session, arm and tokens of every round.
+        self.plays: dict[str, list[tuple[int, str, int]]] = {name: [] for name in recipe.algo}
+        self.selectors = {name: self._selector(name) for name in recipe.algo}
+        self.alone = self._alone()
+        self._log: IO[str] | None = None
+
+    def _selector(self, name: str) -> Selector:
+        recipe = self.recipe
+        deepest = max(1, *(reach(arm.drafter) for arm in self.arms))
+        rules = rules_for(name, recipe.game, deepest)
+        arms = Arms(len(self.arms), rules.depth, recipe.sampling.seed)
+        overlap = registry.learns(name) == "reward" and rules.reward == "bd"
+        scorer = None
+        if registry.learns(name) == "losses" or overlap:
+            drafters = list(dict.fromkeys(arm.drafter for arm in self.arms))
+            scorer = Scorer(self.target, drafters, arms.depth, overlap=overlap)
+
+        def new_game(text: Text) -> Game:
+            return Game(self._policy(name, arms, text), rules, arms)
+
+        return Selector(
+            [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures
+            new_game,
+            scorer,
+            chosen_only=overlap,
+            ends=recipe.reset != "query",
+            on_round=functools.partial(self._note, name),
+        )
+
+    def _policy(self, name: str, arms: Arms, text: Text) -> Policy:
+        """A fresh policy for a game that begins with this text."""
+        options = self.recipe.policy
+        if name == registry.ROUTER:
+            return registry.build("fixed", arms, options.model_copy(update={"arm": int(self._routed(text).argmax())}))
+        policy = registry.build(name, arms, options)
+        if self.recipe.warm_start and policy.learns == "losses":
+            for _ in range(self.recipe.router.weight):  # as if so many tokens had been seen
+                policy.losses(1 - self._routed(text))
+        return policy
+
+    def _routed(self, text: Text) -> Array:
+        """What the router thinks of every arm for a prompt."""
+        assert self.router is not None
+        return self.router.probabilities([self.prompts[text.query]])[0]
+
+    def _alone(self) -> dict[str, Alone]:
+        """What is measured without a choice: every arm, everybody at once, the rivals.
+
+        Raises UsageError where two contenders have one name.
+        """
+        recipe = self.recipe
+        found: dict[str, Alone] = {}
+        if "fixed" in recipe.baselines:
+            found |= {arm.name: Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms}
+        if DRAFT_ALL in recipe.baselines:
+            found[DRAFT_ALL] = Together(list(self.drafters.values()))
+        rivals = {name: path for path, name in named(recipe.rivals).items()}
+        twice = {*rivals, *recipe.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*recipe.algo}
+        if twice:
+            raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
+        return found | {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
+
+    def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
+        """Everybody's answers; rounds go to `log`."""
+        recipe = self.recipe
+        found = [engine(self.target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
+        found += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
+        found += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
+        asked = turns(self.stream, recipe.batch)
+        warm_up(asked, found)
+        for name, selector in self.selectors.items():
+            selector.forget()
+            self.plays[name].clear()
+        self._log = log
+        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True)
+
+    def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
+        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
+            began = time.perf_counter()
+            if isinstance(controller, Selector):
+                controller.open([self._text(name, case, seed) for case, seed in zip(turn, seeds, strict=True)])
+            opening = (time.perf_counter() - began) / len(turn)  # a router reads the prompts
+            decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, controller=controller, taps=taps)
+            return [{name: replace(one, decode_s=one.decode_s + opening)} for one in decoded]
+
+        return answer
+
+    def _text(self, name: str, case: Case, seed: int) -> Text:
+        reset = "query" if name == registry.ROUTER else self.recipe.reset
+        unit = {"query": case.prompt.id, "session": self.session_of[case.prompt.id], "stream": ""}[reset]
+        return Text(case.prompt.id, case.prompt.domain, f"{seed - case.seed(0)} {unit}")
+
+    def _note(self, algo: str, entry: Round) -> None:
+        self.plays[algo].append((self.session_of[entry.query], entry.arm, entry.committed))
+        if self._log is not None:
+            self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
+
+    def row(self, stream: Stream, name: str) -> PolicyRow:
+        """What a contender did."""
+        selector = self.selectors.get(name)
+        plays = self.plays.get(name, [])
+        hits = [stream.best[session] == arm for session, arm, _ in plays] if stream.best else []
+        kind = "policy" if selector else "baseline" if name in (VANILLA, DRAFT_ALL) else "arm"
+        if name in named(self.recipe.rivals).values():
+            kind = "rival"
+        return stream.row(
+            name,
+            kind,
+            tally=selector.tally if selector else None,
+            arms=[arm.name for arm in self.arms],
+            best_arm_ratio=sum(hits) / len(hits) if hits else None,
+            failures=sum(arm.failures for arm in selector.arms) if selector else 0,
+        )
+
+    def losslessness(self, records: Sequence[Record]) -> Losslessness:
+        """All contenders' texts against plain decoding's."""
+        counts, sampling = Losslessness(), self.recipe.sampling
+        if not lossless.comparable(sampling, self.recipe.drafting):
+            return counts
+        plain, tolerance = answers(records, VANILLA), lossless.tolerance(self.target, sampling)
+        for record in records:
+            if record.drafter != VANILLA and record.question in plain:
+                theirs, ours = plain[record.question].decoded, record.decoded
+                counts.add(
+                    lossless.compare(self.target, ours.prompt_ids, theirs.output_ids, ours.output_ids, tolerance)
+                )
+        return counts
+
+    def rewards(self) -> list[ArmReward]:
+        """What rounds of each arm have committed, whoever played them."""
+        committed: dict[str, list[int]] = {arm.name: [] for arm in self.arms}
+        for plays in self.plays.values():
+            for _, arm, tokens in plays:
+                committed[arm].append(tokens)
+        return [ArmReward(arm, len(t), fmean(t), pstdev(t)) for arm, t in committed.items() if t]
