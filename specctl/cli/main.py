@@ -9,7 +9,7 @@ import traceback
 import typer
 
 from specctl import __version__
-from specctl.cli import bench, distill, doctor, domains, eval, export, generate, import_, recipes, train_drafter
+from specctl.cli import bench, distill, doctor, domains, eval, export, generate, import_, recipes, report, train_drafter
 from specctl.cli.command import Json, Quiet, Verbose
 from specctl.cli.failures import explain
 from specctl.cli.output import output
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (generate, distill, train_drafter, eval, bench, export, import_, recipes, domains, doctor):
+for module in (generate, distill, train_drafter, eval, bench, export, import_, report, recipes, domains, doctor):
     module.register(app)
 
 

@@ -28,10 +28,15 @@ DPI = 160
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG, whole or not at all."""
+    atomic_write(path, png(figure))
+    return path
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI)
-    atomic_write(path, image.getvalue())
-    return path
+    return image.getvalue()
 
 
 def heat_map(matrix: dict[str, Any], title: str = "") -> Figure:
