@@ -27,7 +27,10 @@ class Bar:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | None = None) -> Figure:
-    """Horizontal bars from 0, a panel per title, names in the same order in all; a vertical line at `reference`."""
+    """Horizontal bars from 0, names in the same order in all panels; a vertical line at `reference`.
+
+    panels: by title, which may be empty.
+    """
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(bar.name for shown in panels.values() for bar in shown))
@@ -39,7 +42,8 @@ def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | Non
     for axes, (title, shown) in zip(grid, panels.items(), strict=False):
         bare(axes)
         axes.grid(False, axis="y")
-        axes.set_title(short(title), fontsize=9, loc="left", parse_math=False)
+        if title:
+            axes.set_title(short(title), fontsize=9, loc="left", parse_math=False)
         for bar in shown:
             _draw(axes, names.index(bar.name), bar)
         if reference is not None:

@@ -43,14 +43,18 @@ table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tab
 th, td { padding: .25rem .9rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line);
   overflow-wrap: normal; }
 th { color: var(--soft); font-weight: 600; }
-.number { text-align: right; white-space: nowrap; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
 pre { background: var(--card); border-radius: 8px; padding: .75rem; font-size: .8rem; white-space: pre-wrap;
   max-height: 26rem; overflow: auto; }
 @media print {
   :root { --ink: #000; --soft: #444; --line: #bbb; --paper: #fff; --card: #f3f3f3; }
   body { max-width: none; padding: 0; font-size: 11px; }
   h2, h3 { break-after: avoid; }
+  table { font-size: 9px; }
+  th, td { padding-right: .5rem; }
   tr { break-inside: avoid; }
+  figure img { max-height: 11cm; width: auto; }
   .wide, pre { overflow: visible; max-height: none; }
 }
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ def save(figure: Figure, path: Path) -> Path:
 def png(figure: Figure) -> bytes:
     """A figure as the bytes of a PNG file."""
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=DPI)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a script that matplotlib's font has not
+        figure.savefig(image, format="png", dpi=DPI)
     return image.getvalue()
 
 

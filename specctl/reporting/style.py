@@ -49,14 +49,14 @@ class Looks:
 
     def _look(self, plain: str, variant: int) -> Look:
         order = [name for name in self._known if (name in BASELINES) == (plain in BASELINES)].index(plain)
-        turn = order // len(COLOURS) + variant
+        turn = order // len(COLOURS)
         if plain in BASELINES:
-            return Look(GREY, DASHES[(order + turn + 2) % len(DASHES)], ".", HATCHES[turn % len(HATCHES)])
+            return Look(GREY, DASHES[(order + variant + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
         return Look(
             COLOURS[order % len(COLOURS)],
-            DASHES[turn % len(DASHES)],
+            DASHES[(turn + variant) % len(DASHES)],
             MARKERS[(order + turn) % len(MARKERS)],
-            HATCHES[turn % len(HATCHES)],
+            HATCHES[(turn + variant) % len(HATCHES)],
         )
 
 

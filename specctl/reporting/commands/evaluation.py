@@ -45,7 +45,7 @@ Row = Mapping[str, Any]
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("rows") or []]
+    rows = _rows(runs)
     made = Contents(headline=_headline(rows) if len(runs) == 1 else {})
     for metric, (label, caption) in METRICS.items():
         panels = _panels(rows, metric, looks)
@@ -58,7 +58,8 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             caption = f"{run.named('Drafter × domain')}: {plots.LABELS[metric][1]}.{verdict}"
             name = run.named(f"matrix-{metric}").replace(" #", "-")
             made.pictures.append(Picture(name, caption, plots.heat_map(matrix)))
-    pooled = {name: values for run in runs for name, values in _acceptance(run).items()}
+    shares = {name: values for run in runs for name, values in _acceptance(run).items()}
+    pooled = {name: shares[name] for name in dict.fromkeys(row["label"] for row in rows) if name in shares}
     if pooled:
         made.pictures.append(
             acceptance.picture(pooled, looks, f"all texts; depths with fewer than {FEWEST} drafts are left out")
@@ -67,6 +68,13 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     if pooled:
         made.tables.append(acceptance.by_position(pooled))
     return made
+
+
+def _rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """All rows with their labels; those of one drafter in one domain beside one another, whichever run they are of."""
+    rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("rows") or []]
+    domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
+    return sorted(rows, key=lambda row: (domains.index(row["domain"]), drafters.index(row["drafter"])))
 
 
 def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[Table]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from specctl.reporting import bars, curves
 from specctl.reporting.bars import Bar
-from specctl.reporting.collect import RunRecord
+from specctl.reporting.collect import RunRecord, flat
 from specctl.reporting.contents import Contents, Picture, Table, numbers, records
 from specctl.reporting.curves import Line, Panel
 from specctl.reporting.style import Looks
@@ -242,6 +242,9 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
     ]
     summary = [{**run.result, "label": _algo(run)} for run in runs if run.result]
     found.insert(0, records("select", "Selection", summary, SUMMARY))
+    domains = [{"label": _algo(run), **row} for run in runs for row in _per_domain(run)]
+    columns = {name: name for row in domains for name in row} | {"label": "policy"}
+    found.append(records("domains", "Domains", domains, columns))
     for run, rounds in zip(runs, played, strict=True):
         name = f"pulls-{run.number}" if run.number else "pulls"
         rows = [[domain, *pulls] for domain, pulls in rounds.pulls.items()]
@@ -251,3 +254,10 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
 
 def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
     return [{**row, "label": run.named(str(row.get(name)))} for run in runs for row in run.result.get(key) or []]
+
+
+def _per_domain(run: RunRecord) -> list[dict[str, Any]]:
+    """Rows of `per_domain`, be it a list of them or `{domain: row}`."""
+    given = run.result.get("per_domain") or []
+    rows = [{"domain": name, **row} for name, row in given.items()] if isinstance(given, dict) else given
+    return [dict(flat(row)) for row in rows]
