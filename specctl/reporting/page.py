@@ -35,7 +35,8 @@ def _of(runs: Sequence[RunRecord], command: str) -> list[RunRecord]:
 
 
 def _where(run: RunRecord) -> str:
-    target = run.result.get("target") or (run.info.get("target") or {}).get("name")
+    loaded = run.info.get("target")
+    target = run.result.get("target") or (loaded.get("name") if isinstance(loaded, dict) else loaded)
     known = [str(run.dir), run.info.get("started"), f"target {target}" if target else None, _took(run)]
     return " · ".join(str(part) for part in known if part)
 

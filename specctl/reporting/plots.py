@@ -25,6 +25,7 @@ ROW, COLUMN, CHARACTER = 0.34, 0.72, 0.082  # inches
 MARGIN_X, MARGIN_Y = 1.0, 1.1  # inches: colour bar and padding; title and labels
 SMALLEST = 5.0, 2.2  # inches
 DPI = 160
+LARGEST = 8000  # pixels of a side; the bars of a hundred runs make a tall picture
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -38,7 +39,7 @@ def png(figure: Figure) -> bytes:
     image = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a script that matplotlib's font has not
-        figure.savefig(image, format="png", dpi=DPI)
+        figure.savefig(image, format="png", dpi=min(DPI, LARGEST / max(figure.get_size_inches())))
     return image.getvalue()
 
 

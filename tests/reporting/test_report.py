@@ -9,6 +9,7 @@ import pytest
 from specctl import api
 from specctl.errors import SpecctlError
 from specctl.reporting import plots
+from specctl.reporting.commands import selection
 
 DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
 
@@ -122,6 +123,26 @@ def test_select_without_what_is_optional(make_run):
     assert made(api.report([make_run("s", "select", result)])) == ([], [])
     pictures, _ = made(api.report([make_run("r", "select", result, rounds=rounds)]))
     assert pictures == ["select-regret.png", "select-weights.png", "select-pulls.png"]
+
+
+def test_a_selection_that_is_still_going_on(make_run):
+    """Without a result only the rounds know the arms."""
+    rounds = [{"arm": "a", "weights": None}, {"arm": "b", "weights": None}, {"arm": "b", "weights": None}]
+    result = api.report([make_run("s", "select", None, rounds=rounds)], csv=True)
+    assert made(result)[0] == ["select-weights.png", "select-pulls.png"]
+    assert read_csv(result, "select-pulls.csv") == [["domain", "a", "b"], ["all", "1", "2"]]
+
+
+@pytest.mark.parametrize("count", [1, 399, 400, 401, 3000])
+def test_weights_of_many_rounds_are_means_of_stretches(count):
+    rounds = selection.Rounds(["a", "b"])
+    for number in range(count):
+        rounds.add({"arm": 0, "weights": [number, 1.0]})
+    first, second = rounds.shares
+    assert len(first) <= 2 * selection.BINS
+    assert second == pytest.approx([1.0] * len(second))
+    complete = count // rounds.stretch  # the mean of the numbers of a stretch lies half a round before its middle
+    assert first[:complete] == pytest.approx([middle - 0.5 for middle in rounds.middles[:complete]])
 
 
 def test_online(make_run):

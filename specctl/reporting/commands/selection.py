@@ -6,8 +6,10 @@ round; what is absent is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from specctl.reporting import bars, curves
@@ -44,55 +46,75 @@ REGRETS = {
     "stopping_regret": "cumulative\nstopping-time regret (rounds)",
 }
 BINS = 200
-"""Points of a picture of weights: means of as many stretches of rounds."""
+"""Points that a picture of weights has at least, where there are as many rounds; at most twice as many."""
 
 
 @dataclass
 class Rounds:
     """rounds.jsonl, added up as it is read: a long run has millions of lines.
 
-    `weights` are means over stretches of rounds: of the policy's weights, or where it has none of what it played.
+    `arms` grows by those that the result, of a run that was stopped, does not name. `weights` are sums over stretches
+    of `stretch` rounds: of the policy's weights, or where it has none of what it played.
     """
 
     arms: list[str]
-    pulls: dict[str, list[int]] = field(default_factory=dict)  # by domain
-    regret: list[float] = field(default_factory=list)
+    pulls: dict[str, Counter[int]] = field(default_factory=dict)  # by domain
+    regret: list[float] = field(default_factory=list)  # added up
     weights: list[list[float]] = field(default_factory=list)
     has_weights: bool = False
+    stretch: int = 1
     count: int = 0
 
-    @classmethod
-    def read(cls, lines: Iterable[Mapping[str, Any]], arms: Sequence[str], total: int | None) -> Rounds:
-        found = cls(list(arms))
-        stretch = max(1, (total or BINS) // BINS)
-        total_weights, size = [0.0] * len(arms), 0
-        for line in lines:
-            arm = line["arm"] if isinstance(line["arm"], int) else found.arms.index(line["arm"])
-            found.count += 1
-            found.pulls.setdefault(str(line.get("domain") or "all"), [0] * len(arms))[arm] += 1
-            if line.get("regret") is not None:
-                found.regret.append(line["regret"] + (found.regret[-1] if found.regret else 0.0))
-            given = line.get("weights")
-            found.has_weights |= given is not None
-            for index in range(len(arms)):
-                total_weights[index] += given[index] if given is not None else float(index == arm)
-            size += 1
-            if size == stretch:
-                found.weights.append([value / size for value in total_weights])
-                total_weights, size = [0.0] * len(arms), 0
-        if size:
-            found.weights.append([value / size for value in total_weights])
-        return found
+    def add(self, line: Mapping[str, Any]) -> None:
+        arm, given = self._index(line["arm"]), line.get("weights")
+        self.pulls.setdefault(str(line.get("domain") or "all"), Counter())[arm] += 1
+        if line.get("regret") is not None:
+            self.regret.append(line["regret"] + (self.regret[-1] if self.regret else 0.0))
+        self.has_weights |= given is not None
+        if self.count % self.stretch == 0:
+            if len(self.weights) == 2 * BINS:
+                self.weights = [_sum(*pair) for pair in zip(self.weights[::2], self.weights[1::2], strict=True)]
+                self.stretch *= 2
+            self.weights.append([])
+        self.weights[-1] = _sum(self.weights[-1], given or [float(index == arm) for index in range(len(self.arms))])
+        self.count += 1
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """[arms, stretches]: means."""
+        sizes = [min(self.stretch, self.count - self.stretch * n) for n in range(len(self.weights))]
+        return [
+            [(total[arm] if arm < len(total) else 0.0) / size for total, size in zip(self.weights, sizes, strict=True)]
+            for arm in range(len(self.arms))
+        ]
 
     @property
     def middles(self) -> list[float]:
-        """Rounds in the middle of the stretches of `weights`."""
-        width = self.count / max(1, len(self.weights))
-        return [(index + 0.5) * width for index in range(len(self.weights))]
+        """Rounds in the middle of the stretches."""
+        return [(n + 0.5) * self.stretch for n in range(len(self.weights))]
+
+    def _index(self, arm: int | str) -> int:
+        if isinstance(arm, int):
+            self.arms.extend(f"arm {index}" for index in range(len(self.arms), arm + 1))
+            return arm
+        if arm not in self.arms:
+            self.arms.append(arm)
+        return self.arms.index(arm)
+
+
+def _sum(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0.0)]
+
+
+def read(run: RunRecord) -> Rounds:
+    rounds = Rounds([str(arm) for arm in run.result.get("arms") or []])
+    for line in run.lines("rounds.jsonl"):
+        rounds.add(line)
+    return rounds
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    played = [Rounds.read(run.lines("rounds.jsonl"), _arms(run), run.result.get("rounds")) for run in runs]
+    played = [read(run) for run in runs]
     policies = Looks()  # other things than drafters: colours of their own
     made = Contents(headline=_headline(runs))
     for picture in (
@@ -108,11 +130,6 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         made.pictures += _played(run, rounds, looks)
     made.tables = _tables(runs, played)
     return made
-
-
-def _arms(run: RunRecord) -> list[str]:
-    arms = run.result.get("arms") or []
-    return [str(arm) for arm in arms] if isinstance(arms, list) else [str(index) for index in range(arms)]
 
 
 def _algo(run: RunRecord) -> str:
@@ -218,13 +235,17 @@ def _played(run: RunRecord, rounds: Rounds, looks: Looks) -> list[Picture]:
         return []
     own = [looks[arm] for arm in rounds.arms]
     what = "weight of each arm" if rounds.has_weights else "share of rounds played"
-    over_time = curves.stacked(rounds.middles, list(zip(*rounds.weights, strict=True)), rounds.arms, own, "round", what)
-    by_domain = bars.shares(rounds.pulls, rounds.arms, own, "share of rounds")
+    over_time = curves.stacked(rounds.middles, rounds.shares, rounds.arms, own, "round", what)
+    by_domain = bars.shares(_pulls(rounds), rounds.arms, own, "share of rounds")
     suffix = f"-{run.number}" if run.number else ""
     return [
         Picture(f"weights{suffix}", f"{_algo(run)}: {what} over the stream.", over_time),
         Picture(f"pulls{suffix}", f"{_algo(run)}: which arms are played in which domain.", by_domain),
     ]
+
+
+def _pulls(rounds: Rounds) -> dict[str, list[int]]:
+    return {domain: [pulls[arm] for arm in range(len(rounds.arms))] for domain, pulls in rounds.pulls.items()}
 
 
 def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
@@ -247,7 +268,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
     found.append(records("domains", "Domains", domains, columns))
     for run, rounds in zip(runs, played, strict=True):
         name = f"pulls-{run.number}" if run.number else "pulls"
-        rows = [[domain, *pulls] for domain, pulls in rounds.pulls.items()]
+        rows = [[domain, *pulls] for domain, pulls in _pulls(rounds).items()]
         found.append(Table(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
     return [table for table in found if table.rows]
 
