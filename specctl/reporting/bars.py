@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specctl.reporting.style import Look, bare, legend, short
+from specctl.reporting.style import Look, bare, beside, legend, short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | Non
     """
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(bar.name for shown in panels.values() for bar in shown))
+    names = beside(bar.name for shown in panels.values() for bar in shown)
     across = min(ACROSS, len(panels))
     down = -(-len(panels) // across)
     width = (ALONE if across == 1 else PANEL * across) + CHARACTER * max(map(len, map(short, names))) + 0.4

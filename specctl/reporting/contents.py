@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+COMMON = ("schema_version", "command", "run_dir")
+"""Fields of every result that its report says elsewhere."""
+
+
 @dataclass(frozen=True)
 class Table:
     """`name` is that of its CSV file, within the command's."""
@@ -55,8 +59,7 @@ def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: M
 def generic(runs: Sequence[RunRecord]) -> Contents:
     """Results that no picture is known for: their scalars, a column per run; and every list of objects as a table."""
     scalars = [
-        {key: value for key, value in flat(run.result) if not _objects(value) and key not in ("command", "run_dir")}
-        for run in runs
+        {key: value for key, value in flat(run.result) if not _objects(value) and key not in COMMON} for run in runs
     ]
     keys = dict.fromkeys(key for found in scalars for key in found)
     heads = [run.named("value") for run in runs]

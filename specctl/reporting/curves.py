@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specctl.reporting.style import Look, bare, legend, short
+from specctl.reporting.style import Look, bare, beside, legend, short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def lines(panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False,
     """Panels above one another over a common axis, one legend. `whole`: the axis counts, so it has no halves."""
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    names = beside(line.name for panel in panels for line in panel.lines)
     figure, grid = _figure(len(panels), names)
     handles: dict[str, Any] = {}
     for axes, panel in zip(grid, panels, strict=True):
@@ -67,7 +67,7 @@ def lines(panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False,
         last.xaxis.set_major_formatter(ScalarFormatter())
     elif whole:
         last.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(figure, handles)
+    legend(figure, {name: handles[name] for name in names})
     return figure
 
 

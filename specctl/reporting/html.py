@@ -52,10 +52,11 @@ pre { background: var(--card); border-radius: 8px; padding: .75rem; font-size: .
   body { max-width: none; padding: 0; font-size: 11px; }
   h2, h3 { break-after: avoid; }
   table { font-size: 9px; }
-  th, td { padding-right: .5rem; }
+  th, td { padding-right: .5rem; overflow-wrap: anywhere; }
   tr { break-inside: avoid; }
   figure img { max-height: 11cm; width: auto; }
   .wide, pre { overflow: visible; max-height: none; }
+  pre.long { columns: 3; font-size: 7px; }
 }
 """
 

@@ -74,7 +74,7 @@ def _repeat(run: RunRecord) -> Iterator[Child]:
     yield html.table(["", ""], facts)
     if run.recipe:
         yield tag("p", "Recipe, every default filled in:", class_="soft")
-        yield tag("pre", run.recipe.rstrip())
+        yield tag("pre", run.recipe.rstrip(), class_="long")
 
 
 def _fact(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,13 @@ class Looks:
             MARKERS[(order + turn) % len(MARKERS)],
             HATCHES[(turn + variant) % len(HATCHES)],
         )
+
+
+def beside(names: Iterable[str]) -> list[str]:
+    """Each name once, in order of appearance, but `a #2` behind `a #1`: they are there to be compared."""
+    unique = list(dict.fromkeys(names))
+    plain = list(dict.fromkeys(name.split(" #")[0] for name in unique))
+    return sorted(unique, key=lambda name: plain.index(name.split(" #")[0]))
 
 
 def short(name: str) -> str:

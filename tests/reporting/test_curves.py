@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specctl.reporting import bars, curves, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.curves import Line, Panel, running_mean
-from specctl.reporting.style import COLOURS, Looks, short
+from specctl.reporting.style import COLOURS, Looks, beside, short
 
 
 def drawn(figure):
@@ -104,3 +104,7 @@ def test_shares_fill_the_row():
     figure = bars.shares({"sql": [1, 3], "none": [0, 0]}, ["a", "b"], [looks["a"], looks["b"]], "share")
     widths = [patch.get_width() for patch in figure.axes[0].patches]
     assert widths == [0.25, 0.75, 0.0, 0.0]
+
+
+def test_runs_of_one_drafter_stand_beside_one_another():
+    assert beside(["a #1", "b #1", "a #2", "c", "b #2", "a #1"]) == ["a #1", "a #2", "b #1", "b #2", "c"]

@@ -80,7 +80,9 @@ def test_a_training_that_is_still_going_on(train_run):
     run = train_run(finished=False, recipe={"arch": "eagle3", "data": "{domain: [sql, math]}"})
     result = api.report([run], csv=True)
     assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
-    assert read_csv(result, "train-drafter-checks.csv")[1][0] == "sql+math-eagle3"
+    head, row = read_csv(result, "train-drafter-trained.csv")
+    known = dict(zip(head, row, strict=True))
+    assert (known["drafter"], known["mat"], known["steps"]) == ("sql+math-eagle3", "2.5", "39")
     assert "no result.json" in result.notes[0]
 
 

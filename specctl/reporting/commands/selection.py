@@ -47,6 +47,8 @@ REGRETS = {
 }
 BINS = 200
 """Points that a picture of weights has at least, where there are as many rounds; at most twice as many."""
+SMOOTHED = 9
+"""Points of the running mean of what was played, which jumps from round to round."""
 
 
 @dataclass
@@ -234,8 +236,10 @@ def _played(run: RunRecord, rounds: Rounds, looks: Looks) -> list[Picture]:
     if not rounds.count:
         return []
     own = [looks[arm] for arm in rounds.arms]
-    what = "weight of each arm" if rounds.has_weights else "share of rounds played"
-    over_time = curves.stacked(rounds.middles, rounds.shares, rounds.arms, own, "round", what)
+    shares, what = rounds.shares, "weight of each arm"
+    if not rounds.has_weights:
+        shares, what = [curves.running_mean(row, SMOOTHED) for row in shares], "share of rounds played"
+    over_time = curves.stacked(rounds.middles, shares, rounds.arms, own, "round", what)
     by_domain = bars.shares(_pulls(rounds), rounds.arms, own, "share of rounds")
     suffix = f"-{run.number}" if run.number else ""
     return [

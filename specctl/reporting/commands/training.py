@@ -31,7 +31,7 @@ HEADLINE = ("mat", "final_loss", "steps", "train_tokens", "tokens_per_s", "param
 
 @dataclass(frozen=True)
 class Curves:
-    """One training: its losses, its acceptance checks, and its last acceptance by position."""
+    """One training: its losses, its acceptance checks, and its result or what there is of one yet."""
 
     name: str
     losses: list[dict[str, Any]]
@@ -75,21 +75,28 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 def _curves(run: RunRecord) -> Curves:
     metrics = list(run.lines("metrics.jsonl"))
-    recipe = {} if run.result else run.keys()
-    made = run.result.get("drafter") or recipe.get("output_dir")
-    name = Path(made).name if made else _intended(recipe) or run.dir.name
-    return Curves(
-        run.named(name),
-        [line for line in metrics if "loss" in line],
-        [line for line in metrics if line.get("mat") is not None],
-        run.result,
-    )
+    losses = [line for line in metrics if "loss" in line]
+    checks = [line for line in metrics if line.get("mat") is not None]
+    result = run.result or _so_far(run.keys(), losses, checks)
+    made = result.get("drafter")
+    return Curves(run.named(Path(made).name if made else run.dir.name), losses, checks, result)
 
 
-def _intended(recipe: Mapping[str, Any]) -> str:
-    """What an unfinished run would have called its drafter."""
-    domains = recipe.get("data.domain")
-    return f"{'+'.join(map(str, domains))}-{recipe.get('arch')}" if isinstance(domains, list) else ""
+def _so_far(recipe: Mapping[str, Any], losses: list[dict[str, Any]], checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of an unfinished run, as far as there is one; its drafter under the name that it would have got."""
+    last = losses[-1] if losses else {}
+    domain, arch = "+".join(map(str, recipe.get("data.domain") or [])), recipe.get("arch")
+    return {
+        "drafter": recipe.get("output_dir") or (f"{domain}-{arch}" if domain else None),
+        "arch": arch,
+        "domain": domain or None,
+        "mat": max((check["mat"] for check in checks), default=None),
+        "final_loss": last.get("loss"),
+        "steps": last.get("step"),
+        "train_tokens": last.get("tokens"),
+        "tokens_per_s": last.get("tokens_per_s"),
+        "elapsed_s": last.get("elapsed_s"),
+    }
 
 
 def _line(name: str, lines: list[dict[str, Any]], key: str, looks: Looks, noisy: bool = False) -> Line:
