@@ -69,7 +69,7 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
 def _contents(command: str, runs: list[RunRecord], looks: Looks) -> Contents:
     try:
         made = commands.contents(command, runs, looks)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         where = ", ".join(str(run.dir) for run in runs)
         hint = "a run of another version? repeat it, or leave it out"
         raise SpecctlError(f"{where}: these are not the files that {command} writes ({error!r})", hint) from error

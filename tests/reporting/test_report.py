@@ -9,7 +9,7 @@ import pytest
 from specctl import api
 from specctl.errors import SpecctlError
 from specctl.reporting import plots
-from specctl.reporting.commands import selection
+from specctl.reporting.commands.rounds import BINS, Rounds
 
 DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
 
@@ -137,11 +137,11 @@ def test_a_selection_that_is_still_going_on(make_run):
 
 @pytest.mark.parametrize("count", [1, 399, 400, 401, 3000])
 def test_weights_of_many_rounds_are_means_of_stretches(count):
-    rounds = selection.Rounds(["a", "b"])
+    rounds = Rounds(["a", "b"])
     for number in range(count):
         rounds.add({"arm": 0, "weights": [number, 1.0]})
     first, second = rounds.shares
-    assert len(first) <= 2 * selection.BINS
+    assert len(first) <= 2 * BINS
     assert second == pytest.approx([1.0] * len(second))
     complete = count // rounds.stretch  # the mean of the numbers of a stretch lies half a round before its middle
     assert first[:complete] == pytest.approx([middle - 0.5 for middle in rounds.middles[:complete]])
@@ -188,3 +188,10 @@ def test_a_run_without_any_file_but_one(tmp_path):
     result = api.report([tmp_path])
     assert "there is no run.json" in result.notes[0]
     assert "<td>responses</td>" in Path(result.report).read_text()
+
+
+@pytest.mark.parametrize("arm", [-1, 10**9, None, [1]])
+def test_an_arm_that_cannot_be(make_run, arm):
+    """A number from a file must not decide how much memory is taken."""
+    with pytest.raises(SpecctlError, match="not the files that select writes"):
+        api.report([make_run("s", "select", {"arms": ["a"]}, rounds=[{"arm": arm}])])
