@@ -49,9 +49,10 @@ class Looks:
         return variants[name]
 
     def _look(self, plain: str, variant: int) -> Look:
-        order = [name for name in self._known if (name in BASELINES) == (plain in BASELINES)].index(plain)
+        baseline = is_baseline(plain)
+        order = [name for name in self._known if is_baseline(name) == baseline].index(plain)
         turn = order // len(COLOURS)
-        if plain in BASELINES:
+        if baseline:
             return Look(GREY, DASHES[(order + variant + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
         return Look(
             COLOURS[order % len(COLOURS)],
@@ -59,6 +60,11 @@ class Looks:
             MARKERS[(order + turn) % len(MARKERS)],
             HATCHES[(turn + variant) % len(HATCHES)],
         )
+
+
+def is_baseline(name: str) -> bool:
+    """Plain decoding, and what transformers does without our drafters: `transformers`, `transformers+lookup`, …"""
+    return name in BASELINES or name.startswith("transformers+")
 
 
 def beside(names: Iterable[str]) -> list[str]:

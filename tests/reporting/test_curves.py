@@ -84,6 +84,7 @@ def test_a_name_keeps_its_look_and_lookalikes_differ():
 def test_baselines_are_grey_and_take_no_colour():
     looks = Looks()
     assert looks["vanilla"].colour == looks["vanilla #2"].colour == looks["transformers"].colour
+    assert looks["transformers+lookup"].colour == looks["vanilla"].colour
     assert len({looks["vanilla"], looks["vanilla #2"], looks["transformers"]}) == 3
     assert looks["first"].colour == COLOURS[0]
 

@@ -66,6 +66,15 @@ def test_rows_of_several_domains_make_a_heat_map(make_run):
     assert pictures == ["eval-mat.png", "eval-matrix-mat.png"]
 
 
+def test_the_best_is_none_of_the_baselines(make_run):
+    """transformers' own assisted decoding is there to be compared with; it is not a drafter of the pool."""
+    rows = [
+        {"drafter": name, "domain": "sql", "speedup": rate} for name, rate in (("a", 1.5), ("transformers+lookup", 2.0))
+    ]
+    page = Path(api.report([make_run("e", "eval", {"rows": rows})]).report).read_text()
+    assert "best × plain: a" in page
+
+
 def test_train(train_run):
     result = api.report([train_run()], csv=True)
     assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]

@@ -11,7 +11,7 @@ from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance
 from specctl.reporting.contents import Contents, Picture, Table, records
-from specctl.reporting.style import BASELINES, Looks
+from specctl.reporting.style import BASELINES, Looks, is_baseline
 
 RECORDS = "records.parquet"
 COLUMNS = {
@@ -30,6 +30,8 @@ COLUMNS = {
     "tokens": "tokens",
     "target_passes": "target passes",
 }
+ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
+"""Metrics, and who has 1 by definition: a bar would say nothing."""
 METRICS = {
     "mat": ("mat (tokens per target pass)", "Mean tokens that one target pass yields; plain decoding has 1."),
     "speedup": ("speed-up (tokens/s over plain decoding's)", "Speed against plain decoding by the same engine (1)."),
@@ -38,6 +40,7 @@ METRICS = {
         "Speed against plain `generate` of transformers (1).",
     ),
 }
+"""Labels and captions of their bars."""
 FEWEST = 20
 """Draft tokens at a depth below which their accepted share is left out of the picture: it would be noise."""
 
@@ -128,17 +131,17 @@ def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
     domains = {row["domain"] for row in rows}
     values: dict[str, list[float]] = {}
     for row in rows:
-        if row["drafter"] not in BASELINES and row.get(metric) is not None:
+        if not is_baseline(row["drafter"]) and row.get(metric) is not None:
             values.setdefault(row["drafter"], []).append(row[metric])
     complete = {name: found for name, found in values.items() if len(found) == len(domains)}
     return {name: sum(found) / len(found) for name, found in complete.items()}
 
 
 def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Bar]]:
-    """Bars by domain; a baseline's bar at 1 would say nothing."""
+    """Bars by domain."""
     panels: dict[str, list[Bar]] = {}
     for row in rows:
-        if row.get(metric) is not None and row["drafter"] not in BASELINES:
+        if row.get(metric) is not None and row["drafter"] not in ONES[metric]:
             bar = Bar(row["label"], row[metric], row.get(f"{metric}_interval"), looks[row["label"]])
             panels.setdefault(row["domain"], []).append(bar)
     return panels
@@ -150,7 +153,7 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
     domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
     given = run.result.get("matrix")
     found = {given["metric"]: given} if given else {}
-    competing = given["drafters"] if given else [name for name in drafters if name not in BASELINES]
+    competing = given["drafters"] if given else [name for name in drafters if not is_baseline(name)]
     others = [name for name in drafters if name not in competing]
     for metric in ("mat", "speedup"):
         measured = {(row["drafter"], row["domain"]): row.get(metric) for row in rows}
