@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from specctl.evaluation.matrix import EvalResult
     from specctl.evaluation.selecting import SelectResult
     from specctl.formats.exporting import ExportResult
+    from specctl.reporting.report import ReportResult
     from specctl.training.outcome import TrainResult
 
 FUNCTIONS = {
@@ -89,6 +91,13 @@ def export(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -
 def import_head(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ImportResult:
     """Convert someone else's head into a drafter of ours, and try it on a few prompts."""
     return execute("import", _recipe("import", recipe, overrides))[0]
+
+
+def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None, *, csv: bool = False) -> ReportResult:
+    """Pictures and one HTML page of run directories (default: the newest in ./runs); it has no recipe, and no run."""
+    from specctl.reporting import report
+
+    return report.report(runs, output_dir, csv=csv)
 
 
 def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:

@@ -9,7 +9,20 @@ import traceback
 import typer
 
 from specctl import __version__
-from specctl.cli import bench, distill, doctor, domains, eval, export, generate, import_, recipes, select, train_drafter
+from specctl.cli import (
+    bench,
+    distill,
+    doctor,
+    domains,
+    eval,
+    export,
+    generate,
+    import_,
+    recipes,
+    report,
+    select,
+    train_drafter,
+)
 from specctl.cli.command import Json, Quiet, Verbose
 from specctl.cli.failures import explain
 from specctl.cli.output import output
@@ -22,7 +35,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (generate, distill, train_drafter, select, eval, bench, export, import_, recipes, domains, doctor):
+for module in (
+    generate,
+    distill,
+    train_drafter,
+    select,
+    eval,
+    bench,
+    export,
+    import_,
+    report,
+    recipes,
+    domains,
+    doctor,
+):
     module.register(app)
 
 

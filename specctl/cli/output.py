@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import progress
 from specctl.cli.failures import Failure
+from specctl.reporting.tables import text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,14 +115,4 @@ def cell(value: Any) -> str:
     """A value for a table, safe from being read as markup."""
     from rich.markup import escape
 
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list):
-        return ", ".join(cell(item) for item in value) or "–"
-    return escape(str(value))
+    return escape(text(value))

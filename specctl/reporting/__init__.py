@@ -1,1 +1,1 @@
-"""Pictures and tables of result documents: made from what result.json holds, and from nothing else."""
+"""Pictures, tables and pages: made from result documents and run directories, and from nothing else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,22 @@ ROW, COLUMN, CHARACTER = 0.34, 0.72, 0.082  # inches
 MARGIN_X, MARGIN_Y = 1.0, 1.1  # inches: colour bar and padding; title and labels
 SMALLEST = 5.0, 2.2  # inches
 DPI = 160
+LARGEST = 8000  # pixels of a side; the bars of a hundred runs make a tall picture
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG, whole or not at all."""
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=DPI)
-    atomic_write(path, image.getvalue())
+    atomic_write(path, png(figure))
     return path
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    image = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a script that matplotlib's font has not
+        figure.savefig(image, format="png", dpi=min(DPI, LARGEST / max(figure.get_size_inches())))
+    return image.getvalue()
 
 
 def heat_map(matrix: dict[str, Any], title: str = "") -> Figure:

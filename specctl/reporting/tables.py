@@ -1,10 +1,36 @@
-"""Result documents as CSV."""
+"""Tables of result documents as CSV, and values as people read them."""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from typing import Any
+
+
+def text(value: Any) -> str:
+    """A value in a few characters: floats rounded, thousands set apart, nothing as a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(map(text, value)) or "–"
+    return str(value)
+
+
+def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Values as they are, unrounded; nothing is an empty cell, a list its items with `;` between them."""
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([";".join(map(str, value)) if isinstance(value, list) else value for value in row])
+    return made.getvalue()
 
 
 def matrix_csv(matrix: dict[str, Any]) -> str:
@@ -12,11 +38,6 @@ def matrix_csv(matrix: dict[str, Any]) -> str:
 
     Nothing measured is an empty cell.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["drafter", *matrix["domains"], "macro"])
-    for name, values, macro in zip(
-        [*matrix["drafters"], *matrix["baselines"]], matrix["values"], matrix["macro"], strict=True
-    ):
-        writer.writerow([name, *values, macro])
-    return text.getvalue()
+    names = [*matrix["drafters"], *matrix["baselines"]]
+    rows = [[name, *line, macro] for name, line, macro in zip(names, matrix["values"], matrix["macro"], strict=True)]
+    return to_csv(["drafter", *matrix["domains"], "macro"], rows)

@@ -4,6 +4,7 @@ import struct
 import sys
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from specctl.reporting import artefacts, plots
@@ -68,6 +69,12 @@ def test_the_png_has_the_size_of_its_figure(tmp_path):
     size = struct.unpack(">II", written[16:24])
     assert size == pytest.approx([side * plots.DPI for side in figure.get_size_inches()], abs=1)
     assert size[0] > plots.heat_map(MATRIX).get_size_inches()[0] * plots.DPI
+
+
+def test_a_very_tall_figure_is_still_a_picture():
+    """matplotlib refuses images of more than 65,536 pixels; the bars of a hundred runs would need more."""
+    image = plots.png(Figure(figsize=(2, 600)))
+    assert int.from_bytes(image[20:24]) == pytest.approx(plots.LARGEST, abs=2)
 
 
 @pytest.mark.parametrize("name", ["$a_b", "a$^{$", "_^\\"])

@@ -1,0 +1,48 @@
+"""`specctl report`: pictures and one page from run directories."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specctl.cli.command import command
+from specctl.cli.output import cell, fields, output
+
+Runs = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="[RUN]...", help="Run directories; without any the newest in ./runs.", show_default=False),
+]
+OutputDir = Annotated[
+    Path | None,
+    typer.Option("--output-dir", help="Default: RUN/report, of several runs ./runs/report-<time>-<id>."),
+]
+Csv = Annotated[bool, typer.Option("--csv", help="Also write every table as a CSV file.")]
+
+
+def register(app: typer.Typer) -> None:
+    command(app, "report")(report)
+
+
+def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) -> None:
+    """Make one HTML page and PNG pictures of runs; several runs of one command are compared."""
+    from specctl import api
+
+    document = asdict(api.report(runs or (), output_dir, csv=csv))
+    output.result(document, _show, brief=document["report"])
+
+
+def _show(document: dict[str, Any]) -> Any:
+    """What was read, what was written, and what was missing."""
+    from rich.console import Group
+
+    listed = {
+        "report": document["report"],
+        "of": document["runs"],
+        "pictures": [Path(path).name for path in document["pictures"]],
+        "tables": [Path(path).name for path in document["tables"]],
+    }
+    shown = {name: value for name, value in listed.items() if value}
+    return Group(fields(shown), *(cell(f"note: {note}") for note in document["notes"]))

@@ -1,0 +1,126 @@
+"""`bench` in a report: decoding by batch, target steps by rows, kernels against eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specctl.reporting import bars, curves
+from specctl.reporting.bars import Bar
+from specctl.reporting.collect import RunRecord
+from specctl.reporting.contents import Contents, Picture, numbers, records
+from specctl.reporting.curves import Line, Panel
+from specctl.reporting.style import Looks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DECODING = {
+    "label": "drafter",
+    "batch": "batch",
+    "mat": "mat",
+    "tokens_per_s": "tokens/s",
+    "with_prefill": "tokens/s with prefill",
+    "speedup": "× plain",
+    "of_batch_1": "× batch 1",
+    "speedup_transformers": "× transformers",
+    "tokens": "tokens",
+}
+STEPS = {
+    "label": "",
+    "rows": "rows",
+    "context": "context",
+    "ours_ms": "step ms",
+    "transformers_ms": "transformers ms",
+    "ratio": "transformers / ours",
+    "of_one_row": "× one row",
+    "weights_ms": "reading weights ms",
+}
+KERNELS = {
+    "label": "kernel",
+    "size": "size",
+    "backend": "backend",
+    "ours_ms": "ms",
+    "eager_ms": "eager ms",
+    "ratio": "eager / ours",
+    "floor_ms": "floor ms",
+    "share_of_floor": "of floor",
+}
+
+Row = Mapping[str, Any]
+
+
+def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    decoding = [
+        {**row, "label": run.named(_contender(row))} for run in runs for row in run.result.get("decoding") or []
+    ]
+    steps = [{**row, "label": run.named("step")} for run in runs for row in run.result.get("steps") or []]
+    kernels = [{**row, "label": run.named(row["kernel"])} for run in runs for row in run.result.get("kernels") or []]
+    pictures = []
+    if decoding:
+        caption = "Decoding all prompts, several at a time; plain decoding in the same batch is 1."
+        pictures.append(Picture("decoding", caption, _decoding(decoding, looks)))
+    if steps:
+        caption = "One forward of the target over several rows, and the time to read its weights once."
+        pictures.append(Picture("steps", caption, _steps(steps)))
+    if kernels:
+        pictures.append(Picture("kernels", "Kernels; above 1 ours is the faster.", _kernels(kernels)))
+    tables = [
+        records("decoding", "Decoding", decoding, DECODING),
+        records("steps", "Target steps", steps, STEPS),
+        records("kernels", "Kernels", kernels, KERNELS),
+    ]
+    return Contents(_headline(runs), pictures, [table for table in tables if table.rows])
+
+
+def _contender(row: Row) -> str:
+    length = row.get("draft_length")
+    return row["drafter"] if length is None else f"{row['drafter']}, {length} nodes"
+
+
+def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    if len(runs) > 1:
+        return {}
+    keys = ("target", "device", "dtype", "threads")
+    return {key: runs[0].result[key] for key in keys if runs[0].result.get(key) is not None}
+
+
+def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
+    names = dict.fromkeys(row["label"] for row in rows)
+    panels = [Panel("tokens/s, decode phase", _lines(rows, names, "tokens_per_s", looks), limits=(0, None))]
+    faster = [row for row in rows if row.get("speedup") is not None]
+    if faster:
+        names = dict.fromkeys(row["label"] for row in faster)
+        lines = _lines(faster, names, "speedup", looks)
+        panels.append(Panel("speed-up\n(over plain, same batch)", lines, reference=(1.0, "plain decoding")))
+    return curves.lines(panels, "batch (sequences)", powers_of_two=True)
+
+
+def _lines(rows: Sequence[Row], names: Mapping[str, Any], key: str, looks: Looks) -> list[Line]:
+    found = []
+    for name in names:
+        mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["batch"])
+        found.append(Line(name, numbers(r["batch"] for r in mine), numbers(r.get(key) for r in mine), looks[name]))
+    return found
+
+
+def _steps(rows: Sequence[Row]) -> Figure:
+    looks, lines = Looks(), []
+    for key, name in (("ours_ms", "ours"), ("transformers_ms", "transformers"), ("weights_ms", "reading the weights")):
+        for label in dict.fromkeys(row["label"] for row in rows):
+            mine = [row for row in rows if row["label"] == label]
+            full = label.replace("step", name, 1)
+            lines.append(Line(full, numbers(r["rows"] for r in mine), numbers(r.get(key) for r in mine), looks[full]))
+    return curves.lines(
+        [Panel("milliseconds", lines, limits=(0, None))], "rows of the step (tokens)", powers_of_two=True
+    )
+
+
+def _kernels(rows: Sequence[Row]) -> Figure:
+    """One colour for all kernels of a run: their names stand beside them."""
+    looks = Looks()
+    panels: dict[str, list[Bar]] = {}
+    for row in rows:
+        look = looks[row["label"].replace(row["kernel"], "kernel", 1)]
+        panels.setdefault(row["size"], []).append(Bar(row["label"], row["ratio"], None, look))
+    return bars.bars(panels, "time of eager PyTorch over ours", reference=1.0)

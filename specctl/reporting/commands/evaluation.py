@@ -1,0 +1,220 @@
+"""`eval` in a report: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from specctl.reporting import bars, plots
+from specctl.reporting.bars import Bar
+from specctl.reporting.collect import RunRecord
+from specctl.reporting.commands import acceptance
+from specctl.reporting.contents import Contents, Picture, Table, records
+from specctl.reporting.style import BASELINES, Looks, is_baseline
+
+RECORDS = "records.parquet"
+COLUMNS = {
+    "drafter": "drafter",
+    "domain": "domain",
+    "prompts": "prompts",
+    "mat": "mat",
+    "mat_interval": "mat, 95 %",
+    "mat_macro": "mat, mean of texts",
+    "accept_rate": "accepted",
+    "tokens_per_s": "tokens/s",
+    "speedup": "× plain",
+    "speedup_interval": "× plain, 95 %",
+    "speedup_transformers": "× transformers",
+    "speedup_transformers_interval": "× transformers, 95 %",
+    "tokens": "tokens",
+    "target_passes": "target passes",
+}
+ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
+"""Metrics, and who has 1 by definition: a bar would say nothing."""
+METRICS = {
+    "mat": ("mat (tokens per target pass)", "Mean tokens that one target pass yields; plain decoding has 1."),
+    "speedup": ("speed-up (tokens/s over plain decoding's)", "Speed against plain decoding by the same engine (1)."),
+    "speedup_transformers": (
+        "speed-up (tokens/s over transformers')",
+        "Speed against plain `generate` of transformers (1).",
+    ),
+}
+"""Labels and captions of their bars."""
+FEWEST = 20
+"""Draft tokens at a depth below which their accepted share is left out of the picture: it would be noise."""
+
+Row = Mapping[str, Any]
+
+
+def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    rows = _rows(runs)
+    made = Contents(headline=_headline(rows) if len(runs) == 1 else {})
+    for metric, (label, caption) in METRICS.items():
+        panels = _panels(rows, metric, looks)
+        if panels:
+            whiskers = " Whiskers: 95 % bootstrap intervals over prompts."
+            made.pictures.append(Picture(metric, caption + whiskers, bars.bars(panels, label, reference=1.0)))
+    for run in runs:
+        for metric, matrix in _matrices(run).items():
+            verdict = f" {matrix['verdict'].capitalize()}." if matrix.get("verdict") else ""
+            caption = f"{run.named('Drafter × domain')}: {plots.LABELS[metric][1]}.{verdict}"
+            name = run.named(f"matrix-{metric}").replace(" #", "-")
+            made.pictures.append(Picture(name, caption, plots.heat_map(matrix)))
+    shares = {name: values for run in runs for name, values in _acceptance(run).items()}
+    pooled = {name: shares[name] for name in dict.fromkeys(row["label"] for row in rows) if name in shares}
+    if pooled:
+        made.pictures.append(
+            acceptance.picture(pooled, looks, f"all texts; depths with fewer than {FEWEST} drafts are left out")
+        )
+    made.tables += _tables(runs, rows)
+    if pooled:
+        made.tables.append(acceptance.by_position(pooled))
+    return made
+
+
+def _rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """All rows with their labels; those of one drafter in one domain beside one another, whichever run they are of."""
+    rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("rows") or []]
+    domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
+    return sorted(rows, key=lambda row: (domains.index(row["domain"]), drafters.index(row["drafter"])))
+
+
+def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[Table]:
+    found = [records("rows", "Drafters and domains", [{**row, "drafter": row["label"]} for row in rows], COLUMNS)]
+    if len(runs) > 1:
+        found.append(_side_by_side(runs, rows))
+    diagonal = [
+        {**one, "drafter": run.named(one["drafter"])}
+        for run in runs
+        for one in (run.result.get("matrix") or {}).get("diagonal") or []
+    ]
+    columns = ("drafter", "domain", "best", "rival", "lead", "interval")
+    found.append(records("diagonal", "Specialists in their own domains", diagonal, {key: key for key in columns}))
+    verdicts = [
+        [run.named(against), *(run.result[key].get(count) for count in ("sequences", "mismatches", "ties"))]
+        for run in runs
+        for key, against in (
+            ("lossless", "drafters against plain decoding"),
+            ("lossless_transformers", "plain decoding against transformers"),
+        )
+        if (run.result.get(key) or {}).get("sequences")
+    ]
+    found.append(Table("lossless", "Texts compared", ["", "sequences", "mismatches", "ties"], verdicts))
+    return [table for table in found if table.rows]
+
+
+def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> Table:
+    """mat of each drafter in each domain, a column per run."""
+    found = {(row["drafter"], row["domain"], row["label"]): row.get("mat") for row in rows}
+    cases = dict.fromkeys((drafter, domain) for drafter, domain, _ in found)
+    lines = [
+        [drafter, domain, *(found.get((drafter, domain, run.named(drafter))) for run in runs)]
+        for drafter, domain in cases
+    ]
+    return Table("mat", "mat side by side", ["drafter", "domain", *(f"#{run.number}" for run in runs)], lines)
+
+
+def _headline(rows: Sequence[Row]) -> dict[str, Any]:
+    """The best drafter by mat and by speed-up, of all that are no baselines, over the domains it was measured in."""
+    shown = {}
+    for metric, name in (("mat", "mat"), ("speedup", "× plain")):
+        means = _means(rows, metric)
+        if means:
+            best = max(means, key=lambda drafter: means[drafter])
+            shown[f"best {name}: {best}"] = means[best]
+    return shown
+
+
+def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
+    """Mean over domains, of drafters that were measured in all of them."""
+    domains = {row["domain"] for row in rows}
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        if not is_baseline(row["drafter"]) and row.get(metric) is not None:
+            values.setdefault(row["drafter"], []).append(row[metric])
+    complete = {name: found for name, found in values.items() if len(found) == len(domains)}
+    return {name: sum(found) / len(found) for name, found in complete.items()}
+
+
+def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Bar]]:
+    """Bars by domain."""
+    panels: dict[str, list[Bar]] = {}
+    for row in rows:
+        if row.get(metric) is not None and row["drafter"] not in ONES[metric]:
+            bar = Bar(row["label"], row[metric], row.get(f"{metric}_interval"), looks[row["label"]])
+            panels.setdefault(row["domain"], []).append(bar)
+    return panels
+
+
+def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """By metric: the matrix of the result, and those that its rows make where there are two domains and drafters."""
+    rows = run.result.get("rows") or []
+    domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
+    given = run.result.get("matrix")
+    found = {given["metric"]: given} if given else {}
+    competing = given["drafters"] if given else [name for name in drafters if not is_baseline(name)]
+    others = [name for name in drafters if name not in competing]
+    for metric in ("mat", "speedup"):
+        measured = {(row["drafter"], row["domain"]): row.get(metric) for row in rows}
+        enough = len(domains) > 1 and len(competing) > 1 and any(value is not None for value in measured.values())
+        if metric not in found and enough:
+            found[metric] = _matrix(metric, measured, domains, competing, others)
+    return found
+
+
+def _matrix(
+    metric: str, measured: Mapping[tuple[str, str], Any], domains: list[str], competing: list[str], others: list[str]
+) -> dict[str, Any]:
+    """As `eval --matrix` makes it, as far as the heat map needs it."""
+    values = [[measured.get((name, domain)) for domain in domains] for name in [*competing, *others]]
+    macro = [_mean(line) for line in values]
+    return {
+        "metric": metric,
+        "drafters": competing,
+        "baselines": others,
+        "domains": domains,
+        "values": values,
+        "macro": macro,
+        "best": [_best(competing, column) for column in zip(*values, strict=True)],
+        "best_macro": _best(competing, macro),
+    }
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    return None if None in values else sum(values) / len(values)
+
+
+def _best(names: Sequence[str], values: Sequence[Any]) -> str | None:
+    known = [(value, name) for name, value in zip(names, values, strict=False) if value is not None]
+    return max(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
+    """Accepted share by depth of each drafter over all domains: from the records; without them from the only row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = run.dir / RECORDS
+    counts: dict[str, tuple[list[int], list[int]]] = {}
+    try:
+        rows = pq.read_table(path, columns=["drafter", "accepted_by_depth", "offered_by_depth"]).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        if path.exists():
+            run.notes.append(f"{RECORDS} cannot be read: {str(error).splitlines()[0]}")
+        rows = []
+    for row in rows:
+        accepted, offered = counts.get(row["drafter"], ([], []))
+        counts[row["drafter"]] = _sum(accepted, row["accepted_by_depth"]), _sum(offered, row["offered_by_depth"])
+    found = {
+        name: [hits / number if number >= FEWEST else None for hits, number in zip(accepted, offered, strict=True)]
+        for name, (accepted, offered) in counts.items()
+    }
+    result = run.result.get("rows") or []
+    if not found and len({row["domain"] for row in result}) == 1:
+        found = {row["drafter"]: row.get("acceptance_by_position") or [] for row in result}
+    return {run.named(name): values for name, values in found.items() if any(value is not None for value in values)}
+
+
+def _sum(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]

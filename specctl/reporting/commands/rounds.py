@@ -1,0 +1,81 @@
+"""rounds.jsonl of `select`, added up: what was played where, and how the weights moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from specctl.reporting.collect import RunRecord
+
+BINS = 200
+"""Points that a picture of weights has at least, where there are as many rounds; at most twice as many."""
+MOST_ARMS = 1000
+
+
+@dataclass
+class Rounds:
+    """The rounds of a run, added up one by one: a long run has millions.
+
+    `arms` grows by those that the result, of a run that was stopped, does not name. `weights` are sums over stretches
+    of `stretch` rounds: of the policy's weights, or where it has none of what it played.
+    """
+
+    arms: list[str]
+    pulls: dict[str, Counter[int]] = field(default_factory=dict)  # by domain
+    regret: list[float] = field(default_factory=list)  # added up
+    weights: list[list[float]] = field(default_factory=list)
+    has_weights: bool = False
+    stretch: int = 1
+    count: int = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        arm, given = self._index(line["arm"]), line.get("weights")
+        self.pulls.setdefault(str(line.get("domain") or "all"), Counter())[arm] += 1
+        if line.get("regret") is not None:
+            self.regret.append(line["regret"] + (self.regret[-1] if self.regret else 0.0))
+        self.has_weights |= given is not None
+        if self.count % self.stretch == 0:
+            if len(self.weights) == 2 * BINS:
+                self.weights = [_sum(*pair) for pair in zip(self.weights[::2], self.weights[1::2], strict=True)]
+                self.stretch *= 2
+            self.weights.append([])
+        self.weights[-1] = _sum(self.weights[-1], given or [float(index == arm) for index in range(len(self.arms))])
+        self.count += 1
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """[arms, stretches]: means."""
+        sizes = [min(self.stretch, self.count - self.stretch * n) for n in range(len(self.weights))]
+        return [
+            [(total[arm] if arm < len(total) else 0.0) / size for total, size in zip(self.weights, sizes, strict=True)]
+            for arm in range(len(self.arms))
+        ]
+
+    @property
+    def middles(self) -> list[float]:
+        """Rounds in the middle of the stretches."""
+        return [(n + 0.5) * self.stretch for n in range(len(self.weights))]
+
+    def _index(self, arm: int | str) -> int:
+        if isinstance(arm, int):
+            if not 0 <= arm < MOST_ARMS:
+                raise ValueError(f"there is no arm {arm}")
+            self.arms.extend(f"arm {index}" for index in range(len(self.arms), arm + 1))
+            return arm
+        if arm not in self.arms:
+            self.arms.append(arm)
+        return self.arms.index(arm)
+
+
+def read(run: RunRecord) -> Rounds:
+    rounds = Rounds([str(arm) for arm in run.result.get("arms") or []])
+    for line in run.lines("rounds.jsonl"):
+        rounds.add(line)
+    return rounds
+
+
+def _sum(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0.0)]

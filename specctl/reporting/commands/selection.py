@@ -1,0 +1,220 @@
+"""`select` in a report: what policies lose to the best arm, what they play, and what arms earn.
+
+Pictures come from `curves`, `policies`, `pool_size` and `rewards` of the result, and from rounds.jsonl, one line per
+round; what is absent is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specctl.reporting import bars, curves
+from specctl.reporting.bars import Bar
+from specctl.reporting.collect import RunRecord, flat
+from specctl.reporting.commands.rounds import Rounds, read
+from specctl.reporting.contents import Contents, Picture, Table, numbers, records
+from specctl.reporting.curves import Line, Panel
+from specctl.reporting.style import Looks
+
+SUMMARY = {
+    "label": "policy",
+    "mat": "mat",
+    "oracle_mat": "oracle mat",
+    "regret": "regret",
+    "best_arm_ratio": "best arm",
+    "tokens_per_s": "tokens/s",
+    "queries": "queries",
+    "rounds": "rounds",
+    "decide_us_p50": "decision µs, median",
+    "score_ms_p50": "scoring ms, median",
+}
+POLICIES = {
+    "label": "policy",
+    "mat": "mat",
+    "mat_low": "95 %, low",
+    "mat_high": "95 %, high",
+    "share_of_best": "share of the best arm's",
+    "regret": "regret",
+    "best_arm_ratio": "best arm",
+    "tokens_per_s": "tokens/s",
+}
+REGRETS = {
+    "loss_regret": "cumulative\nloss regret",
+    "stopping_regret": "cumulative\nstopping-time regret (rounds)",
+}
+SMOOTHED = 9
+"""Points of the running mean of what was played, which jumps from round to round."""
+
+
+def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    played = [read(run) for run in runs]
+    policies = Looks()  # other things than drafters: colours of their own
+    made = Contents(headline=_headline(runs))
+    for picture in (
+        _regrets(runs, played, policies),
+        _best_arm(runs, policies),
+        _compared(runs, policies),
+        _pool_size(runs, policies),
+        _rewards(runs, looks),
+    ):
+        if picture is not None:
+            made.pictures.append(picture)
+    for run, rounds in zip(runs, played, strict=True):
+        made.pictures += _played(run, rounds, looks)
+    made.tables = _tables(runs, played)
+    return made
+
+
+def _algo(run: RunRecord) -> str:
+    return run.named(str(run.result.get("algo") or run.keys().get("algo") or "policy"))
+
+
+def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    if len(runs) > 1:
+        return {}
+    keys = ("mat", "oracle_mat", "best_arm_ratio", "regret", "tokens_per_s", "decide_us_p50")
+    result = runs[0].result
+    return {SUMMARY[key]: result[key] for key in keys if result.get(key) is not None}
+
+
+def _curves(runs: Sequence[RunRecord], key: str) -> dict[str, Sequence[Any]]:
+    """By policy, labelled where runs are compared."""
+    found = {}
+    for run in runs:
+        for policy, values in (run.result.get("curves") or {}).items():
+            if values.get(key):
+                found[run.named(policy)] = values[key]
+    return found
+
+
+def _lines(found: Mapping[str, Sequence[Any]], policies: Looks) -> list[Line]:
+    return [
+        Line(name, list(range(1, len(values) + 1)), numbers(values), policies[name]) for name, values in found.items()
+    ]
+
+
+def _regrets(runs: Sequence[RunRecord], played: Sequence[Rounds], policies: Looks) -> Picture | None:
+    panels = [Panel(label, _lines(_curves(runs, key), policies)) for key, label in REGRETS.items()]
+    panels = [panel for panel in panels if panel.lines]
+    if not panels:
+        own = {_algo(run): rounds.regret for run, rounds in zip(runs, played, strict=True) if rounds.regret}
+        panels = [Panel("cumulative regret", _lines(own, policies))] if own else []
+    if not panels:
+        return None
+    return Picture("regret", "Regret against the best single arm, added up over rounds.", curves.lines(panels, "round"))
+
+
+def _best_arm(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
+    lines = _lines(_curves(runs, "best_arm"), policies)
+    if not lines:
+        return None
+    panel = Panel("share of rounds", lines, limits=(0, 1.03))
+    return Picture("best-arm", "How often the best arm is played.", curves.lines([panel], "round"))
+
+
+def _compared(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
+    shown = [
+        Bar(run.named(row["algo"]), row["mat"], _interval(row), policies[run.named(row["algo"])])
+        for run in runs
+        for row in run.result.get("policies") or []
+        if row.get("mat") is not None
+    ]
+    if not shown:
+        return None
+    figure = bars.bars({"": shown}, "mat (tokens per target pass)", reference=1.0)
+    return Picture("policies", "Policies on the same stream; whiskers: 95 % intervals.", figure)
+
+
+def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    low, high = row.get("mat_low"), row.get("mat_high")
+    return None if low is None or high is None else (low, high)
+
+
+def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        for row in run.result.get("pool_size") or []:
+            found.setdefault(run.named(row["algo"]), []).append(row)
+    if not found:
+        return None
+    lines = [
+        Line(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
+        for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in found.items())
+    ]
+    figure = curves.lines([Panel("mat (tokens per target pass)", lines)], "drafters in the pool, N", whole=True)
+    return Picture("pool-size", "What more drafters in the pool are worth.", figure)
+
+
+def _rewards(runs: Sequence[RunRecord], looks: Looks) -> Picture | None:
+    shown = [
+        Bar(run.named(row["arm"]), row["mean"], _spread(row), looks[row["arm"]])
+        for run in runs
+        for row in run.result.get("rewards") or []
+        if row.get("mean") is not None
+    ]
+    if not shown:
+        return None
+    figure = bars.bars({"": shown}, "reward of a round")
+    return Picture("rewards", "Mean reward of each arm; whiskers: one standard deviation.", figure)
+
+
+def _spread(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    return None if row.get("std") is None else (row["mean"] - row["std"], row["mean"] + row["std"])
+
+
+def _played(run: RunRecord, rounds: Rounds, looks: Looks) -> list[Picture]:
+    """What one run played: weights over rounds, pulls by domain."""
+    if not rounds.count:
+        return []
+    own = [looks[arm] for arm in rounds.arms]
+    shares, what = rounds.shares, "weight of each arm"
+    if not rounds.has_weights:
+        shares, what = [curves.running_mean(row, SMOOTHED) for row in shares], "share of rounds played"
+    over_time = curves.stacked(rounds.middles, shares, rounds.arms, own, "round", what)
+    by_domain = bars.shares(_pulls(rounds), rounds.arms, own, "share of rounds")
+    suffix = f"-{run.number}" if run.number else ""
+    return [
+        Picture(f"weights{suffix}", f"{_algo(run)}: {what} over the stream.", over_time),
+        Picture(f"pulls{suffix}", f"{_algo(run)}: which arms are played in which domain.", by_domain),
+    ]
+
+
+def _pulls(rounds: Rounds) -> dict[str, list[int]]:
+    return {domain: [pulls[arm] for arm in range(len(rounds.arms))] for domain, pulls in rounds.pulls.items()}
+
+
+def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
+    found = [
+        records("policies", "Policies compared", _rows(runs, "policies", "algo"), POLICIES),
+        records(
+            "rewards",
+            "Rewards",
+            _rows(runs, "rewards", "arm"),
+            {"label": "arm", "mean": "mean", "std": "std", "n": "n"},
+        ),
+        records(
+            "pool-size", "Pool sizes", _rows(runs, "pool_size", "algo"), {"label": "policy", "arms": "N", "mat": "mat"}
+        ),
+    ]
+    summary = [{**run.result, "label": _algo(run)} for run in runs if run.result]
+    found.insert(0, records("select", "Selection", summary, SUMMARY))
+    domains = [{"label": _algo(run), **row} for run in runs for row in _per_domain(run)]
+    columns = {name: name for row in domains for name in row} | {"label": "policy"}
+    found.append(records("domains", "Domains", domains, columns))
+    for run, rounds in zip(runs, played, strict=True):
+        name = f"pulls-{run.number}" if run.number else "pulls"
+        rows = [[domain, *pulls] for domain, pulls in _pulls(rounds).items()]
+        found.append(Table(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
+    return [table for table in found if table.rows]
+
+
+def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
+    return [{**row, "label": run.named(str(row.get(name)))} for run in runs for row in run.result.get(key) or []]
+
+
+def _per_domain(run: RunRecord) -> list[dict[str, Any]]:
+    """Rows of `per_domain`, be it a list of them or `{domain: row}`."""
+    given = run.result.get("per_domain") or []
+    rows = [{"domain": name, **row} for name, row in given.items()] if isinstance(given, dict) else given
+    return [dict(flat(row)) for row in rows]

@@ -1,0 +1,109 @@
+"""`train-drafter` in a report: loss and mat over steps, acceptance by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl.reporting import curves
+from specctl.reporting.collect import RunRecord
+from specctl.reporting.commands.acceptance import by_position, picture
+from specctl.reporting.contents import Contents, Picture, Table, numbers, records
+from specctl.reporting.curves import Line, Panel
+from specctl.reporting.style import Looks
+
+COLUMNS = {
+    "drafter": "drafter",
+    "arch": "arch",
+    "domain": "domain",
+    "mat": "mat",
+    "final_loss": "final loss",
+    "steps": "steps",
+    "train_tokens": "trained tokens",
+    "tokens_per_s": "tokens/s",
+    "params": "parameters",
+    "elapsed_s": "seconds",
+}
+HEADLINE = ("mat", "final_loss", "steps", "train_tokens", "tokens_per_s", "params")
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One training: its losses, its acceptance checks, and its result or what there is of one yet."""
+
+    name: str
+    losses: list[dict[str, Any]]
+    checks: list[dict[str, Any]]
+    result: Mapping[str, Any]
+
+    @property
+    def acceptance(self) -> list[Any]:
+        last = self.checks[-1] if self.checks else {}
+        return self.result.get("acceptance_by_position") or last.get("acceptance_by_position") or []
+
+
+def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    trainings = [_curves(run) for run in runs]
+    made = Contents(headline=_headline(trainings[0].result) if len(runs) == 1 else {})
+    panels = [
+        Panel(
+            "training loss", [_line(one.name, one.losses, "loss", looks, noisy=True) for one in trainings if one.losses]
+        ),
+        Panel(
+            "mat on held-out prompts\n(tokens per target pass)",
+            [_line(one.name, one.checks, "mat", looks) for one in trainings if len(one.checks) > 1],
+        ),
+    ]
+    panels = [panel for panel in panels if panel.lines]
+    if panels:
+        caption = "Loss of the training batches (running mean) and acceptance checks while training."
+        made.pictures.append(Picture("training", caption, curves.lines(panels, "optimizer step", whole=True)))
+    positions = {one.name: one.acceptance for one in trainings if one.acceptance}
+    if positions:
+        made.pictures.append(picture(positions, looks, "the kept drafter on held-out prompts"))
+    rows = [{**one.result, "drafter": one.name} for one in trainings]
+    made.tables.append(records("trained", "Trained drafters", rows, COLUMNS))
+    if positions:
+        made.tables.append(by_position(positions))
+    checks = [[one.name, check.get("step"), check["mat"]] for one in trainings for check in one.checks]
+    if checks:
+        made.tables.append(Table("checks", "Acceptance checks", ["drafter", "step", "mat"], checks))
+    return made
+
+
+def _curves(run: RunRecord) -> Curves:
+    metrics = list(run.lines("metrics.jsonl"))
+    losses = [line for line in metrics if "loss" in line]
+    checks = [line for line in metrics if line.get("mat") is not None]
+    result = run.result or _so_far(run.keys(), losses, checks)
+    made = result.get("drafter")
+    return Curves(run.named(Path(made).name if made else run.dir.name), losses, checks, result)
+
+
+def _so_far(recipe: Mapping[str, Any], losses: list[dict[str, Any]], checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of an unfinished run, as far as there is one; its drafter under the name that it would have got."""
+    last = losses[-1] if losses else {}
+    domain, arch = "+".join(map(str, recipe.get("data.domain") or [])), recipe.get("arch")
+    return {
+        "drafter": recipe.get("output_dir") or (f"{domain}-{arch}" if domain else None),
+        "arch": arch,
+        "domain": domain or None,
+        "mat": max((check["mat"] for check in checks), default=None),
+        "final_loss": last.get("loss"),
+        "steps": last.get("step"),
+        "train_tokens": last.get("tokens"),
+        "tokens_per_s": last.get("tokens_per_s"),
+        "elapsed_s": last.get("elapsed_s"),
+    }
+
+
+def _line(name: str, lines: list[dict[str, Any]], key: str, looks: Looks, noisy: bool = False) -> Line:
+    return Line(
+        name, numbers(line.get("step") for line in lines), numbers(line[key] for line in lines), looks[name], noisy
+    )
+
+
+def _headline(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {COLUMNS[key]: result[key] for key in HEADLINE if result.get(key) is not None}

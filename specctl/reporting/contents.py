@@ -1,0 +1,90 @@
+"""What a report is made of, before it is a page: headline numbers, pictures, tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from specctl.reporting.collect import RunRecord, flat
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+COMMON = ("schema_version", "command", "run_dir")
+"""Fields of every result that its report says elsewhere."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """`name` is that of its CSV file, within the command's."""
+
+    name: str
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """`name` is that of its PNG file, within the command's; the caption says how to read it."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+
+@dataclass
+class Contents:
+    """One command's part of a report."""
+
+    headline: dict[str, Any] = field(default_factory=dict)
+    pictures: list[Picture] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    """Floats for a picture; NaN, which leaves a gap, for what is no number."""
+    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
+
+
+def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+    """A table of objects: fields and their headings. A field that no row has is left out."""
+    there = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
+    return Table(name, title, list(there.values()), [[row.get(key) for key in there] for row in rows])
+
+
+def generic(runs: Sequence[RunRecord]) -> Contents:
+    """Results that no picture is known for: their scalars, a column per run; and every list of objects as a table."""
+    scalars = [
+        {key: value for key, value in flat(run.result) if not _objects(value) and key not in COMMON} for run in runs
+    ]
+    keys = dict.fromkeys(key for found in scalars for key in found)
+    heads = [run.named("value") for run in runs]
+    tables = [Table("result", "Result", ["", *heads], [[key, *(found.get(key) for found in scalars)] for key in keys])]
+    for run in runs:
+        for key, rows in flat(run.result):
+            if _objects(rows):
+                flattened = [dict(flat(row)) for row in rows]
+                columns = {name: name for row in flattened for name in row}
+                tables.append(records(run.named(key).replace(" #", "-"), run.named(key), flattened, columns))
+    return Contents(tables=[table for table in tables if table.rows])
+
+
+def differing(runs: Sequence[RunRecord]) -> Table | None:
+    """Recipe keys in which runs of one command differ: the first thing to know of a comparison."""
+    recipes = [run.keys() for run in runs]
+    keys = dict.fromkeys(key for found in recipes for key in found)
+    unequal = [key for key in keys if any(found.get(key) != recipes[0].get(key) for found in recipes)]
+    if not unequal:
+        return None
+    heads = [f"#{run.number}" for run in runs]
+    return Table(
+        "recipes", "Where the recipes differ", ["", *heads], [[k, *(r.get(k) for r in recipes)] for k in unequal]
+    )
+
+
+def _objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)

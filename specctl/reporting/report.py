@@ -1,0 +1,92 @@
+"""`specctl report`: one page, its pictures and its tables, from run directories and nothing else."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specctl.errors import SpecctlError
+from specctl.reporting import collect, commands, html, page, plots
+from specctl.reporting.collect import RUNS, RunRecord
+from specctl.reporting.contents import Contents, differing
+from specctl.reporting.style import Looks
+from specctl.reporting.tables import to_csv
+from specctl.runs import SCHEMA_VERSION, atomic_write, make_dir
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class ReportResult:
+    """The result document of `report`: what was read, the files that were written, and `notes` on gaps in the runs.
+
+    `tables` are there with `csv`.
+    """
+
+    report: str
+    runs: list[str]
+    pictures: list[str]
+    tables: list[str]
+    notes: list[str]
+    command: str = "report"
+    schema_version: int = SCHEMA_VERSION
+
+
+def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None, *, csv: bool = False) -> ReportResult:
+    """Write report.html and its PNG files, with `csv` a CSV file per table; without `runs` of the newest in ./runs.
+
+    `output_dir` is `report` inside the run directory, of several runs `./runs/report-<time>-<id>`.
+
+    Raises UsageError (no run directory), SpecctlError (a broken result; output that cannot be written).
+    """
+    found = collect.read([Path(run) for run in runs] or [collect.newest()])
+    looks = Looks()
+    names = dict.fromkeys(run.command for run in found)
+    parts = {name: _contents(name, [run for run in found if run.command == name], looks) for name in names}
+
+    directory = Path(output_dir) if output_dir else _directory(found)
+    make_dir(directory)
+    pictures: list[str] = []
+    tables: list[str] = []
+    images: dict[str, list[html.Markup]] = {}
+    for name, contents in parts.items():
+        images[name] = []
+        for picture in contents.pictures:
+            png = plots.png(picture.figure)
+            images[name].append(html.picture(png, picture.caption, plots.DPI))
+            pictures.append(_write(directory / _file_name(name, picture.name, ".png"), png))
+        for table in contents.tables if csv else ():
+            tables.append(_write(directory / _file_name(name, table.name, ".csv"), to_csv(table.columns, table.rows)))
+    written = _write(directory / PAGE, page.render(found, parts, images))
+    notes = [f"{run.dir}: {note}" for run in found for note in run.notes]
+    return ReportResult(written, [str(run.dir) for run in found], pictures, tables, notes)
+
+
+def _contents(command: str, runs: list[RunRecord], looks: Looks) -> Contents:
+    try:
+        made = commands.contents(command, runs, looks)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        where = ", ".join(str(run.dir) for run in runs)
+        hint = "a run of another version? repeat it, or leave it out"
+        raise SpecctlError(f"{where}: these are not the files that {command} writes ({error!r})", hint) from error
+    unequal = differing(runs) if len(runs) > 1 else None
+    return Contents(made.headline, made.pictures, made.tables + ([unequal] if unequal else []))
+
+
+def _directory(runs: Sequence[RunRecord]) -> Path:
+    name = f"report-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return runs[0].dir / "report" if len(runs) == 1 else RUNS / name
+
+
+def _file_name(command: str, name: str, suffix: str) -> str:
+    """Commands and fields of a result are data: they must not lead out of the directory."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", f"{command}-{name}").strip("-")[:80] + suffix
+
+
+def _write(path: Path, content: str | bytes) -> str:
+    atomic_write(path, content)
+    return str(path)

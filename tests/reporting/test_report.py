@@ -1,0 +1,206 @@
+"""What a report holds for each command, from small run directories."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from specctl import api
+from specctl.errors import SpecctlError
+from specctl.reporting import plots
+from specctl.reporting.commands.rounds import BINS, Rounds
+
+DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Figures are made, not drawn: that takes most of the time, and test_page.py does it for every kind of picture."""
+    monkeypatch.setattr(plots, "png", lambda figure: DOT)
+
+
+def made(result):
+    """Names of the pictures and of the tables."""
+    return [Path(path).name for path in result.pictures], [Path(path).name for path in result.tables]
+
+
+def read_csv(result, name):
+    path = next(path for path in result.tables if Path(path).name == name)
+    return list(csv.reader(Path(path).open()))
+
+
+def test_eval(eval_run):
+    result = api.report([eval_run()], csv=True)
+    pictures, tables = made(result)
+    assert pictures == ["eval-mat.png", "eval-speedup.png", "eval-acceptance.png"]
+    assert tables == ["eval-rows.csv", "eval-lossless.csv", "eval-acceptance.csv"]
+    head, drafter, vanilla = read_csv(result, "eval-rows.csv")
+    assert drafter[: head.index("mat, 95 %") + 1] == ["sql-head", "sql", "4", "2.0", "1.5;2.5"]
+    assert vanilla[0] == "vanilla"
+    # Pooled over texts; depth 3 was offered 5 times, which says nothing.
+    assert read_csv(result, "eval-acceptance.csv") == [["drafter", "1", "2", "3"], ["sql-head", "0.75", "0.15", ""]]
+
+
+def test_two_evals_side_by_side(eval_run):
+    runs = [eval_run("a", mat=2.0, recipe={"limit": 4}), eval_run("b", mat=3.0, recipe={"limit": 8})]
+    result = api.report(runs, runs[0].parent / "out", csv=True)
+    assert read_csv(result, "eval-mat.csv") == [
+        ["drafter", "domain", "#1", "#2"],
+        ["sql-head", "sql", "2.0", "3.0"],
+        ["vanilla", "sql", "1.0", "1.0"],
+    ]
+    assert read_csv(result, "eval-recipes.csv") == [["", "#1", "#2"], ["limit", "4", "8"]]
+    assert [row[0] for row in read_csv(result, "eval-rows.csv")[1:]] == [
+        *("sql-head #1", "sql-head #2", "vanilla #1", "vanilla #2")
+    ]
+
+
+def test_rows_of_several_domains_make_a_heat_map(make_run):
+    rows = [
+        {"drafter": drafter, "domain": domain, "mat": mat}
+        for drafter, mat in (("a", 2.0), ("b", 3.0), ("vanilla", 1.0))
+        for domain in ("sql", "math")
+    ]
+    pictures, _ = made(api.report([make_run("e", "eval", {"rows": rows})]))
+    assert pictures == ["eval-mat.png", "eval-matrix-mat.png"]
+
+
+def test_the_best_is_none_of_the_baselines(make_run):
+    """transformers' own assisted decoding is there to be compared with; it is not a drafter of the pool."""
+    rows = [
+        {"drafter": name, "domain": "sql", "speedup": rate} for name, rate in (("a", 1.5), ("transformers+lookup", 2.0))
+    ]
+    page = Path(api.report([make_run("e", "eval", {"rows": rows})]).report).read_text()
+    assert "best × plain: a" in page
+
+
+def test_train(train_run):
+    result = api.report([train_run()], csv=True)
+    assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
+    assert read_csv(result, "train-drafter-checks.csv")[1:] == [
+        ["sql-eagle3", "20", "2.25"],
+        ["sql-eagle3", "40", "2.5"],
+    ]
+
+
+def test_a_training_that_is_still_going_on(train_run):
+    """Half a run is what one most wants to look at."""
+    run = train_run(finished=False, recipe={"arch": "eagle3", "data": "{domain: [sql, math]}"})
+    result = api.report([run], csv=True)
+    assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
+    head, row = read_csv(result, "train-drafter-trained.csv")
+    known = dict(zip(head, row, strict=True))
+    assert (known["drafter"], known["mat"], known["steps"]) == ("sql+math-eagle3", "2.5", "39")
+    assert "no result.json" in result.notes[0]
+
+
+def test_trainings_in_one_picture(train_run):
+    result = api.report([train_run("a"), train_run("b")], train_run("c") / "out")
+    assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
+
+
+def test_bench(make_run):
+    decoding = [
+        {"drafter": name, "batch": batch, "tokens_per_s": 100.0 * batch, "speedup": speedup}
+        for name, speedup in (("vanilla", None), ("lookup", 1.5))
+        for batch in (1, 8)
+    ]
+    steps = [{"rows": rows, "ours_ms": 1.0, "transformers_ms": 2.0, "weights_ms": 0.5} for rows in (1, 8)]
+    kernels = [{"kernel": "argmax", "size": "B 1", "ratio": 2.0, "ours_ms": 1.0}]
+    run = make_run("b", "bench", {"decoding": decoding, "steps": steps, "kernels": kernels})
+    pictures, tables = made(api.report([run], csv=True))
+    assert pictures == ["bench-decoding.png", "bench-steps.png", "bench-kernels.png"]
+    assert tables == ["bench-decoding.csv", "bench-steps.csv", "bench-kernels.csv"]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_select(select_run, weights):
+    result = api.report([select_run(weights=weights)], csv=True)
+    assert [name.removeprefix("select-").removesuffix(".png") for name in made(result)[0]] == [
+        *("regret", "best-arm", "policies", "pool-size", "rewards", "weights", "pulls")
+    ]
+    assert read_csv(result, "select-pulls.csv") == [
+        ["domain", "sql-head", "lookup"],
+        ["sql", "3", "3"],
+        ["math", "2", "2"],
+    ]
+    assert read_csv(result, "select-domains.csv") == [["policy", "domain", "mat"], ["hedge", "sql", "2.0"]]
+
+
+def test_select_without_what_is_optional(make_run):
+    result = {"algo": "hedge", "arms": ["a", "b"], "mat": 2.0}
+    rounds = [{"arm": 1, "regret": 1.0}, {"arm": 0, "regret": None}]
+    assert made(api.report([make_run("s", "select", result)])) == ([], [])
+    pictures, _ = made(api.report([make_run("r", "select", result, rounds=rounds)]))
+    assert pictures == ["select-regret.png", "select-weights.png", "select-pulls.png"]
+
+
+def test_a_selection_that_is_still_going_on(make_run):
+    """Without a result only the rounds know the arms."""
+    rounds = [{"arm": "a", "weights": None}, {"arm": "b", "weights": None}, {"arm": "b", "weights": None}]
+    result = api.report([make_run("s", "select", None, rounds=rounds)], csv=True)
+    assert made(result)[0] == ["select-weights.png", "select-pulls.png"]
+    assert read_csv(result, "select-pulls.csv") == [["domain", "a", "b"], ["all", "1", "2"]]
+
+
+@pytest.mark.parametrize("count", [1, 399, 400, 401, 3000])
+def test_weights_of_many_rounds_are_means_of_stretches(count):
+    rounds = Rounds(["a", "b"])
+    for number in range(count):
+        rounds.add({"arm": 0, "weights": [number, 1.0]})
+    first, second = rounds.shares
+    assert len(first) <= 2 * BINS
+    assert second == pytest.approx([1.0] * len(second))
+    complete = count // rounds.stretch  # the mean of the numbers of a stretch lies half a round before its middle
+    assert first[:complete] == pytest.approx([middle - 0.5 for middle in rounds.middles[:complete]])
+
+
+def test_online(make_run):
+    chunks = [{"mat": 2.0 + n, "loss": 1.0, "tokens_per_s": 9.0, "weights": [0.5, 0.5]} for n in range(3)]
+    run = make_run("o", "online", {"algo": "ogd", "per_chunk": chunks, "static": {"mat": 2.0}})
+    assert made(api.report([run]))[0] == ["online-chunks.png", "online-weights.png"]
+
+
+def test_a_command_without_pictures_has_its_result_as_tables(make_run):
+    runs = [
+        make_run(name, "distill", {"responses": n, "by": [{"k": name, "v": {"w": n}}]}) for n, name in enumerate("ab")
+    ]
+    result = api.report(runs, runs[0].parent / "out", csv=True)
+    assert ["responses", "0", "1"] in read_csv(result, "distill-result.csv")
+    assert read_csv(result, "distill-by-2.csv") == [["k", "v.w"], ["b", "1"]]
+
+
+def test_commands_stand_side_by_side(eval_run, train_run):
+    result = api.report([eval_run(), train_run()], eval_run("x") / "out")
+    page = Path(result.report).read_text()
+    assert "<h2>eval</h2>" in page and "<h2>train-drafter</h2>" in page
+    assert len(result.pictures) == 5
+
+
+@pytest.mark.parametrize("result", [{"rows": "x"}, {"rows": [1]}, {"rows": [{"drafter": "a"}]}, {"rows": {"a": 1}}])
+def test_a_result_of_another_shape_is_an_error_with_a_name(make_run, result):
+    with pytest.raises(SpecctlError, match="not the files that eval writes"):
+        api.report([make_run("e", "eval", result)])
+
+
+def test_broken_records_cost_only_their_picture(eval_run):
+    run = eval_run()
+    (run / "records.parquet").write_bytes(b"PAR1 no")
+    result = api.report([run])
+    assert "eval-mat.png" in made(result)[0]
+    assert "records.parquet cannot be read" in result.notes[0]
+
+
+def test_a_run_without_any_file_but_one(tmp_path):
+    (tmp_path / "result.json").write_text(json.dumps({"command": "distill", "responses": 3}))
+    result = api.report([tmp_path])
+    assert "there is no run.json" in result.notes[0]
+    assert "<td>responses</td>" in Path(result.report).read_text()
+
+
+@pytest.mark.parametrize("arm", [-1, 10**9, None, [1]])
+def test_an_arm_that_cannot_be(make_run, arm):
+    """A number from a file must not decide how much memory is taken."""
+    with pytest.raises(SpecctlError, match="not the files that select writes"):
+        api.report([make_run("s", "select", {"arms": ["a"]}, rounds=[{"arm": arm}])])
