@@ -24,8 +24,7 @@ def members(recipe: SelectRecipe) -> list[str]:
 
     Raises UsageError (a member twice), CheckpointError (no drafter in a pool that was named).
     """
-    named = recipe.pool or (DEFAULT_POOL if DEFAULT_POOL.is_dir() else None)
-    found = [*(map(str, pool.find_pool(named)) if named else ()), *recipe.drafters]
+    found = [*map(str, _directories(recipe.pool)), *recipe.drafters]
     twice = [name for name in found if found.count(name) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
@@ -34,6 +33,16 @@ def members(recipe: SelectRecipe) -> list[str]:
         progress.log(f"a pool of {len(found)}: {' and '.join(added)} join it, they need no training")
         found += added
     return found
+
+
+def _directories(named: Path | None) -> list[Path]:
+    """Those of a pool that was named; else of the default one, if there is any in it."""
+    if named is not None:
+        return pool.find_pool(named)
+    try:
+        return pool.find_pool(DEFAULT_POOL) if DEFAULT_POOL.is_dir() else []
+    except CheckpointError:
+        return []
 
 
 def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dict[str, Drafter]:
