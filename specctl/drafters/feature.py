@@ -34,9 +34,7 @@ class FeatureDrafter(FeatureLayer):
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain or tree from the last committed token, never deeper than a sequence has room for."""
-        self.advance(state)
-        memory = self._memory(state)
-        assert memory.cached == state.cached, "stale draft cache"
+        memory = self._ready(state)
         depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
         if depth <= 0:
             return DraftTree.from_chains([[] for _ in state.rows], state.device)
@@ -124,35 +122,39 @@ class FeatureDrafter(FeatureLayer):
 
         Slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of slot j − 2 − k.
         """
-        self.advance(state)
-        memory = self._memory(state)
-        assert memory.cached == state.cached, "stale draft cache"
-        assert state.features is not None
-        shape = self.shape
-        chain = shape.chain or state.exact_rows
-        children = (1,) * shape.depth if chain else (shape.children,) * min(shape.depth, shape.nodes)
+        return self.score_as([self], state, spans, depths)[0]
+
+    def score_as(
+        self, heads: list[FeatureDrafter], state: DecodeState, spans: list[range], depths: int
+    ) -> list[list[Score]]:
+        """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
+        kinds = [(head.ids, head._children(state)) for head in heads]
+        memories = [head._ready(state) for head in heads]
         live = [b for b, span in enumerate(spans) if span]
         if not live:
-            return [Score(span, ids=self.ids, children=children) for span in spans]
+            return [[Score(span, ids=ids, children=children) for span in spans] for ids, children in kinds]
+        assert state.features is not None
         # Behind a short prompt the deepest drafts would begin before the text: slot 0 stands in for theirs. Shorter
         # spans are filled up with their last slot.
         width = max(map(len, spans)) + depths - 1
         begun = [range(spans[b].start - 1 - depths, spans[b].stop - 2) for b in live]
         slots = [[max(min(part.start + i, part[-1]), 0) for i in range(width)] for part in begun]
-        at = torch.tensor(slots, device=state.device)
-        index = torch.tensor(live, device=state.device)
-        hidden = self.feature(own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps))
-        span = max(max(part) for part in slots) + 1
-        keys, values = ([side[0][index, :, :span]] for side in (memory.cache.keys, memory.cache.values))
-        mask = _mask(at, span, depths, state.dtype)
+        at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
+        many, end = len(heads), max(max(part) for part in slots) + 1
+        features = own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps)
+        hidden = self.feature(features.repeat(many, 1))
+        cached = [memory.cache for memory in memories]
+        keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
+        values = [torch.cat([cache.values[0][index, :, :end] for cache in cached])]
+        mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
+        vocabularies = torch.arange(many, device=state.device)[:, None] * len(self.embedding)  # of the stacked tables
         texts = [state.rows[b].ids for b in live]
-        rope, outputs = self._rope_for(memory.cache.capacity), []
+        capacity, outputs = state.capacity, []
         for k in range(depths):
             fed = [[ids[min(s + 1 + k, len(ids) - 1)] for s in part] for ids, part in zip(texts, slots, strict=True)]
-            tokens = torch.tensor(fed, device=state.device).view(-1)
-            table = rope.rows(
-                (at + k).clamp_max(memory.cache.capacity - 1).view(-1), self.heads + self.kv_heads, self.kv_heads
-            )
+            tokens = (torch.tensor(fed, device=state.device).view(-1) + vocabularies).view(-1)
+            places = (at + k).clamp_max(capacity - 1).view(-1).repeat(many)
+            table = self._rope_for(capacity).rows(places, self.heads + self.kv_heads, self.kv_heads)
             residual, pairs, query = self._project(tokens, hidden, table)
             if k:
                 own = pairs.unflatten(0, (-1, width)).transpose(1, 2)
@@ -160,12 +162,28 @@ class FeatureDrafter(FeatureLayer):
                 values.append(own[:, self.kv_heads :])
             hidden = self._leave(residual, self._attend(query, keys, values, mask))
             outputs.append(hidden.unflatten(0, (-1, width))[:, depths - 1 - k : width - k])
-        logits = self.logits(torch.cat(outputs).flatten(0, 1)).view(depths, len(live), width + 1 - depths, -1)
-        rows = dict(zip(live, logits.unbind(1), strict=True))
-        return [
-            Score(span, rows.get(b, logits[:, 0])[:, : len(span)], self.ids, children=children)
-            for b, span in enumerate(spans)
-        ]
+        logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(
+            many, len(live), depths, width + 1 - depths, -1
+        )
+        found = []
+        for (ids, children), rows in zip(kinds, logits, strict=True):
+            of = dict(zip(live, rows, strict=True))
+            parts = [of.get(b, rows[0])[:, : len(span)] for b, span in enumerate(spans)]
+            found.append([Score(s, part, ids, children=children) for s, part in zip(spans, parts, strict=True)])
+        return found
+
+    def _children(self, state: DecodeState) -> tuple[int, ...]:
+        shape = self.shape
+        if shape.chain or state.exact_rows:
+            return (1,) * shape.depth
+        return (shape.children,) * min(shape.depth, shape.nodes)
+
+    def _ready(self, state: DecodeState) -> Memory:
+        """The memory, up to the last committed token."""
+        self.advance(state)
+        memory = self._memory(state)
+        assert memory.cached == state.cached, "stale draft cache"
+        return memory
 
     def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
         """Queries [B·R, Hq, D] over the cached slots and all rows of the steps from 1 on: [B·R, Hq·D]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText, Request
 from specctl.decoding.target import Target
 from specctl.decoding.verify import Verdict
+from specctl.drafters.feature import FeatureDrafter
+from specctl.drafters.stacked import Stacked, teams
 
 GreedyP = Literal["softmax", "argmax"]
 UNFILTERED = Sampling(1.0, 0, 1.0)
@@ -90,6 +92,7 @@ class Scorer:
         """
         self.target, self.drafters, self.depth = target, drafters, depth
         self.greedy_p, self.overlap = greedy_p, overlap
+        self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
 
     def _texts(self, state: DecodeState) -> list[_Kept]:
         memory = state.memory.get(self)
@@ -136,7 +139,7 @@ class Scorer:
             shape = (len(self.drafters), 0, self.depth)
             empty = np.zeros(shape, np.float32)
             return [Feedback(empty, empty if self.overlap else None, np.zeros(shape, np.bool_)) for _ in spans]
-        scores = [_joined(drafter.score(state, spans, self.depth)) for drafter in self.drafters]
+        scores = self._scores(state, spans)
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
         judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device), self.greedy_p)
@@ -148,6 +151,16 @@ class Scorer:
         gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*found, strict=True))
         overlap = judge.overlap(scores, self.depth).cpu().numpy() * begun if self.overlap else None
         return Feedback(gamma * begun, overlap, hit & begun)._parts(sizes)
+
+    def _scores(self, state: DecodeState, spans: list[range]) -> list[Score]:
+        found: dict[int, Score] = {}
+        for places, stack in self._teams:
+            if stack is None:
+                scores = [self.drafters[places[0]].score(state, spans, self.depth)]
+            else:
+                scores = stack.score(state, spans, self.depth)
+            found.update(zip(places, map(_joined, scores), strict=True))
+        return [found[n] for n in range(len(self.drafters))]
 
 
 @torch.inference_mode()
@@ -187,6 +200,10 @@ def table(
         parts += scorer._score(state, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]))
     fields = zip(*((part.gamma, part.overlap, part.hit) for part in parts), strict=True)
     return Feedback(*(np.concatenate(field, 1) for field in fields))
+
+
+def _stacked(team: list[Drafter]) -> Stacked | None:
+    return Stacked(cast(list[FeatureDrafter], team)) if len(team) > 1 else None
 
 
 def _joined(scores: list[Score]) -> Score:
