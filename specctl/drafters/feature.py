@@ -179,11 +179,8 @@ class FeatureDrafter(FeatureLayer):
         return (shape.children,) * min(shape.depth, shape.nodes)
 
     def _ready(self, state: DecodeState) -> Memory:
-        """The memory, up to the last committed token."""
         self.advance(state)
-        memory = self._memory(state)
-        assert memory.cached == state.cached, "stale draft cache"
-        return memory
+        return self.current(state)
 
     def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
         """Queries [B·R, Hq, D] over the cached slots and all rows of the steps from 1 on: [B·R, Hq·D]."""
