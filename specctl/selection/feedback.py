@@ -260,18 +260,17 @@ class _Judge:
         if score.tokens is None:
             assert score.logits is not None
             flat = score.logits[:reach].flatten(0, 1)
-            gain, index = kernels.expand_topk(flat, int(counts.max()))
+            gain, index = kernels.expand_topk(flat, max(score.children[:reach]))
             tokens = (index if score.ids is None else score.ids[index]).unflatten(0, (-1, len(self.committed)))
-            broken = (kernels.nan_count(flat) > 0) | ~gain[:, 0].isfinite()
+            tokens = tokens.transpose(0, 1)  # [R, K, C]
+            broken = ((kernels.nan_count(flat) > 0) | ~gain[:, 0].isfinite()).view(-1, len(tokens)).T
         else:
-            tokens = score.tokens[:reach]
+            tokens = score.tokens[:reach].transpose(0, 1)
             broken = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        none = (tokens < 0) | (torch.arange(tokens.shape[-1], device=tokens.device) >= counts[:, None, None])
-        mass = kernels.token_probability(self.p, tokens.clamp_min(0).transpose(0, 1)).masked_fill(
-            none.transpose(0, 1), 0.0
-        )
-        hit = ((tokens == self.committed[:, None]) & ~none).any(-1) & ~broken.view(tokens.shape[:2])
-        return mass.sum(-1).masked_fill(broken.view(tokens.shape[:2]).T, torch.nan), hit.T
+        some = (tokens >= 0) & (torch.arange(tokens.shape[-1], device=tokens.device) < counts[:, None])
+        mass = (kernels.token_probability(self.p, tokens.clamp_min(0)) * some).sum(-1)
+        hit = ((tokens == self.committed[:, None, None]) & some).any(-1)
+        return mass.masked_fill(broken, torch.nan), hit & ~broken
 
     def overlap(self, scores: list[Score], depth: int) -> Tensor:
         """1 − TV(p̄, q̄) of N drafters [N, R, K]; at each depth the target's rows are read once for all of them."""
@@ -287,13 +286,12 @@ class _Judge:
                 break
             found[list(drafts), :, k] = kernels.panorama(self.p_bar, list(drafts.values()), self.committed).accept
         for n, score in enumerate(scores):
-            rows, reach = score.logits if score.tokens is None else score.tokens, min(depth, len(score.children))
-            if score.tokens is not None and score.tokens.shape[-1]:
-                first = score.tokens[..., 0].T
-                found[n, :, : first.shape[1]] = kernels.token_probability(self.p_bar, first.clamp_min(0)) * (first >= 0)
-            if rows is not None and len(rows) == 1:
+            if score.logits is not None and len(score.logits) == 1:
                 found[n] = found[n, :, :1]
-            found[n, :, reach:] = 0
+            elif score.tokens is not None and score.tokens.shape[-1]:
+                first = score.tokens[:depth, :, 0].T
+                found[n] = kernels.token_probability(self.p_bar, first.clamp_min(0)) * (first >= 0)
+            found[n, :, len(score.children) :] = 0
         return found
 
 

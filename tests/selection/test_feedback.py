@@ -66,7 +66,7 @@ def drafters(target, prompts):
 def text(request, target, prompts):
     """A text that repeats itself, so that drafters without weights have something to say."""
     prompt = prompts[1] + prompts[1][-30:]
-    found = decode(target, [prompt], sampling=request.param, max_new_tokens=14, seeds=[SEED])[0]
+    found = decode(target, [prompt], sampling=request.param, max_new_tokens=11, seeds=[SEED])[0]
     return request.param, prompt, found.output_ids
 
 
