@@ -7,6 +7,7 @@ from abc import abstractmethod
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
@@ -17,8 +18,6 @@ from specctl.decoding.target import Target
 from specctl.drafters.feature_layer import FeatureLayer, Memory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
 from specctl.drafters.tree import GrowingTree, Shape, best, shape_for
-from specctl.drafters.ttt_attention import Layout, ranges
-from specctl.drafters.ttt_attention import attention as ttt_attention
 from specctl.recipe import DraftingRecipe
 
 
@@ -44,9 +43,7 @@ class FeatureDrafter(FeatureLayer):
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain or tree from the last committed token, never deeper than a sequence has room for."""
-        self.advance(state)
-        memory = self._memory(state)
-        assert memory.cached == state.cached, "stale draft cache"
+        memory = self._ready(state)
         depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
         if depth <= 0:
             return DraftTree.from_chains([[] for _ in state.rows], state.device)
@@ -134,50 +131,82 @@ class FeatureDrafter(FeatureLayer):
 
         Slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of slot j − 2 − k.
         """
-        self.advance(state)
-        memory = self._memory(state)
-        assert memory.cached == state.cached, "stale draft cache"
+        return self.score_as([self], state, spans, depths)[0]
+
+    def score_as(
+        self, heads: list[FeatureDrafter], state: DecodeState, spans: list[range], depths: int
+    ) -> list[list[Score]]:
+        """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
+        kinds = [(head.ids, head._children(state)) for head in heads]
+        memories = [head._ready(state) for head in heads]
+        live = [b for b, span in enumerate(spans) if span]
+        if not live:
+            return [[Score(span, ids=ids, children=children) for span in spans] for ids, children in kinds]
         assert state.features is not None
-        shape = self.shape
-        chain = shape.chain or state.exact_rows
-        children = (1,) * shape.depth if chain else (shape.children,) * min(shape.depth, shape.nodes)
-        if not any(spans):
-            return [Score(span, ids=self.ids, children=children) for span in spans]
-        # Behind a short prompt the deepest drafts would begin before the text: slot 0 stands in for their slots.
-        slots = [[max(s, 0) for s in range(span.start - 1 - depths, span.stop - 2)] if span else [] for span in spans]
-        counts = [len(part) for part in slots]
-        ends = [max(part, default=0) + 1 for part in slots]
-        keys, values = (
-            torch.cat([side[0][b, :, :end].transpose(0, 1) for b, end in enumerate(ends)])
-            for side in (memory.cache.keys, memory.cache.values)
-        )
-        layout = Layout(ranges(ends), ranges(counts), [slot for part in slots for slot in part], state.device)
-        tapped = torch.cat([state.features[b, part] for b, part in enumerate(slots) if part])
-        hidden = self.feature(own_features(tapped, state, self.taps))
-        rope, last = self._rope_for(memory.cache.capacity), [len(row.ids) - 1 for row in state.rows]
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
-        asked, rows = _asked(spans, counts, depths, state.device), []
+        # Behind a short prompt the deepest drafts would begin before the text: slot 0 stands in for theirs. Shorter
+        # spans are filled up with their last slot.
+        width = max(map(len, spans)) + depths - 1
+        begun = [range(spans[b].start - 1 - depths, spans[b].stop - 2) for b in live]
+        slots = [[max(min(part.start + i, part[-1]), 0) for i in range(width)] for part in begun]
+        at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
+        many, end = len(heads), max(max(part) for part in slots) + 1
+        features = own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps)
+        hidden = self.feature(features.repeat(many, 1))
+        cached = [memory.cache for memory in memories]
+        keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
+        values = [torch.cat([cache.values[0][index, :, :end] for cache in cached])]
+        mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
+        vocabularies = torch.arange(many, device=state.device)[:, None] * len(self.embedding)  # of the stacked tables
+        texts = [state.rows[b].ids for b in live]
+        capacity, outputs = state.capacity, []
         for k in range(depths):
-            fed = [min(slot + 1 + k, end) for part, end in zip(slots, last, strict=True) for slot in part]
-            ids = [row.ids for row, part in zip(state.rows, slots, strict=True) for _ in part]
-            tokens = torch.tensor([text[at] for text, at in zip(ids, fed, strict=True)], device=state.device)
-            places = torch.tensor(fed, device=state.device) - 1
-            table = rope.rows(places, self.heads + self.kv_heads, self.kv_heads)
+            fed = [[ids[min(s + 1 + k, len(ids) - 1)] for s in part] for ids, part in zip(texts, slots, strict=True)]
+            tokens = (torch.tensor(fed, device=state.device).view(-1) + vocabularies).view(-1)
+            places = (at + k).clamp_max(capacity - 1).view(-1).repeat(many)
+            table = self._rope_for(capacity).rows(places, self.heads + self.kv_heads, self.kv_heads)
             residual, pairs, query = self._project(tokens, hidden, table)
             if k:
-                own_keys.append(pairs[:, : self.kv_heads])
-                own_values.append(pairs[:, self.kv_heads :])
-            attended = ttt_attention(query, keys, values, own_keys, own_values, layout)
-            hidden = self._leave(residual, attended.flatten(1))
-            rows.append(hidden[asked - k])
-        logits = self.logits(torch.cat(rows)).unflatten(0, (depths, -1)).split([len(span) for span in spans], 1)
-        return [Score(span, rows, self.ids, children=children) for span, rows in zip(spans, logits, strict=True)]
+                own = pairs.unflatten(0, (-1, width)).transpose(1, 2)
+                keys.append(own[:, : self.kv_heads])
+                values.append(own[:, self.kv_heads :])
+            hidden = self._leave(residual, self._attend(query, keys, values, mask))
+            outputs.append(hidden.unflatten(0, (-1, width))[:, depths - 1 - k : width - k])
+        logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(
+            many, len(live), depths, width + 1 - depths, -1
+        )
+        found = []
+        for (ids, children), rows in zip(kinds, logits, strict=True):
+            of = dict(zip(live, rows, strict=True))
+            parts = [of.get(b, rows[0])[:, : len(span)] for b, span in enumerate(spans)]
+            found.append([Score(s, part, ids, children=children) for s, part in zip(spans, parts, strict=True)])
+        return found
+
+    def _children(self, state: DecodeState) -> tuple[int, ...]:
+        shape = self.shape
+        if shape.chain or state.exact_rows:
+            return (1,) * shape.depth
+        return (shape.children,) * min(shape.depth, shape.nodes)
+
+    def _ready(self, state: DecodeState) -> Memory:
+        self.advance(state)
+        return self.current(state)
+
+    def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
+        """Queries [B·R, Hq, D] over the cached slots and all rows of the steps from 1 on: [B·R, Hq·D]."""
+        batch, rows = mask.shape[0], mask.shape[2]
+        groups = self.heads // self.kv_heads
+        folded = query.view(batch, rows, self.kv_heads, groups, self.dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        key, value = torch.cat(keys, 2), torch.cat(values, 2)
+        seen = mask[..., : key.shape[2]].repeat(1, 1, groups, 1)
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=self.dim**-0.5)
+        return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch * rows, -1)
 
 
-def _asked(spans: list[range], counts: list[int], depths: int, device: torch.device) -> Tensor:
-    """Rows at step 0 of the positions of all `spans`, each behind depths − 1 rows of its own."""
-    places = [
-        first + depths - 1 + i for span, (first, _) in zip(spans, ranges(counts), strict=True) for i in range(len(span))
-    ]
-    return torch.tensor(places, device=device)
+def _mask(at: Tensor, span: int, depths: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, R, span + (depths − 1)·R]: a row at slot `at` [B, R] looks at the slots up to its own, and of the rows of
+    later steps at its own ones."""
+    batch, rows = at.shape
+    hidden = torch.arange(span, device=at.device) > at[..., None]
+    others = ~torch.eye(rows, dtype=torch.bool, device=at.device).repeat(1, depths - 1).expand(batch, -1, -1)
+    mask = torch.cat((hidden, others), -1)[:, None]
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

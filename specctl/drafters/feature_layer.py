@@ -168,7 +168,7 @@ class FeatureLayer(HeadWeights, ABC):
 
     def behind(self, state: DecodeState) -> list[int]:
         """Slots of committed tokens that are not filled yet."""
-        memory = state.memory.get(self)
+        memory = state.memory.get(self.key)
         if memory is None:
             return state.cached
         missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
@@ -200,9 +200,13 @@ class FeatureLayer(HeadWeights, ABC):
 
     def last(self, state: DecodeState) -> Tensor:
         """The layer's output at every sequence's last slot [B, H]."""
+        return self.current(state).hidden
+
+    def current(self, state: DecodeState) -> Memory:
+        """The memory, which must be up to the last committed token."""
         memory = self._memory(state)
         assert memory.cached == state.cached, "stale draft cache"
-        return memory.hidden
+        return memory
 
     def read(self, state: DecodeState, width: int, every: bool) -> tuple[Tensor, list[int]]:
         """Run every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end.

@@ -321,12 +321,18 @@ class LMDrafter:
         hidden, _ = self.model.forward(tokens, memory.cache.sequence(b), plan, ())
         return self._logits(hidden[0, -1])
 
+    def _ready(self, state: DecodeState) -> _Memory:
+        self.advance(state)
+        memory: _Memory = state.memory[self]
+        assert memory.length == [len(row.ids) for row in state.rows], "stale draft cache"
+        return memory
+
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Its row before each position; whatever the depth, the text before it is the same.
 
         One forward over the last tokens of every sequence writes the keys and values again that are there already.
         """
-        self.advance(state)
+        self._ready(state)
         width = max((len(row.ids) - span.start for row, span in zip(state.rows, spans, strict=True) if span), default=0)
         if width == 0:
             return [Score(span) for span in spans]
@@ -353,9 +359,7 @@ class LMDrafter:
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain from the last committed token, never longer than the sequence has room for."""
-        self.advance(state)
-        memory: _Memory = state.memory[self]
-        assert memory.length == [len(row.ids) for row in state.rows], "stale draft cache"
+        memory = self._ready(state)
         depths = [min(self.shape.depth, budget, row.room) for row in state.rows]
         if max(depths) <= 0:
             return empty_draft(state.batch, state.device)

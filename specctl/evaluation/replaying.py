@@ -15,7 +15,7 @@ from specctl.evaluation.measure import Case, filters
 from specctl.evaluation.policy_rows import LONG_ENOUGH, PolicyRow
 from specctl.recipe import SelectRecipe
 from specctl.selection import record, regret
-from specctl.selection.arms import reach
+from specctl.selection.arms import chosen, reach
 from specctl.selection.hindsight import Hindsight
 from specctl.selection.lengths import shortened
 from specctl.selection.replay import Replay, draft_all, oracle, replay
@@ -82,6 +82,7 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
     """
     assert recipe.replay is not None
     table = read_table(recipe.replay)
+    table = of_arms(table, [table.arms.index(name) for name in chosen(recipe, table.arms)])
     if recipe.arms.draft_nodes:
         table = shortened(table, recipe.arms.draft_nodes)
     yardstick = Hindsight(table)

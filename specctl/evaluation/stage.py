@@ -30,7 +30,7 @@ from specctl.selection.combined import Guarded, Together
 from specctl.selection.controller import Round, Selector, Text
 from specctl.selection.feedback import Scorer
 from specctl.selection.game import Game
-from specctl.selection.policy import Arms, Array, Policy
+from specctl.selection.policy import Arms, Array, Policy, seed_of
 from specctl.selection.router import Router
 from specctl.selection.router_training import prompt_text
 from specctl.selection.rules import rules_for
@@ -103,14 +103,14 @@ class Stage:
         recipe = self.recipe
         deepest = max(1, *(reach(arm.drafter) for arm in self.arms))
         rules = rules_for(name, recipe.game, deepest)
-        arms = Arms(len(self.arms), rules.depth, recipe.sampling.seed)
         overlap = registry.learns(name) == "reward" and rules.reward == "bd"
         scorer = None
         if registry.learns(name) == "losses" or overlap:
             drafters = list(dict.fromkeys(arm.drafter for arm in self.arms))
-            scorer = Scorer(self.target, drafters, arms.depth, overlap=overlap)
+            scorer = Scorer(self.target, drafters, rules.depth, overlap=overlap)
 
         def new_game(text: Text) -> Game:
+            arms = Arms(len(self.arms), rules.depth, seed_of(recipe.sampling.seed, text.query))
             return Game(self._policy(name, arms, text), rules, arms)
 
         return Selector(

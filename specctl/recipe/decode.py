@@ -65,10 +65,12 @@ class GenerateRecipe(CommandRecipe):
 
 
 class ArmRecipe(Section):
-    """What can be chosen besides a drafter: how much it drafts.
+    """What can be chosen: which drafters, and how much they draft.
 
     The arms are all drafters × (`draft_nodes` and `shapes`), where any are given; 0 nodes is plain decoding, once.
     """
+
+    names: Names = []  # only these of the pool's drafters; empty = all
 
     draft_nodes: list[NonNegativeInt] = []
     shapes: list[DraftingRecipe] = []

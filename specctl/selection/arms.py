@@ -61,7 +61,15 @@ def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dic
             progress.warn(f"{path} is left out of the pool: {error.message}")
     if not found:
         raise CheckpointError("no drafter of the pool can be used", hint="--strict says why, for the first of them")
-    return found
+    return {name: found[name] for name in chosen(recipe, list(found))}
+
+
+def chosen(recipe: SelectRecipe, pool: list[str]) -> list[str]:
+    """The drafters that are to be arms. Raises UsageError where one is named that the pool lacks."""
+    missing = [name for name in recipe.arms.names if name not in pool]
+    if missing:
+        raise UsageError(f"arms.names: no {missing[0]} in the pool", hint=f"there are {', '.join(pool)}")
+    return recipe.arms.names or pool
 
 
 def named(paths: list[str]) -> dict[str, str]:

@@ -138,7 +138,7 @@ class Selector:
                 committed,
                 accepted=min(len(verdict.paths[b]), committed),
                 drafted=verdict.depths[b],
-                complete=row.stop is None,
+                complete=committed == len(verdict.committed[b]),  # nothing was cut off at the end of the text
                 overlap=overlaps.get(b),
                 seconds=seconds,
             )

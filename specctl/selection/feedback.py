@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText, Request
 from specctl.decoding.target import Target
 from specctl.decoding.verify import Verdict
+from specctl.drafters.feature import FeatureDrafter
+from specctl.drafters.stacked import Stacked, teams
 
 GreedyP = Literal["softmax", "argmax"]
 UNFILTERED = Sampling(1.0, 0, 1.0)
@@ -90,6 +92,7 @@ class Scorer:
         """
         self.target, self.drafters, self.depth = target, drafters, depth
         self.greedy_p, self.overlap = greedy_p, overlap
+        self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
 
     def _texts(self, state: DecodeState) -> list[_Kept]:
         memory = state.memory.get(self)
@@ -128,19 +131,18 @@ class Scorer:
             spans.append(range(start, start + count))
             rows += [kept.rows.popleft() for _ in range(count)]
         logits = torch.stack(rows) if rows else torch.empty(0, self.target.vocab_size, device=state.device)
-        drafters = self.drafters if only is None else [self.drafters[n] for n in only]
-        return self._score(state, drafters, spans, logits)
+        return self._score(state, spans, logits, only)
 
     def _score(
-        self, state: DecodeState, drafters: Sequence[Drafter], spans: list[range], logits: Tensor
+        self, state: DecodeState, spans: list[range], logits: Tensor, only: Sequence[int] | None = None
     ) -> list[Feedback]:
         """`logits` [R, V]: the target's, of all positions of `spans`."""
         sizes = [len(span) for span in spans]
         if not any(sizes):
-            shape = (len(drafters), 0, self.depth)
+            shape = (len(self.drafters if only is None else only), 0, self.depth)
             empty = np.zeros(shape, np.float32)
             return [Feedback(empty, empty if self.overlap else None, np.zeros(shape, np.bool_)) for _ in spans]
-        scores = [_joined(drafter.score(state, spans, self.depth)) for drafter in drafters]
+        scores = self._scores(state, spans) if only is None else self._each(state, spans, only)
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
         judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device), self.greedy_p)
@@ -152,6 +154,19 @@ class Scorer:
         gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*found, strict=True))
         overlap = judge.overlap(scores, self.depth).cpu().numpy() * begun if self.overlap else None
         return Feedback(gamma * begun, overlap, hit & begun)._parts(sizes)
+
+    def _each(self, state: DecodeState, spans: list[range], places: Sequence[int]) -> list[Score]:
+        return [_joined(self.drafters[n].score(state, spans, self.depth)) for n in places]
+
+    def _scores(self, state: DecodeState, spans: list[range]) -> list[Score]:
+        found: dict[int, Score] = {}
+        for places, stack in self._teams:
+            if stack is None:
+                scores = [self.drafters[places[0]].score(state, spans, self.depth)]
+            else:
+                scores = stack.score(state, spans, self.depth)
+            found.update(zip(places, map(_joined, scores), strict=True))
+        return [found[n] for n in range(len(self.drafters))]
 
 
 @torch.inference_mode()
@@ -188,9 +203,13 @@ def table(
     parts = []
     for start in range(first + 1, len(ids), SPAN) or [first + 1]:
         span = range(start, min(start + SPAN, len(ids)))
-        parts += scorer._score(state, drafters, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]))
+        parts += scorer._score(state, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]))
     fields = zip(*((part.gamma, part.overlap, part.hit) for part in parts), strict=True)
     return Feedback(*(np.concatenate(field, 1) for field in fields))
+
+
+def _stacked(team: list[Drafter]) -> Stacked | None:
+    return Stacked(cast(list[FeatureDrafter], team)) if len(team) > 1 else None
 
 
 def _joined(scores: list[Score]) -> Score:
@@ -247,18 +266,17 @@ class _Judge:
         if score.tokens is None:
             assert score.logits is not None
             flat = score.logits[:reach].flatten(0, 1)
-            gain, index = kernels.expand_topk(flat, int(counts.max()))
+            gain, index = kernels.expand_topk(flat, max(score.children[:reach]))
             tokens = (index if score.ids is None else score.ids[index]).unflatten(0, (-1, len(self.committed)))
-            broken = (kernels.nan_count(flat) > 0) | ~gain[:, 0].isfinite()
+            tokens = tokens.transpose(0, 1)  # [R, K, C]
+            broken = ((kernels.nan_count(flat) > 0) | ~gain[:, 0].isfinite()).view(-1, len(tokens)).T
         else:
-            tokens = score.tokens[:reach]
+            tokens = score.tokens[:reach].transpose(0, 1)
             broken = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        none = (tokens < 0) | (torch.arange(tokens.shape[-1], device=tokens.device) >= counts[:, None, None])
-        mass = kernels.token_probability(self.p, tokens.clamp_min(0).transpose(0, 1)).masked_fill(
-            none.transpose(0, 1), 0.0
-        )
-        hit = ((tokens == self.committed[:, None]) & ~none).any(-1) & ~broken.view(tokens.shape[:2])
-        return mass.sum(-1).masked_fill(broken.view(tokens.shape[:2]).T, torch.nan), hit.T
+        some = (tokens >= 0) & (torch.arange(tokens.shape[-1], device=tokens.device) < counts[:, None])
+        mass = (kernels.token_probability(self.p, tokens.clamp_min(0)) * some).sum(-1)
+        hit = ((tokens == self.committed[:, None, None]) & some).any(-1)
+        return mass.masked_fill(broken, torch.nan), hit & ~broken
 
     def overlap(self, scores: list[Score], depth: int) -> Tensor:
         """1 − TV(p̄, q̄) of N drafters [N, R, K]; at each depth the target's rows are read once for all of them."""
@@ -274,13 +292,12 @@ class _Judge:
                 break
             found[list(drafts), :, k] = kernels.panorama(self.p_bar, list(drafts.values()), self.committed).accept
         for n, score in enumerate(scores):
-            rows, reach = score.logits if score.tokens is None else score.tokens, min(depth, len(score.children))
-            if score.tokens is not None and score.tokens.shape[-1]:
-                first = score.tokens[..., 0].T
-                found[n, :, : first.shape[1]] = kernels.token_probability(self.p_bar, first.clamp_min(0)) * (first >= 0)
-            if rows is not None and len(rows) == 1:
+            if score.logits is not None and len(score.logits) == 1:
                 found[n] = found[n, :, :1]
-            found[n, :, reach:] = 0
+            elif score.tokens is not None and score.tokens.shape[-1]:
+                first = score.tokens[:depth, :, 0].T
+                found[n] = kernels.token_probability(self.p_bar, first.clamp_min(0)) * (first >= 0)
+            found[n, :, len(score.children) :] = 0
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -22,6 +23,11 @@ class Arms:
     count: int
     depth: int
     seed: int
+
+
+def seed_of(seed: int, query: str) -> int:
+    """The seed of a game that begins with this query: live decoding and replay draw the same arms."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {query}".encode(), digest_size=8).digest())
 
 
 class Policy(Protocol):

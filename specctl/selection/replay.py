@@ -10,7 +10,7 @@ from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game import Game
 from specctl.selection.hindsight import Hindsight, Ints, Reset, games
 from specctl.selection.losses import along_drafts, beyond_the_end
-from specctl.selection.policy import Arms, Array
+from specctl.selection.policy import Arms, Array, seed_of
 from specctl.selection.registry import build
 from specctl.selection.rules import rules_for
 from specctl.selection.trace import Trace
@@ -77,10 +77,9 @@ def replay(
     table = hindsight.table
     rules = rules_for(name, game, table.depth, tuple(hindsight.cost.tolist()))
     parts = games(table.traces, reset, session)
-    seeds = np.random.SeedSequence(seed).generate_state(len(parts))
     played = []
-    for queries, own_seed in zip(parts, seeds, strict=True):
-        arms = Arms(len(table.arms), rules.depth, int(own_seed))
+    for queries in parts:
+        arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
         played.append(_play(Game(build(name, arms, policy), rules, arms), hindsight, queries))
     return _measured(name, hindsight, parts, played)
 

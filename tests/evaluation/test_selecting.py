@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from specctl.distillation.prompts import Prompt
@@ -13,7 +14,7 @@ from specctl.drafters.suffix import Suffix
 from specctl.errors import UsageError
 from specctl.evaluation.measure import Case
 from specctl.evaluation.selecting import select
-from specctl.evaluation.stage import sessions, turns
+from specctl.evaluation.stage import Stage, sessions, turns
 from specctl.recipe import DataRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.runs import Run
 from tests.lossless.drafters import own_weights
@@ -50,10 +51,10 @@ def recipe(prompts, **fields):
     )
 
 
-def selected(tmp_path, made, target, pool):
+def selected(tmp_path, made, target, pool, rounds=True):
     run = Run.create("select", made, tmp_path / "run")
     found = select(made, run, target=target, drafters=pool)
-    rounds = [json.loads(line) for line in (run.dir / "rounds.jsonl").read_text().splitlines()]
+    rounds = rounds and [json.loads(line) for line in (run.dir / "rounds.jsonl").read_text().splitlines()]
     return found, run.result(dataclasses.asdict(found)), rounds
 
 
@@ -141,3 +142,90 @@ def test_a_batch_never_holds_two_prompts_of_a_session():
     stream = [[case("a", n) for n in range(3)], [case("b", n) for n in range(2)], [case("c", 0)]]
     found = turns(stream, 2)
     assert [[one.prompt.id for one in turn] for turn in found] == [["a0", "b0"], ["a1", "b1"], ["a2"], ["c0"]]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, target, pool):
+    """A table of the pool on all questions, and the prompts' file."""
+    folder = tmp_path_factory.mktemp("table")
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    made = recipe(path, record=folder / "table.parquet")
+    found, _, _ = selected(folder, made, target, pool, rounds=False)
+    return path, made.record, found
+
+
+@pytest.mark.parametrize("algo", ["hedgespec", "metasd-ucb", "ucbspec", "random"])
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, algo, reset):
+    """Every round's arm and tokens, exactly: the same game is played on the same feedback."""
+    prompts, table, _ = recorded
+    options = dict(algo=[algo], reset=reset, baselines=["fixed"], sampling={"seed": 3})
+    live, _, rounds = selected(tmp_path, recipe(prompts, **options), target, pool)
+    again, _, _ = selected(tmp_path / "replay", recipe(prompts, replay=table, **options), target, pool, rounds=False)
+    mine, theirs = live.policies[0], again.policies[0]
+    assert (mine.rounds, mine.pulls) == (theirs.rounds, theirs.pulls)
+    assert (live.mat, live.oracle_mat, live.regret) == pytest.approx((again.mat, again.oracle_mat, again.regret))
+    assert len({line["arm"] for line in rounds}) > 1
+
+
+def test_recording_says_what_every_arm_does(recorded, target, pool):
+    _, _, found = recorded
+    assert found.mode == "record" and found.queries == 4
+    rows = {row.algo: row.mat for row in found.policies}
+    assert rows["good"] > 2 and rows["draft-all"] >= rows["good"] - 1e-9
+    assert rows["oracle"] == found.oracle_mat
+
+
+def test_pools_of_several_sizes(tmp_path, recorded, target, pool):
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, algo=["hedgespec", "random"], pool_sizes=[1, 2])
+    found, _, _ = selected(tmp_path, made, target, pool, rounds=False)
+    sizes = {(one.arms, one.algo): one for one in found.pool_size}
+    assert sizes.keys() == {(n, name) for n in (1, 2) for name in ("hedgespec", "random", "oracle")}
+    assert sizes[1, "random"].share_of_best == pytest.approx(1)
+    assert sizes[2, "oracle"].mat >= sizes[2, "hedgespec"].mat
+
+
+def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, arms={"names": ["suffix", "good"]})
+    found, _, _ = selected(tmp_path, made, target, pool, rounds=False)
+    assert found.arms == ["suffix", "good"]
+    with pytest.raises(UsageError, match=r"no gold in the pool.*"):
+        made = recipe(prompts, replay=table, arms={"names": ["gold"]})
+        selected(tmp_path / "b", made, target, pool, rounds=False)
+
+
+class Oracle:
+    """A router that knows."""
+
+    def __init__(self, arms, right):
+        self.arms, self.right = arms, right
+
+    def probabilities(self, texts):
+        return np.array([[0.9 if arm == self.right else 0.1 for arm in self.arms] for _ in texts])
+
+
+def test_the_router_plays_what_it_says(tmp_path, prompts, target, pool):
+    made = recipe(prompts, algo=["router", "hedgespec"], router_dir=tmp_path, warm_start=True, baselines=["fixed"])
+    cases = [[Case(Prompt("ab" * 16, [{"role": "user", "content": "Hi"}], "sql", ""), [1, 5], 8)]]
+    stage = Stage(made, target, cases, pool, Oracle([*pool], "lookup"))
+    with open(tmp_path / "log", "w") as log:
+        stage.play(log, lambda records: tmp_path)
+    assert {arm for _, arm, _ in stage.plays["router"]} == {"lookup"}
+    first = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert first["algo"] == "hedgespec"
+    weights = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    warm = next(line["weights"] for line in weights if line["algo"] == "hedgespec")
+    assert max(warm) == warm[1] > 0.5
+
+
+def test_half_sessions_of_two_domains(prompts):
+    made = recipe(prompts, session=4, order="shift")
+    made = made.model_copy(update={"data": DataRecipe(domain=["sql", "math"])})
+    found = sessions([case(domain, n) for domain in ("sql", "math") for n in range(4)], made)
+    assert [len(session) for session in found] == [4, 4]
+    for session in found:
+        domains = [one.prompt.domain for one in session]
+        assert domains[0] == domains[1] != domains[2] == domains[3]

@@ -1,0 +1,90 @@
+"""Heads of one shape that are scored as one say what each of them says."""
+
+import copy
+
+import pytest
+import torch
+
+from specctl.decoding import layers
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.drafters import eagle, eagle3
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.lora import LowRank
+from specctl.drafters.stacked import Stacked, teams
+from specctl.drafters.tree import Shape
+from specctl.recipe import DrafterRecipe, TrainRecipe
+
+SHAPE = Shape(3, 1, 3, 1, 0.0)
+
+
+def eagle3_head(target, seed, vocabulary=512):
+    torch.manual_seed(seed)
+    architecture = eagle3.architecture(DrafterRecipe(vocab_size=vocabulary), target)
+    head = Eagle3Head(architecture, torch.randperm(target.vocab_size)[:vocabulary].sort().values)
+    eagle3.initialise(head, target)
+    return disturbed(head)
+
+
+def disturbed(head):
+    """Norms start at 1: one head's taken for another's would not show."""
+    for parameter in head.parameters():
+        parameter.data += 0.1 * parameter.std(correction=0).clamp_min(0.3) * torch.randn_like(parameter)
+    return head
+
+
+def eagle3_drafter(target, seed, **options):
+    return eagle3.Eagle3Drafter(eagle3_head(target, seed, **options), target, SHAPE)
+
+
+def eagle_drafter(target, seed):
+    torch.manual_seed(seed)
+    head = eagle.build(TrainRecipe(arch="eagle"), target, lambda size: list(range(size)))
+    return eagle.EagleDrafter(disturbed(head), target, SHAPE)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [("fp32", 1e-4), ("bf16", 0.12)])
+@pytest.mark.parametrize("make", [eagle3_drafter, eagle_drafter])
+def test_stacked_is_one_by_one(target, prompts, make, dtype, tolerance, monkeypatch):
+    """In a ragged batch with an empty span, more than once, while heads are at different places of the text; and the
+    heads, whose weights are views now, still say the same. bf16 as on a GPU, unpacked."""
+    monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+    target = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype=dtype)
+    apart = [make(target, seed) for seed in range(3)]
+    heads = [make(target, seed) for seed in range(3)]
+    stacked = Stacked(heads)
+    assert heads[2].qkv.weight.data_ptr() == stacked._whole.qkv.weight[2].data_ptr()
+    compared = []
+
+    def ask(state, draft, verdict):
+        sizes = [4, 0, 9]
+        spans = [range(len(row.ids) - size, len(row.ids)) for row, size in zip(state.rows, sizes, strict=True)]
+        if not compared:
+            heads[1].advance(state)
+        together = stacked.score(state, spans, 3)
+        for others in (apart, heads):
+            for head, found in zip(others, together, strict=True):
+                for one, other in zip(head.score(state, spans, 3), found, strict=True):
+                    assert one.positions == other.positions and torch.equal(one.ids, other.ids)
+                    assert one.children == other.children
+                    torch.testing.assert_close(other.logits, one.logits, atol=tolerance, rtol=tolerance)
+                    compared.append(one.logits)
+
+    decode(target, prompts, sampling=GREEDY, max_new_tokens=3, seeds=[0] * 3, taps=apart[0].taps, on_round=ask)
+    some = [logits for logits in compared if logits.shape[1]]
+    assert len(some) >= 24 and (some[0] - some[2]).abs().max() > 10 * tolerance  # head 1 is not head 0
+
+
+def test_who_is_scored_together(target):
+    """Heads of one shape on a GPU; on a CPU nobody, and neither adapters nor what is no head."""
+    heads = [eagle3_drafter(target, 0), eagle3_drafter(target, 1), eagle3_drafter(target, 2, vocabulary=256)]
+    pool = [Lookup(), *heads, eagle_drafter(target, 0)]
+    assert teams(pool) == [[0], [1], [2], [3], [4]]
+    adapted = copy.copy(heads[0])
+    adapted.qkv = LowRank(heads[0].qkv, torch.zeros(2, 512), torch.zeros(512, 2))
+    pool.append(adapted)
+    for head in pool[1:]:
+        head.device = torch.device("cuda")
+    assert teams(pool) == [[0], [1, 2], [3], [4], [5]]
