@@ -30,7 +30,9 @@ class PolicyRecipe(Section):
 class GameRecipe(Section):
     """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
 
-    depth: PositiveInt | None = None  # draft depths of idle drafters that are looked at; None = the longest draft
+    # Draft depths of idle drafters that are looked at; None = the longest draft. On the built-in target two choose as
+    # well as four or eight, for half the cost.
+    depth: PositiveInt | None = 2
     reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
     loss: Literal["length", "acceptance"] = "length"  # of full information: expected length, or 1 - γ at depth 1
     estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier

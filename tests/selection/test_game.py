@@ -44,7 +44,7 @@ class Spy:
 
 def spied(learns="losses", scale="unit", costs=(), **options):
     spy = Spy(learns, scale)
-    return Game(spy, rules_for("hedgespec", GameRecipe(**options), K, costs), ARMS), spy
+    return Game(spy, rules_for("hedgespec", GameRecipe(**{"depth": None, **options}), K, costs), ARMS), spy
 
 
 def trace(seed=0, tokens=T):
@@ -258,7 +258,7 @@ def test_a_game_continues_bit_for_bit(name, unit):
 
     def fresh(seed):
         arms = Arms(N, K, seed)
-        recipe = GameRecipe(unit=unit, warmup_rounds=1, batch_rounds=3, tokens_per_update=4)
+        recipe = GameRecipe(depth=None, unit=unit, warmup_rounds=1, batch_rounds=3, tokens_per_update=4)
         return Game(build(name, arms, PolicyRecipe()), rules_for(name, recipe, K), arms)
 
     def rounds(game, text, at, count):
@@ -286,7 +286,7 @@ def test_a_game_continues_bit_for_bit(name, unit):
 
 def test_normalhedge_plays_without_hedgespecs_savings():
     """The ablation would be the same row twice if both had the same rules."""
-    recipe = GameRecipe()
+    recipe = GameRecipe(depth=None)
     assert rules_for("normalhedge", recipe, K).batch_rounds == 1
     assert rules_for("ftl", recipe, K) == rules_for("hedgespec", recipe, K)
     assert (rules_for("metasd-ucb", recipe, K).reward, rules_for("ucbspec", recipe, K).reward) == ("bd", "tokens")
