@@ -23,7 +23,7 @@ from .reference import Panorama
 from .rows import BLOCK, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
 
 _CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
-_CHUNK_LOGITS = 2**15  # logits that each thread has in hand: five fp32 buffers of so many stay in its own cache
+_IN_HAND = 2**19  # logits a pass has in hand: its buffers fit the last cache; fewer cost more in calls than they save
 _LOG_TINY = math.log(TINY)
 _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
 
@@ -71,7 +71,7 @@ _scratch = _Scratch()
 def _chunks(logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
     """Runs of rows: their place, their logits, and `count` buffers of their size in working precision."""
     rows, vocabulary = logits.shape
-    step = max(1, min(rows, torch.get_num_threads() * _CHUNK_LOGITS // vocabulary))
+    step = max(1, min(rows, _IN_HAND // vocabulary))
     buffers = _scratch.buffers(count, step, vocabulary, working(logits[:0]).dtype)
     for start in range(0, max(rows, 1), step):
         part = logits[start : start + step]
@@ -210,14 +210,19 @@ def accept_chain(
         accepted = reference.block_accepted(share, _excess(p, q, share), count, u_accept)
 
     # One row per sequence is needed in full: the rejected position's, or the one behind the whole draft.
-    weight = probabilities(p.take(row[:, 0] * (n + 1) + accepted))
-    rejected = (accepted < count).nonzero()[:, 0]
-    if len(rejected):
-        kept = weight[rejected]
-        scaled = kept if share is None else kept * share[rejected, accepted[rejected]][:, None]
-        residual = (scaled - probabilities(q.take(rejected * n + accepted[rejected]))).clamp_(min=0)
-        weight[rejected] = torch.where(residual.amax(-1, keepdim=True) > 0, residual, kept)
-    return accepted, inverse_cdf(weight, u_next.gather(1, accepted[:, None])[:, 0])
+    behind = p.take(row[:, 0] * (n + 1) + accepted)
+    drafted = q.take(row[:, 0] * n + accepted.clamp(max=n - 1)) if n else q
+    rejected, u, drawn = accepted < count, u_next.gather(1, accepted[:, None])[:, 0], []
+    for at, part, (scores, weight, residual) in _chunks(behind.logits, 3):
+        _dense(behind, at, part, scores, weight)
+        if bool(rejected[at].any()):
+            _dense(drafted, at, drafted.logits[at], scores, residual)
+            own = weight if share is None else torch.mul(weight, share.gather(1, accepted[:, None])[at], out=scores)
+            torch.sub(own, residual, out=residual).relu_()
+            left = rejected[at] & (residual.amax(-1) > 0)
+            weight = residual if bool(left.all()) else torch.where(left[:, None], residual, weight)
+        drawn.append(inverse_cdf(weight, u[at]))
+    return accepted, torch.cat(drawn)
 
 
 def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
@@ -289,20 +294,28 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
 
 def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> Tensor:
     """Fills in `p` and `log_p` = log max(p, TINY), [R, V], of the rows `at`; returns their likeliest tokens [R]."""
+    best = _dense(rows, at, logits, log_p, p)
+    log_p.sub_(rows.lse[at, None]).clamp_(min=_LOG_TINY)
+    hot = (rows.greedy[at] >= 0).nonzero()[:, 0]
+    if len(hot):
+        log_p.index_fill_(0, hot, _LOG_TINY)[hot, best[hot]] = 0.0
+    return best
+
+
+def _dense(rows: Rows, at: slice, logits: Tensor, scores: Tensor, p: Tensor) -> Tensor:
+    """Fills in `p` [R, V] of the rows `at`, and their `scores` if one is sampled; returns the likeliest tokens [R]."""
     greedy = rows.greedy[at]
     hot = (greedy >= 0).nonzero()[:, 0]
     best = greedy
     if len(hot) < len(greedy):
-        best = torch.where(greedy >= 0, greedy, _argmax(log_p.copy_(logits))[0])
-        log_p.mul_(rows.inv_temp[at, None])
+        best = torch.where(greedy >= 0, greedy, _argmax(scores.copy_(logits))[0])
+        scores.mul_(rows.inv_temp[at, None])
         cut = rows.cut[at, None]
         if bool((cut > -torch.inf).any()):
-            log_p.masked_fill_(log_p < cut, -torch.inf)
-        torch.softmax(log_p, -1, out=p)
-        log_p.sub_(rows.lse[at, None]).clamp_(min=_LOG_TINY)
+            scores.masked_fill_(scores < cut, -torch.inf)
+        torch.softmax(scores, -1, out=p)
     if len(hot):
         p.index_fill_(0, hot, 0.0)[hot, greedy[hot]] = 1.0
-        log_p.index_fill_(0, hot, _LOG_TINY)[hot, greedy[hot]] = 0.0
     return best
 
 
