@@ -27,6 +27,10 @@ class DraftConfig:
     draft_vocab_size: int
     taps: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} tokens, the target has {self.vocab_size}")
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"taps": list(self.taps)}
 
@@ -231,6 +235,8 @@ def restored(
     try:
         head = kind(shape.from_dict(config["architecture"]))
         head.load_state_dict(tensors)
+        if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
+            raise ValueError(f"draft tokens stand for ids outside 0 … {head.config.vocab_size - 1}")
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{config.get('family')} drafter: weights and architecture do not fit: {error}"

@@ -195,12 +195,14 @@ def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
 class Shape:
     """A chain of at most `depth` tokens, ended by the first token whose joint probability is under `stop_below`.
 
-    `sampled` draws the tokens (ratio rule) where the target samples; otherwise they are the most probable ones.
+    `sampled` draws the tokens (ratio rule, by `rule`) where the target samples; otherwise they are the most probable
+    ones. That a token ends the chain biases neither rule: whether a prefix is drafted further depends on itself alone.
     """
 
     depth: int
     stop_below: float
     sampled: bool
+    rule: str = "token"
 
 
 def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
@@ -211,7 +213,7 @@ def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
     """
     shape = Shape(7, 0.25, False) if device.type == "cpu" else Shape(5, 0.0, False)
     given = {key: value for key in ("depth", "stop_below") if (value := getattr(drafting, key)) is not None}
-    return replace(shape, **given, sampled=drafting.proposal == "sampled")
+    return replace(shape, **given, sampled=drafting.proposal == "sampled", rule=drafting.rule)
 
 
 @dataclass
@@ -375,7 +377,7 @@ class LMDrafter:
             for fed, token in zip(memory.drafted, picked, strict=True):
                 fed.append(token)
             logits = self._logits(hidden[:, 0])
-        return DraftTree.from_chains(chains, state.device, _stacked(rows) if sampled else None)
+        return DraftTree.from_chains(chains, state.device, _stacked(rows) if sampled else None, self.shape.rule)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits over the target's vocabulary; models of one family pad theirs to different sizes."""

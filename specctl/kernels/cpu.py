@@ -273,8 +273,7 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
     mass, negentropy, p_x = torch.cat(of_target, -1)
     entropy = -negentropy
     if not drafts:
-        none = entropy.new_zeros(0, len(entropy))
-        return Panorama(*[none] * 9, entropy.masked_fill_(~p.valid, torch.nan))
+        return Panorama(*entropy.new_zeros(9, 0, len(entropy)), entropy.masked_fill(~p.valid, torch.nan))
     each = [torch.cat(sums, -1) for sums in zip(*of_drafts, strict=True)]
     cross, excess, own, other, q_x, agree, missed = torch.stack(each, 1)
     fields = [
