@@ -60,8 +60,8 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
         paths, committed = ratio_rule(state, draft, logits)
     else:
         paths, committed = _match_rule(state, draft, logits, plan.positions[:, :rows] + 1)
-    last = [path[-1] + 1 if path else 0 for path in paths]
-    check_logits(target, logits[range(len(paths)), last])
+    behind = [path[-1] + 1 if path else 0 for path in paths]
+    check_logits(target, logits[range(len(paths)), behind])
     depths = [max(d, default=0) for d in depth]
     stops = []
     for path, parents in zip(paths, draft.parents.tolist(), strict=True):

@@ -14,7 +14,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.lora import Product
 from specctl.drafters.ttt_attention import Layout
 from specctl.errors import CheckpointError
-from specctl.kernels.distill import Teacher, linear_distill
+from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe
 
 
@@ -175,6 +175,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
+        self.squash = Squash()  # the target's
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
         member[ids] = True
@@ -196,7 +197,7 @@ class DraftHead(nn.Module):
         (EAGLE-3 practice), or its tokens. `target_head`: [Vd, Ht] rows of the target's vocabulary head."""
         if self.objective == "ce":
             return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
-        return Teacher(batch.teacher, target_head)
+        return Teacher(batch.teacher, target_head, self.squash)
 
     def distil(self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher) -> Losses:
         """Losses of draft logits, given as the product that makes them. Its Σ n_k inputs are those of all `steps` k,

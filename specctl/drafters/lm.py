@@ -22,7 +22,7 @@ from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target, load_model, load_tokenizer, vocab_hash
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
-from specctl.kernels.distill import Teacher, linear_distill
+from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 # Layers, hidden size, heads, intermediate size. "68m" is that of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
@@ -47,6 +47,7 @@ class LM(nn.Module):
         super().__init__()
         self.model = model
         self.objective = "ce"
+        self.squash = Squash()  # the target's
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -74,7 +75,7 @@ class LM(nn.Module):
             teacher = Teacher(batch.tokens[:, 1:][wanted])
         else:
             width = min(width, len(target_head))
-            teacher = Teacher(batch.teacher, target_head[:width])
+            teacher = Teacher(batch.teacher, target_head[:width], self.squash)
         rows, bias = torch.arange(len(hidden), device=hidden.device), None if head.bias is None else head.bias[:width]
         shares = torch.ones_like(rows, dtype=torch.float32)
         total, _ = linear_distill(hidden, head.weight[:width], bias, teacher, rows, shares, self.objective)

@@ -272,10 +272,9 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
         of_drafts.append([_drafted(draft, at, x, best, mass, dense, log_p, rest) for draft in drafts])
     mass, negentropy, p_x = torch.cat(of_target, -1)
     entropy = -negentropy
-    if not drafts:
-        return Panorama(*entropy.new_zeros(9, 0, len(entropy)), entropy.masked_fill(~p.valid, torch.nan))
     each = [torch.cat(sums, -1) for sums in zip(*of_drafts, strict=True)]
-    cross, excess, own, other, q_x, agree, missed = torch.stack(each, 1)
+    table = torch.stack(each, 1) if each else entropy.new_zeros(7, 0, len(entropy))
+    cross, excess, own, other, q_x, agree, missed = table
     fields = [
         (mass - excess).clamp_(min=0),
         excess,
@@ -287,8 +286,8 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
         agree,
         missed,
     ]
-    table = torch.stack(fields).masked_fill_(cross.isnan(), torch.nan)
-    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in (*table, entropy)))
+    fields = [field.masked_fill(cross.isnan(), torch.nan) for field in fields]
+    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in (*fields, entropy)))
 
 
 def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> Tensor:
