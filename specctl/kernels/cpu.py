@@ -325,8 +325,9 @@ def _drafted(
     if draft.ids is not None:
         p, log_p = p[:, draft.ids], log_p[:, draft.ids]
         missed = (mass - p.sum(-1)).clamp_(min=0)
-    log_q, q, product = (buffer[:, : draft.logits.shape[1]] for buffer in buffers)
-    log_q.copy_(draft.logits.detach()[at])
+    logits = draft.logits.detach()[at]
+    log_q, q, product = (buffer.view(-1)[: logits.numel()].view(logits.shape) for buffer in buffers)
+    log_q.copy_(logits)
     if draft.inv_temp is not None:
         log_q.mul_(draft.inv_temp[at, None])
     likeliest, top = _argmax(log_q)
