@@ -161,3 +161,10 @@ def test_a_json_file_stands_for_a_mapping(tmp_path):
         == 1
     )
     assert "neither a mapping nor a JSON file" in problems("train-drafter", overrides=["deepspeed=nowhere"])[0]
+
+
+def test_the_block_rule_is_for_sampled_proposals():
+    """With deterministic ones it would decide nothing, and a measurement of it would show the match rule."""
+    with pytest.raises(RecipeError, match="set proposal=sampled"):
+        resolve("eval", None, ["drafting.rule=block"], [])
+    assert resolve("eval", None, ["drafting.rule=block", "drafting.proposal=sampled"], []).drafting.rule == "block"

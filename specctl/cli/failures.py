@@ -18,8 +18,25 @@ class Failure:
     code: int
 
 
-def explain(error: BaseException) -> Failure:
-    """The failure an exception stands for. Errors of our own carry everything; the rest is put into words here."""
+SMALLER = {  # command → recipe keys that make it need less memory
+    "distill": ("batch_size", "sampling.max_new_tokens", "target.device_map=auto"),
+    "train-drafter": (
+        "batch_tokens",
+        "max_length",
+        "gradient_checkpointing=true",
+        "zero_stage=2",
+        "features.mode=online",
+        "target.device_map=auto",
+    ),
+    "eval": ("sampling.max_new_tokens", "target.dtype=bf16", "target.device_map=auto"),
+    "generate": ("sampling.max_new_tokens", "target.dtype=bf16", "target.device_map=auto"),
+    "bench": ("batches", "vocabularies", "context"),
+}
+
+
+def explain(error: BaseException, command: str | None = None) -> Failure:
+    """The failure an exception of `command` stands for. Errors of our own carry everything, the rest is put into words
+    here."""
     if isinstance(error, SpecctlError):
         return Failure(type(error).__name__, error.message, error.hint, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -29,11 +46,21 @@ def explain(error: BaseException) -> Failure:
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return Failure(type(error).__name__, f"{where}{error.strerror}", None, 1)
-    if isinstance(error, MemoryError):
-        return Failure("MemoryError", "out of memory", "a smaller batch_size or batch_tokens needs less", 1)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if _out_of_memory(error):
+        hint = f"lower or set {', '.join(SMALLER[command])}" if command in SMALLER else None
+        return Failure(
+            "MemoryError", f"out of memory: {first_line.partition('err == 0. ')[2] or first_line}".rstrip(": "), hint, 1
+        )
     hint = "specctl -v … shows the traceback"
     return Failure(type(error).__name__, f"unexpected {type(error).__name__}: {first_line}".rstrip(": "), hint, 1)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Python's own, or PyTorch's (told by name and words: importing torch would take longer than most commands)."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def _usage_hint(error: BaseException) -> str | None:

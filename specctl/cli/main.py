@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
     except SystemExit as stop:
         return _reader_gone() if isinstance(stop.__context__, BrokenPipeError) else int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
-        failure = explain(error)
+        failure = explain(error, next((word for word in argv if not word.startswith("-")), None))
         if output.verbose:
             traceback.print_exception(error)
         try:

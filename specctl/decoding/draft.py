@@ -27,6 +27,7 @@ class DraftTree:
             −2 marks padding in a ragged batch.
         rows: for *sampled* chains, the distributions the tokens were drawn from (B·n rows, verified by the ratio
             rule); None for deterministic proposals (verified by the match rule).
+        rule: with `rows`, what `kernels.accept_chain` decides by: "token" or "block".
         chain: every node's parent is the node before it (padding aside).
     """
 
@@ -34,9 +35,12 @@ class DraftTree:
     parents: Tensor
     rows: Rows | None = None
     chain: bool = True
+    rule: str = "token"
 
     @classmethod
-    def from_chains(cls, chains: list[list[int]], device: torch.device, rows: Rows | None = None) -> DraftTree:
+    def from_chains(
+        cls, chains: list[list[int]], device: torch.device, rows: Rows | None = None, rule: str = "token"
+    ) -> DraftTree:
         """Chains of any length, one per sequence."""
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.long, device=device)
@@ -45,7 +49,7 @@ class DraftTree:
             dtype=torch.long,
             device=device,
         )
-        return cls(tokens.view(len(chains), width), parents.view(len(chains), width), rows)
+        return cls(tokens.view(len(chains), width), parents.view(len(chains), width), rows, rule=rule)
 
     @classmethod
     def from_trees(cls, trees: list[tuple[list[int], list[int]]], device: torch.device) -> DraftTree:

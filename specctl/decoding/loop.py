@@ -13,7 +13,7 @@ from specctl.decoding.draft import Controller, Drafter, DraftTree, Fixed, NoDraf
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState, Request, Sequence
 from specctl.decoding.target import Target
-from specctl.decoding.verify import Verdict, verify
+from specctl.decoding.verify import Verdict, check_logits, verify
 from specctl.errors import DataError
 
 MAX_NODES = 63  # ancestor bitmasks are int64 with a sign: the root and 62 nodes
@@ -91,6 +91,7 @@ def stream(
 
     Raises:
         DataError: a prompt is empty or leaves no room in the target's context.
+        CheckpointError: the target's logits are not finite.
     """
     controller = controller or Fixed(drafter or NoDraft())
     if taps is None:
@@ -198,6 +199,7 @@ def _prefill(target: Target, state: DecodeState, slots: list[int]) -> None:
     """Run the prompts that stand in `slots` and commit the first token of each."""
     prompts = [state.rows[b].ids for b in slots]
     logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
+    check_logits(target, logits)
     positions = torch.tensor([[len(prompt)] for prompt in prompts])
     first = state.draws.select(slots).draw(logits.unsqueeze(1), positions)
     state.begin(slots, [row[0] for row in first.tolist()], tapped)

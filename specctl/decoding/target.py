@@ -20,6 +20,7 @@ from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
 from specctl.decoding.support import context_limit, why_unusable
 from specctl.errors import CheckpointError, DataError, UsageError
+from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
     from specctl.decoding.hf import HFModel
@@ -50,6 +51,7 @@ class Target:
         identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash.
         eos_ids: ids that end a response.
         context_length: longest sequence the target was made for.
+        head_weight, squash: [V, H] its vocabulary head, and what becomes of the products with it: its logits.
     """
 
     def __init__(self, name: str, model, tokenizer, *, revision: str | None = None, path: str = "auto"):
@@ -78,6 +80,7 @@ class Target:
         self.eos_ids = eos_ids(model.generation_config, model.config, tokenizer)
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
+        self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
         self.identity: dict[str, Any] = {
             "name": name,
@@ -155,6 +158,18 @@ def vocab_hash(tokenizer) -> str:
     """16 hex digits over the sorted (token, id) pairs: equal iff two tokenizers share their vocabulary."""
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+@torch.inference_mode()
+def _squash(model: Model, weight: Tensor, config: Any) -> Squash:
+    """Measured, but for the cap: of two configurations with `logits_scaling` one multiplies by it, one divides."""
+    states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    products = (states @ weight.T).float()
+    states /= 10 * products.std()  # small products: a cap leaves them as they are
+    products = (states @ weight.T).float()
+    added = (model.logits(states) - model.logits(torch.zeros_like(states))).float()
+    scale = (torch.sum(added * products) / torch.sum(products * products)).item()
+    return Squash(1.0 if abs(scale - 1) < 0.01 else scale, getattr(config, "final_logit_softcapping", None))
 
 
 @torch.no_grad()

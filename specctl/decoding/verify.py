@@ -3,7 +3,7 @@
 Match rule (deterministic drafts, trees): every node draws its own next token y ~ p(·|node) from the stream of that
 absolute position; the walk from the root follows the child that equals y. Each committed token is therefore the very
 token that plain decoding would have drawn with the same seed. Ratio rule (sampled chains): Leviathan et al. 2023,
-Algorithm 1; Chen et al. 2023, Algorithm 2.
+Algorithm 1; Chen et al. 2023, Algorithm 2; or for the chain as a block, Sun et al. 2025, Algorithm 2.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from specctl.decoding.draft import PADDING, DraftTree, topology
 from specctl.decoding.sampling import ACCEPT, TARGET
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.errors import CheckpointError
 
 
 @dataclass
@@ -56,15 +57,26 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     if state.exact_rows:
         logits, hidden = logits[:, :rows], hidden[:, :rows]
     if draft.rows is not None:
-        paths, committed = _ratio_rule(state, draft, logits)
+        paths, committed = ratio_rule(state, draft, logits)
     else:
         paths, committed = _match_rule(state, draft, logits, plan.positions[:, :rows] + 1)
+    behind = [path[-1] + 1 if path else 0 for path in paths]
+    check_logits(target, logits[range(len(paths)), behind])
     depths = [max(d, default=0) for d in depth]
     stops = []
     for path, parents in zip(paths, draft.parents.tolist(), strict=True):
         last = path[-1] if path else -1
         stops.append("rejected" if last in parents else "leaf")
     return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain)
+
+
+def check_logits(target: Target, logits: Tensor) -> None:
+    """CheckpointError where a row of `logits` [B, V] that a token was drawn from is NaN somewhere, or infinite."""
+    if not bool(logits.float().amax(-1).isfinite().all()):  # a maximum passes on NaN; −inf excludes a token, no more
+        raise CheckpointError(
+            f"the logits of target {target.name} are not finite in {str(target.dtype).removeprefix('torch.')}",
+            "an overflow of fp16 is none in bf16 or fp32 (--dtype); otherwise its weights are damaged",
+        )
 
 
 def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
@@ -98,7 +110,8 @@ def _match_rule(
     return _collect(draft, path, accepted, bonus)
 
 
-def _ratio_rule(state: DecodeState, draft: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+def ratio_rule(state: DecodeState, draft: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """The accepted nodes of every sampled chain, and what is committed: their tokens and the next one."""
     assert draft.rows is not None
     batch, size = draft.tokens.shape
     count = (draft.parents != PADDING).sum(1)
@@ -111,6 +124,7 @@ def _ratio_rule(state: DecodeState, draft: DraftTree, logits: Tensor) -> tuple[l
         count,
         state.draws.uniform(positions[:, :size], ACCEPT),
         state.draws.uniform(positions, TARGET),
+        draft.rule,
     )
     path = torch.arange(size, device=state.device).expand(batch, -1)
     return _collect(draft, path, accepted, bonus)

@@ -122,6 +122,6 @@ def prepare(module: DepthHeads, recipe: TrainRecipe) -> None:
 @torch.no_grad()
 def start_from_target(head: nn.Linear, ids: Tensor, target: Target) -> None:
     """A vocabulary matrix starts as the target's own."""
-    head.weight.copy_(target.head_weight[ids.to(target.device)].float())
+    head.weight.copy_(target.squash.scale * target.head_weight[ids.to(target.device)].float())
     if head.bias is not None:
         nn.init.zeros_(head.bias)

@@ -29,7 +29,7 @@ class EagleDrafter(FeatureDrafter):
         # The token's half of the fusion depends on the token alone: tabulate it.
         self.token_part = (self.embedding.to(self.dtype) @ token.T).float()
         self.fc = DraftLinear(feature)
-        self.head = DraftLinear(target.head_weight.to(self.dtype))
+        self.head, self.scale = DraftLinear(target.head_weight.to(self.dtype)), target.squash.scale
 
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float()
@@ -39,7 +39,7 @@ class EagleDrafter(FeatureDrafter):
         return x, x.to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden.to(self.dtype))
+        return self.head((hidden * self.scale).to(self.dtype))
 
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

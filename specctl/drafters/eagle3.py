@@ -93,7 +93,7 @@ def initialise(head: Eagle3Head, target: Target) -> None:
     """Start from the target: its vocabulary head, its final norm, and the last tapped state passed through `fc`."""
     size = head.config.hidden_size
     ids = head.draft_ids.to(target.device)
-    head.lm_head.weight.copy_(target.head_weight[ids].float())
+    head.lm_head.weight.copy_(target.squash.scale * target.head_weight[ids].float())
     if target.norm_weight is not None:
         head.norm.weight.copy_(target.norm_weight.float())
     head.fc.weight.mul_(0.1)

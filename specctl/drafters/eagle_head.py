@@ -58,7 +58,8 @@ class EagleHead(DraftHead):
         predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
         teacher = self.teacher(batch, target_head)
-        found = self.distil((predicted, target_head, None), [rows], range(1), batch, teacher)
+        product = predicted * self.squash.scale, target_head, None  # a cap would not change the order of tokens
+        found = self.distil(product, [rows], range(1), batch, teacher)
         regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1) * found.valid
         total = CLASSIFICATION * found.total + regression.sum()
         each = CLASSIFICATION * found.each + regression.detach()

@@ -14,7 +14,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.lora import Product
 from specctl.drafters.ttt_attention import Layout
 from specctl.errors import CheckpointError
-from specctl.kernels.distill import Teacher, linear_distill
+from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe
 
 
@@ -26,6 +26,10 @@ class DraftConfig:
     vocab_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} tokens, the target has {self.vocab_size}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"taps": list(self.taps)}
@@ -171,6 +175,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
+        self.squash = Squash()  # the target's
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
         member[ids] = True
@@ -192,7 +197,7 @@ class DraftHead(nn.Module):
         (EAGLE-3 practice), or its tokens. `target_head`: [Vd, Ht] rows of the target's vocabulary head."""
         if self.objective == "ce":
             return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
-        return Teacher(batch.teacher, target_head)
+        return Teacher(batch.teacher, target_head, self.squash)
 
     def distil(self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher) -> Losses:
         """Losses of draft logits, given as the product that makes them. Its Σ n_k inputs are those of all `steps` k,
@@ -231,6 +236,8 @@ def restored(
     try:
         head = kind(shape.from_dict(config["architecture"]))
         head.load_state_dict(tensors)
+        if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
+            raise ValueError(f"draft tokens stand for ids outside 0 … {head.config.vocab_size - 1}")
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{config.get('family')} drafter: weights and architecture do not fit: {error}"

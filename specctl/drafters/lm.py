@@ -22,7 +22,7 @@ from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target, load_model, load_tokenizer, vocab_hash
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
-from specctl.kernels.distill import Teacher, linear_distill
+from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 # Layers, hidden size, heads, intermediate size. "68m" is that of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
@@ -47,6 +47,7 @@ class LM(nn.Module):
         super().__init__()
         self.model = model
         self.objective = "ce"
+        self.squash = Squash()  # the target's
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -74,7 +75,7 @@ class LM(nn.Module):
             teacher = Teacher(batch.tokens[:, 1:][wanted])
         else:
             width = min(width, len(target_head))
-            teacher = Teacher(batch.teacher, target_head[:width])
+            teacher = Teacher(batch.teacher, target_head[:width], self.squash)
         rows, bias = torch.arange(len(hidden), device=hidden.device), None if head.bias is None else head.bias[:width]
         shares = torch.ones_like(rows, dtype=torch.float32)
         total, _ = linear_distill(hidden, head.weight[:width], bias, teacher, rows, shares, self.objective)
@@ -195,12 +196,14 @@ def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
 class Shape:
     """A chain of at most `depth` tokens, ended by the first token whose joint probability is under `stop_below`.
 
-    `sampled` draws the tokens (ratio rule) where the target samples; otherwise they are the most probable ones.
+    `sampled` draws the tokens (ratio rule, by `rule`) where the target samples; otherwise they are the most probable
+    ones. That a token ends the chain biases neither rule: whether a prefix is drafted further depends on itself alone.
     """
 
     depth: int
     stop_below: float
     sampled: bool
+    rule: str = "token"
 
 
 def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
@@ -211,7 +214,7 @@ def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
     """
     shape = Shape(7, 0.25, False) if device.type == "cpu" else Shape(5, 0.0, False)
     given = {key: value for key in ("depth", "stop_below") if (value := getattr(drafting, key)) is not None}
-    return replace(shape, **given, sampled=drafting.proposal == "sampled")
+    return replace(shape, **given, sampled=drafting.proposal == "sampled", rule=drafting.rule)
 
 
 @dataclass
@@ -388,7 +391,7 @@ class LMDrafter:
             for fed, token in zip(memory.drafted, picked, strict=True):
                 fed.append(token)
             logits = self._logits(hidden[:, 0])
-        return DraftTree.from_chains(chains, state.device, _stacked(rows) if sampled else None)
+        return DraftTree.from_chains(chains, state.device, _stacked(rows) if sampled else None, self.shape.rule)
 
     def _samples(self, state: DecodeState) -> bool:
         return self.shape.sampled and not state.draws.greedy

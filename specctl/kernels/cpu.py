@@ -1,13 +1,16 @@
 """Kernels for tensors on a CPU: the functions of `reference`, which documents them, less the work that is not needed.
 
 Talking to the host is free here: filters that are off cost nothing, small integer work is done in Python, and NumPy
-does what it does much faster than PyTorch (argmax and sorting several times).
+does what it does much faster than PyTorch (argmax and sorting several times). What passes over rows several times
+takes a few at a time through buffers that stay in the cache and outlive the call: at V = 32k memory fresh from the
+system costs more than the arithmetic on it. Softmax is PyTorch's fastest exponential, so it is the only one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -17,9 +20,10 @@ from torch import Tensor
 from . import reference
 from .objectives import TINY
 from .reference import Panorama
-from .rows import BLOCK, DraftRows, Rows, blocked, inverse_cdf, probabilities, search, without_nan, working
+from .rows import BLOCK, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
 
 _CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
+_IN_HAND = 2**19  # logits a pass has in hand: its buffers fit the last cache; fewer cost more in calls than they save
 _LOG_TINY = math.log(TINY)
 _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
 
@@ -47,49 +51,85 @@ def _uniform_chunk(seed: int, index: int, stream: int) -> list[float]:
     return (folded * np.float32(4.6566127342e-10)).tolist()
 
 
+class _Scratch(threading.local):
+    """The buffers, one set per thread."""
+
+    def __init__(self) -> None:
+        self.store = torch.empty(0)
+
+    @torch.inference_mode(False)  # an inference tensor could not be written to outside that mode
+    def buffers(self, count: int, rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        size = count * rows * vocabulary
+        if self.store.numel() < size or self.store.dtype != dtype:
+            self.store = torch.empty(size, dtype=dtype)
+        return self.store[:size].view(count, rows, vocabulary).unbind()
+
+
+_scratch = _Scratch()
+
+
+def _chunks(logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
+    """Runs of rows: their place, their logits, and `count` buffers of their size in working precision."""
+    rows, vocabulary = logits.shape
+    step = max(1, min(rows, _IN_HAND // vocabulary))
+    buffers = _scratch.buffers(count, step, vocabulary, working(logits[:0]).dtype)
+    for start in range(0, max(rows, 1), step):
+        part = logits[start : start + step]
+        yield slice(start, start + step), part, [buffer[: len(part)] for buffer in buffers]
+
+
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
-    logits, top = _sanitised(logits)
+    logits = logits.detach()
     is_greedy = temperature <= 0
-    greedy = torch.full_like(is_greedy, -1, dtype=torch.int64)
-    if bool(is_greedy.any()):
-        greedy = torch.where(is_greedy, _argmax(logits), -1)
-    inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(logits.dtype)
-    if bool(is_greedy.all()):
-        return Rows(logits, inv_temp, top, top, greedy, top.new_zeros(len(top), -(-logits.shape[1] // BLOCK)))
-
-    scores = logits if bool((inv_temp == 1).all()) else logits * inv_temp[:, None]
-    peak = top * inv_temp
-    cut = torch.full_like(peak, -torch.inf)
-    if bool((top_k > 0).any()):
-        cut = _top_k_cut(scores, top_k)
-        p = scores.masked_fill(scores < cut[:, None], -torch.inf).softmax(-1)
-    else:
-        p = scores.softmax(-1)
-    if bool((top_p < 1).any()):
-        cut = torch.maximum(cut, _top_p_cut(scores, p, top_p))
-        p.masked_fill_(scores < cut[:, None], 0.0)
-
-    sums = blocked(p).sum(-1)
+    inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
+    all_greedy, by_count, by_mass = bool(is_greedy.all()), bool((top_k > 0).any()), bool((top_p < 1).any())
+    sums = inv_temp.new_zeros(len(logits), -(-logits.shape[1] // BLOCK))
+    found = []
+    for at, part, (scores, p) in _chunks(logits, 2):
+        scale = inv_temp[at, None]
+        best, top = _argmax(scores.copy_(part))
+        scores.mul_(scale)
+        cut = torch.full_like(top, -torch.inf)
+        if not all_greedy:
+            if by_count:
+                cut = _top_k_cut(scores, top_k[at])
+                scores.masked_fill_(scores < cut[:, None], -torch.inf)
+            torch.softmax(scores, -1, out=p)
+            if by_mass:
+                cut = torch.maximum(cut, _top_p_cut(scores, p, top_p[at]))
+                p.masked_fill_(scores < cut[:, None], 0.0)
+            _sum_blocks(p, sums[at])
+        found.append((best, top, cut, p.gather(1, best[:, None])[:, 0]))
+    best, top, cut, largest = (torch.cat(field) for field in zip(*found, strict=True))
     total = sums.sum(-1, keepdim=True)
-    lse = peak + (total[:, 0] / p.amax(-1)).log()  # the softmax keeps no lse, but the peak's probability tells it
+    peak = top * inv_temp
+    lse = peak + (total[:, 0] / largest).log()  # the softmax keeps no lse, but the peak's probability tells it
     return Rows(
         logits=logits,
         inv_temp=inv_temp,
         cut=torch.where(is_greedy, peak, cut),
         lse=torch.where(is_greedy | ~peak.isfinite(), peak, lse),
-        greedy=greedy,
+        greedy=torch.where(is_greedy, best, -1),
         block_mass=sums / total,
     )
 
 
-def _sanitised(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits in working precision without NaN, and the row maxima. The cast comes first: bf16 reductions are slow."""
-    logits = working(logits.detach())
-    top = logits.amax(-1)
-    if bool(top.isnan().any()):  # amax passes a NaN on, so rows without one need no second look
-        logits = without_nan(logits)
-        top = logits.amax(-1)
-    return logits, top
+def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the maximum of each row stands and what it is, both [R]; NaN becomes −inf, in place."""
+    best = torch.from_numpy(scores.numpy().argmax(-1))  # of a row with NaN: the first of those
+    top = scores.gather(1, best[:, None])[:, 0]
+    if math.isnan(top.sum().item()) and bool(top.isnan().any()):
+        return _argmax(scores.masked_fill_(scores.isnan(), -torch.inf))
+    return best, top
+
+
+def _sum_blocks(weight: Tensor, out: Tensor) -> None:
+    """Sums of every run of BLOCK ids, [R, ceil(V / BLOCK)]."""
+    whole = weight.shape[1] // BLOCK
+    if whole:
+        torch.sum(weight[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)), -1, out=out[:, :whole])
+    if whole < out.shape[1]:
+        torch.sum(weight[:, whole * BLOCK :], -1, out=out[:, whole])
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -100,13 +140,9 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(best))
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    return torch.from_numpy(logits.numpy().argmax(-1))
-
-
 def _top_k_cut(scores: Tensor, top_k: Tensor) -> Tensor:
     """Score of the top_k-th token [R], −inf where the filter is off."""
-    most = min(int(top_k.max()), scores.shape[1])
+    most = min(max(1, int(top_k.max())), scores.shape[1])
     kth = scores.topk(most, -1).values.gather(1, (top_k.clamp(1, most) - 1)[:, None])
     return torch.where(top_k > 0, kth[:, 0], -torch.inf)
 
@@ -174,14 +210,19 @@ def accept_chain(
         accepted = reference.block_accepted(share, _excess(p, q, share), count, u_accept)
 
     # One row per sequence is needed in full: the rejected position's, or the one behind the whole draft.
-    weight = probabilities(p.take(row[:, 0] * (n + 1) + accepted))
-    rejected = (accepted < count).nonzero()[:, 0]
-    if len(rejected):
-        kept = weight[rejected]
-        scaled = kept if share is None else kept * share[rejected, accepted[rejected]][:, None]
-        residual = (scaled - probabilities(q.take(rejected * n + accepted[rejected]))).clamp_(min=0)
-        weight[rejected] = torch.where(residual.amax(-1, keepdim=True) > 0, residual, kept)
-    return accepted, inverse_cdf(weight, u_next.gather(1, accepted[:, None])[:, 0])
+    behind = p.take(row[:, 0] * (n + 1) + accepted)
+    drafted = q.take(row[:, 0] * n + accepted.clamp(max=n - 1)) if n else q
+    rejected, u, drawn = accepted < count, u_next.gather(1, accepted[:, None])[:, 0], []
+    for at, part, (scores, weight, residual) in _chunks(behind.logits, 3):
+        _dense(behind, at, part, scores, weight)
+        if bool(rejected[at].any()):
+            _dense(drafted, at, drafted.logits[at], scores, residual)
+            own = weight if share is None else torch.mul(weight, share.gather(1, accepted[:, None])[at], out=scores)
+            torch.sub(own, residual, out=residual).relu_()
+            left = rejected[at] & (residual.amax(-1) > 0)
+            weight = residual if bool(left.all()) else torch.where(left[:, None], residual, weight)
+        drawn.append(inverse_cdf(weight, u[at]))
+    return accepted, torch.cat(drawn)
 
 
 def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
@@ -199,7 +240,7 @@ def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
 def _probability(rows: Rows, index: Tensor, token: Tensor) -> Tensor:
     """p(token) in the row at `index`, both of one shape."""
     scores = rows.logits[index, token] * rows.inv_temp[index]
-    p = (scores - rows.lse[index]).exp().masked_fill_(scores < rows.cut[index], 0.0)
+    p = (scores - rows.lse[index]).exp().masked_fill_(~(scores >= rows.cut[index]), 0.0)  # not <: it may be NaN
     greedy = rows.greedy[index]
     return torch.where(greedy >= 0, (greedy == token).to(p.dtype), p)
 
@@ -211,7 +252,7 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if math.isnan(best[:, 0].sum().item()):  # one NaN makes all of its row NaN
         return expand_topk(without_nan(logits), k) if bool(logits.isnan().any()) else (best, index)
     if k == 1:
-        index = _argmax(logprob)[:, None]
+        index = _argmax(logprob)[0][:, None]
     return best, index
 
 
@@ -222,72 +263,88 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
 
 
 def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
-    step = max(1, _CACHED // p.logits.shape[1])
-    parts = []
-    for start in range(0, max(1, len(tokens)), step):
-        at = slice(start, start + step)
-        some = [
-            d._replace(logits=d.logits[at], inv_temp=None if d.inv_temp is None else d.inv_temp[at]) for d in drafts
-        ]
-        parts.append(_panorama(Rows(*(field[at] for field in p)), some, tokens[at]))
-    return Panorama(*(torch.cat(field, -1) for field in zip(*parts, strict=True)))
+    of_target, of_drafts = [], []
+    for at, part, (dense, log_p, *rest) in _chunks(p.logits.detach(), 5):
+        x = tokens[at, None]
+        best = _target(p, at, part, dense, log_p)
+        mass = dense.sum(-1)
+        of_target.append(torch.stack((mass, torch.mul(dense, log_p, out=rest[0]).sum(-1), dense.gather(1, x)[:, 0])))
+        of_drafts.append([_drafted(draft, at, x, best, mass, dense, log_p, rest) for draft in drafts])
+    mass, negentropy, p_x = torch.cat(of_target, -1)
+    entropy = -negentropy
+    each = [torch.cat(sums, -1) for sums in zip(*of_drafts, strict=True)]
+    table = torch.stack(each, 1) if each else entropy.new_zeros(7, 0, len(entropy))
+    cross, excess, own, other, q_x, agree, missed = table
+    fields = [
+        (mass - excess).clamp_(min=0),
+        excess,
+        negentropy - cross,
+        -q_x.clamp_min(TINY).log(),
+        own - other,
+        p_x.expand_as(q_x),
+        q_x,
+        agree,
+        missed,
+    ]
+    fields = [field.masked_fill(cross.isnan(), torch.nan) for field in fields]
+    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in (*fields, entropy)))
 
 
-def _panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
-    at = tokens[:, None]
-    target, log_p, best = _target(p)
-    mass, negentropy = target.sum(-1), torch.linalg.vecdot(target, log_p)
-    p_x = target.gather(1, at)[:, 0]
-    fields = []
-    for draft in drafts:
-        q, log_q, likeliest = _drafted(draft, target.dtype)
-        if (ids := draft.ids) is None:
-            known, log_known, missed, q_x = target, log_p, torch.zeros_like(p_x), q.gather(1, at)[:, 0]
-        else:
-            known, log_known, likeliest = target[:, ids], log_p[:, ids], ids[likeliest]
-            missed = (mass - known.sum(-1)).clamp_(min=0)
-            q_x = torch.where(ids == at, q, 0.0).sum(-1)
-        cross = torch.linalg.vecdot(known, log_q) + missed * _LOG_TINY
-        excess = (known - q).clamp_(min=0).sum(-1) + missed
-        statistics = [
-            (mass - excess).clamp_(min=0),
-            excess,
-            negentropy - cross,
-            -q_x.clamp_min(TINY).log(),
-            torch.linalg.vecdot(q, log_q) - torch.linalg.vecdot(q, log_known),
-            p_x,
-            q_x,
-            (likeliest == best).to(q.dtype),
-            missed,
-        ]
-        fields.append(torch.stack(statistics).masked_fill_(cross.isnan(), torch.nan))
-    table = torch.stack(fields, 1) if fields else target.new_zeros(9, 0, len(target))
-    fields = [*table, -negentropy]
-    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in fields))
+def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> Tensor:
+    """Fills in `p` and `log_p` = log max(p, TINY), [R, V], of the rows `at`; returns their likeliest tokens [R]."""
+    best = _dense(rows, at, logits, log_p, p)
+    log_p.sub_(rows.lse[at, None]).clamp_(min=_LOG_TINY)
+    hot = (rows.greedy[at] >= 0).nonzero()[:, 0]
+    if len(hot):
+        log_p.index_fill_(0, hot, _LOG_TINY)[hot, best[hot]] = 0.0
+    return best
 
 
-def _target(p: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """p and log max(p, TINY), [R, V], and the likeliest token [R]."""
-    logits, _ = _sanitised(p.logits)
-    is_greedy = p.greedy >= 0
-    if bool(is_greedy.all()):
-        one_hot = torch.zeros_like(logits).scatter_(1, p.greedy[:, None], 1.0)
-        return one_hot, (one_hot - 1).mul_(-_LOG_TINY), p.greedy
-    scores = logits * p.inv_temp[:, None]
-    if bool((p.cut > -torch.inf).any()):
-        scores.masked_fill_(scores < p.cut[:, None], -torch.inf)
-    dense, log_p = scores.softmax(-1), scores.sub_(p.lse[:, None]).clamp_(min=_LOG_TINY)
-    if bool(is_greedy.any()):
-        dense[is_greedy], log_p[is_greedy], _ = _target(p.take(is_greedy.nonzero()[:, 0]))
-    return dense, log_p, torch.where(is_greedy, p.greedy, _argmax(logits))
+def _dense(rows: Rows, at: slice, logits: Tensor, scores: Tensor, p: Tensor) -> Tensor:
+    """Fills in `p` [R, V] of the rows `at`, and their `scores` if one is sampled; returns the likeliest tokens [R]."""
+    greedy = rows.greedy[at]
+    hot = (greedy >= 0).nonzero()[:, 0]
+    best = greedy
+    if len(hot) < len(greedy):
+        best = torch.where(greedy >= 0, greedy, _argmax(scores.copy_(logits))[0])
+        scores.mul_(rows.inv_temp[at, None])
+        cut = rows.cut[at, None]
+        if bool((cut > -torch.inf).any()):
+            scores.masked_fill_(scores < cut, -torch.inf)
+        torch.softmax(scores, -1, out=p)
+    if len(hot):
+        p.index_fill_(0, hot, 0.0)[hot, greedy[hot]] = 1.0
+    return best
 
 
-def _drafted(draft: DraftRows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q and log max(q, TINY), [R, Vd], and the likeliest draft token [R]."""
-    scores, top = _sanitised(draft.logits)
+def _drafted(
+    draft: DraftRows, at: slice, x: Tensor, best: Tensor, mass: Tensor, p: Tensor, log_p: Tensor, buffers: list[Tensor]
+) -> Tensor:
+    """Σ p log q, Σ max(p − q, 0), Σ q log q, Σ q log p, q(x), agreement and p outside the vocabulary: [7, R]."""
+    missed = torch.zeros_like(mass)
+    if draft.ids is not None:
+        p, log_p = p[:, draft.ids], log_p[:, draft.ids]
+        missed = (mass - p.sum(-1)).clamp_(min=0)
+    logits = draft.logits.detach()[at]
+    log_q, q, product = (buffer.view(-1)[: logits.numel()].view(logits.shape) for buffer in buffers)
+    log_q.copy_(logits)
     if draft.inv_temp is not None:
-        inv_temp = draft.inv_temp.to(scores.dtype)
-        scores, top = scores * inv_temp[:, None], top * inv_temp
-    q = scores.softmax(-1)
-    lse = top - q.amax(-1).log()
-    return q.to(dtype), (scores - lse[:, None]).clamp_(min=_LOG_TINY).to(dtype), _argmax(scores)
+        log_q.mul_(draft.inv_temp[at, None])
+    likeliest, top = _argmax(log_q)
+    torch.softmax(log_q, -1, out=q)
+    lse = top - q.gather(1, likeliest[:, None])[:, 0].log()
+    log_q.sub_(lse[:, None]).clamp_(min=_LOG_TINY)
+    if draft.ids is None:
+        q_x = q.gather(1, x)[:, 0]
+    else:
+        q_x, likeliest = torch.where(draft.ids == x, q, 0.0).sum(-1), draft.ids[likeliest]
+    sums = (
+        torch.mul(p, log_q, out=product).sum(-1) + missed * _LOG_TINY,
+        torch.sub(p, q, out=product).relu_().sum(-1) + missed,
+        torch.mul(q, log_q, out=product).sum(-1),
+        torch.mul(q, log_p, out=product).sum(-1),
+        q_x,
+        (likeliest == best).to(q.dtype),
+        missed,
+    )
+    return torch.stack(sums)

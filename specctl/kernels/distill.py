@@ -19,11 +19,23 @@ from . import distill_rows
 PART = {"cpu": 2**23, "cuda": 2**26}  # logits at a time
 
 
+class Squash(NamedTuple):
+    """What a vocabulary head does to its products x: cap · tanh(scale · x / cap), or scale · x without a cap."""
+
+    scale: float = 1.0  # Command R, Granite
+    cap: float | None = None  # Gemma 2
+
+    def __call__(self, products: Tensor) -> Tensor:
+        scaled = products if self.scale == 1 else products * self.scale
+        return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
+
+
 class Teacher(NamedTuple):
     """R distributions to learn from: probabilities, sampled tokens, or hidden states with their vocabulary head."""
 
     rows: Tensor  # [R, Vd] probabilities; [R] int64 tokens; [R, Ht] hidden states
     head: Tensor | None = None  # [Vd, Ht], for hidden states
+    squash: Squash = Squash()
 
     def known(self, at: Tensor) -> Tensor:
         """Rows `at` [n] as probabilities [n, Vd], or as tokens [n]; each row that is asked for is made once."""
@@ -31,7 +43,7 @@ class Teacher(NamedTuple):
             return self.rows[at]
         asked, place = at.unique(return_inverse=True)
         logits = linear(self.rows[asked].to(self.head.dtype), self.head)
-        return logits.float().softmax(-1).to(logits.dtype)[place]
+        return self.squash(logits.float()).softmax(-1).to(logits.dtype)[place]
 
 
 def linear_distill(

@@ -104,6 +104,13 @@ class DraftingRecipe(Section):
     children: PositiveInt | None = None
     stop_below: Fraction | None = None  # stop drafting under this joint probability
     proposal: Literal["deterministic", "sampled"] = "deterministic"
+    rule: Literal["token", "block"] = "token"  # of acceptance, for sampled proposals: Leviathan et al., Sun et al.
+
+    @model_validator(mode="after")
+    def _rule_of_sampled(self) -> DraftingRecipe:
+        if self.rule == "block" and self.proposal != "sampled":
+            raise ValueError("rule=block decides about sampled proposals: set proposal=sampled, too")
+        return self
 
 
 class ResourceRecipe(Section):

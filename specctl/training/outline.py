@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.target import Target
 from specctl.drafters import pool
+from specctl.kernels.distill import Squash
 from specctl.recipe import TrainRecipe
 
 
@@ -35,6 +36,7 @@ class Outline:
     model: Any
     dtype: torch.dtype
     device: torch.device
+    squash: Squash = field(default_factory=Squash)
     eos_ids: frozenset[int] = frozenset()
     tokenizer: Any = field(default_factory=lambda: SimpleNamespace(bos_token_id=None, pad_token_id=None))
 

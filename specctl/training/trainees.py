@@ -45,6 +45,7 @@ class Trainee:
             always = frozenset(target.eos_ids)
             self.module = self.family.build(recipe, target, lambda size: frequent_tokens(corpus.train, size, always))
         self.family.prepare(self.module, recipe)
+        self.module.squash = target.squash
         self.module.to(target.device)
 
     def _restored(self, directory: Path) -> nn.Module:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from specctl import errors, progress
+from specctl.cli.failures import SMALLER, explain
+from specctl.recipe import RECIPES
 
 
 @dataclass
@@ -38,6 +40,7 @@ def raiser(error):
         (KeyboardInterrupt(), 130),
         (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 1),
         (RuntimeError("boom"), 1),
+        (MemoryError(), 1),
     ],
 )
 def test_each_error_has_its_exit_code_and_one_line(specctl, library, error, code):
@@ -47,6 +50,39 @@ def test_each_error_has_its_exit_code_and_one_line(specctl, library, error, code
     assert set(done.json["error"]) == {"type", "message", "hint"}
     assert [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.err
+
+
+class OutOfMemoryError(RuntimeError):
+    """PyTorch's, by its name."""
+
+
+@pytest.mark.parametrize(
+    ("command", "knob"), [("distill", "batch_size"), ("train-drafter", "batch_tokens"), ("eval", "max_new_tokens")]
+)
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: 9 bytes"
+        ),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_names_what_needs_less(command, knob, error):
+    failure = explain(error, command)
+    assert (failure.type, failure.code) == ("MemoryError", 1)
+    assert failure.message.startswith("out of memory") and "enforce" not in failure.message
+    assert knob in failure.hint
+
+
+def test_the_knobs_for_memory_exist():
+    """A hint that names a key which is gone helps nobody."""
+    for command, keys in SMALLER.items():
+        for key in keys:
+            value = RECIPES[command]()
+            for name in key.partition("=")[0].split("."):
+                value = getattr(value, name)
 
 
 def test_without_json_an_error_leaves_stdout_empty(specctl, library):

@@ -17,6 +17,7 @@ from specctl.drafters.datastore import Datastore
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError, DataError
+from specctl.kernels.distill import Teacher
 from tests.conftest import write_tiny
 from tests.lossless.drafters import bushes, constant, full_tree, ragged
 
@@ -333,3 +334,24 @@ def test_half_precision_is_exact_in_exact_mode(family, directory, dtype):
             text = whole(decode(target, [prompt], seeds=[seed], **options))
             for drafter in (ragged(text, 0, target.vocab_size), Lookup()):
                 assert whole(decode(target, [prompt], seeds=[seed], drafter=drafter, **options)) == text
+
+
+SQUASHED = {
+    "Llama": ("LlamaConfig", {}, (1.0, None)),
+    "Command R": ("CohereConfig", {"logit_scale": 0.0625}, (0.0625, None)),
+    "Granite": ("GraniteConfig", {"logits_scaling": 8.0}, (0.125, None)),
+    "Gemma 2": ("Gemma2Config", {"head_dim": 16, "final_logit_softcapping": 2.0}, (1.0, 2.0)),
+    "Gemma 2 without": ("Gemma2Config", {"head_dim": 16, "final_logit_softcapping": None}, (1.0, None)),
+}
+
+
+@pytest.mark.parametrize("name", SQUASHED)
+def test_the_teacher_of_distillation_is_the_target(tmp_path, name):
+    """A scale or cap that is left out of the head's products gives drafters a sharper teacher than the target."""
+    kind, sizes, (scale, cap) = SQUASHED[name]
+    target = load_target(write_tiny(tmp_path, kind, SMALL | sizes), device="cpu", dtype="fp32")
+    assert target.squash == (pytest.approx(scale, rel=1e-4), cap)
+    states = 3 * torch.randn(5, target.hidden_size, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        p = Teacher(states, target.head_weight, target.squash).known(torch.arange(5))
+        torch.testing.assert_close(p, target.model.logits(states).float().softmax(-1), rtol=1e-4, atol=1e-7)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from specctl.drafters.eagle3 import architecture
+from specctl.drafters.eagle3 import architecture, config, restore
 from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
 from specctl.training.data import Example
 from specctl.training.features import FeatureStore, slot_batch
@@ -62,3 +63,15 @@ def test_the_same_losses_and_gradients(head, inputs):
 def test_less_is_kept(head, inputs):
     on, off = (run(head, inputs, on)[2] for on in (True, False))
     assert on < 0.5 * off
+
+
+def test_a_draft_vocabulary_that_does_not_fit_is_refused_at_load(target, head):
+    """Else it would fail in the first draft, far from the file that is wrong."""
+    identity, tensors = target.identity, head.state_dict()
+    shape = config(head, identity)
+    assert restore(shape, tensors).config == head.config
+    larger = {**shape, "architecture": shape["architecture"] | {"draft_vocab_size": target.vocab_size + 1}}
+    with pytest.raises(CheckpointError, match=f"draft vocabulary of {target.vocab_size + 1} tokens, the target has"):
+        restore(larger, tensors)
+    with pytest.raises(CheckpointError, match=f"ids outside 0 … {target.vocab_size - 1}"):
+        restore(shape, tensors | {"d2t": tensors["d2t"] + target.vocab_size})

@@ -91,6 +91,28 @@ def test_rows_that_are_no_distribution_are_marked(backend):
     assert got.q_x[0, 2] == 0.5
 
 
+def test_a_later_call_leaves_earlier_results_alone(backend):
+    """Buffers outlive a call: no result may lie in one, whatever sizes and precisions come next."""
+    generator = torch.Generator().manual_seed(2)
+
+    def call(rows, vocabulary, dtype):
+        x = torch.randn(rows, vocabulary, generator=generator, dtype=dtype)
+        p = rows_of(backend, x)
+        tokens = backend.sample_rows(p, torch.rand(rows, generator=generator))
+        u = torch.rand(1, rows, generator=generator)
+        chain = backend.accept_chain(
+            p, p.take(torch.arange(rows - 1)), tokens[None, :-1], torch.tensor([1]), u[:, 1:], u
+        )
+        return [*p, tokens, *chain, *backend.panorama(p, [DraftRows(x.roll(1, 0))], tokens)]
+
+    first = call(3, 300, torch.float32)
+    kept = [field.clone() for field in first]
+    for rows, vocabulary, dtype in ((3, 300, torch.float32), (5, 700, torch.float64), (2, 40, torch.float32)):
+        call(rows, vocabulary, dtype)
+    for field, before in zip(first, kept, strict=True):
+        assert torch.equal(field, before)
+
+
 def test_no_drafters_no_rows(backend):
     for count in (0, 2):
         rows = reference.row_params(

@@ -233,6 +233,8 @@ def drafters(draw, vocabulary):
         inv_temp = draw(st.sampled_from([None, torch.linspace(0.5, 2, ROWS)]))
         own = size == vocabulary and draw(st.booleans())
         z = z.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+        if draw(st.booleans()):  # columns apart
+            z = torch.stack((z, z + 1), 2)[..., 0]
         drafts.append(DraftRows(z, None if own else ids, inv_temp))
     return drafts
 

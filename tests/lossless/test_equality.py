@@ -270,10 +270,10 @@ def test_one_sampling_per_sequence(target, prompts, plain):
         assert [one.output_ids for one in found] == expected
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise):
+@pytest.mark.parametrize(("noise", "rule"), [(0.0, "token"), (0.1, "token"), (0.0, "block"), (0.1, "block")])
+def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
     """Its law is proved elsewhere; here it runs in a ragged batch, ends, and counts. With q = p nothing is rejected."""
-    drafter = lm.LMDrafter(own_weights(target, noise), target, lm.Shape(4, 0.05, True))
+    drafter = lm.LMDrafter(own_weights(target, noise), target, lm.Shape(4, 0.05, True, rule))
     seen = []
 
     def watch(state, draft, verdict):

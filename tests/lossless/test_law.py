@@ -8,10 +8,14 @@ completed from the target. Probabilities of target and drafter are computed here
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from specctl.decoding.draft import PADDING, DraftTree
+from specctl.decoding.sampling import ACCEPT, TARGET
+from specctl.decoding.verify import ratio_rule
 from specctl.kernels import cpu, reference
 
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
@@ -131,7 +135,8 @@ def thresholds(rule, p, q, tokens, count):
 
 
 def chain_law(backend, rule, target, drafter, count=2, drawn_from=None):
-    """Two tokens drawn from `drawn_from` (default: the drafter) are verified as the drafter's.
+    """Two tokens drawn from `drawn_from` (default: the drafter) are verified as the drafter's; `count` of them are
+    drafted (a function: as many as the first token says).
 
     Returns the law of three tokens, and how many draft tokens are accepted on average.
     """
@@ -145,7 +150,8 @@ def chain_law(backend, rule, target, drafter, count=2, drawn_from=None):
         if weight == 0:
             continue
         p_rows, q_rows = [p[0], p[1][a], p[2][a, b]], [q[0], q[1][a]]
-        accepting, residual = thresholds(rule, p_rows[:2], q_rows, (a, b), count)
+        size = count(a) if callable(count) else count
+        accepting, residual = thresholds(rule, p_rows[:2], q_rows, (a, b), size)
         following = [torch.cat([cdf(p_rows[i]), cdf(residual[i])]) for i in range(2)]
         points, volume = boxes([*([cut] for cut in accepting), *following, cdf(p_rows[2])])
         n = len(volume)
@@ -155,8 +161,8 @@ def chain_law(backend, rule, target, drafter, count=2, drawn_from=None):
         p_batch = target.rows(backend, target_logits.repeat(n, 1))
         q_batch = drafter.rows(backend, draft_logits.repeat(n, 1))
 
-        def verdict(u, p_batch=p_batch, q_batch=q_batch, tokens=tokens):
-            counts = torch.full((len(tokens),), count)
+        def verdict(u, p_batch=p_batch, q_batch=q_batch, tokens=tokens, size=size):
+            counts = torch.full((len(tokens),), size)
             return torch.stack(backend.accept_chain(p_batch, q_batch, tokens, counts, u[:, :2], u[:, 2:], rule), -1)
 
         accepted, following_token = constant(verdict, points).unbind(-1)
@@ -213,6 +219,37 @@ def test_rules_for_sampled_chains_with_padding(backend, rule, count):
     assert (law - target.law()).abs().max() < EXACT
     overlap = torch.minimum(target.probabilities(0), drafter.probabilities(0)).sum()
     assert abs(kept - count * float(overlap)) < EXACT  # of one token no rule can accept more
+
+
+class Loop:
+    """In the place of a backend: what the decoding loop makes of a sampled chain and the uniforms it asks for."""
+
+    row_params = staticmethod(cpu.row_params)
+
+    @staticmethod
+    def accept_chain(p, q, tokens, counts, u_accept, u_next, rule):
+        parents = torch.where(torch.arange(2) < counts[:, None], torch.arange(2) - 1, PADDING)
+        uniforms = {ACCEPT: u_accept, TARGET: u_next}
+        state = SimpleNamespace(
+            rows=[SimpleNamespace(ids=[0])] * len(tokens),
+            device=tokens.device,
+            draws=SimpleNamespace(rows=lambda logits: p, uniform=lambda positions, stream: uniforms[stream]),
+        )
+        paths, committed = ratio_rule(state, DraftTree(tokens, parents, q, rule=rule), p.logits)
+        return torch.tensor([len(path) for path in paths]), torch.tensor([new[-1] for new in committed])
+
+
+@RULES
+@pytest.mark.parametrize("backend", [cpu, Loop])
+@pytest.mark.parametrize("count", [2, lambda first: 1 if first == 1 else 2], ids=["fixed", "by the first token"])
+def test_chains_that_their_own_tokens_end(backend, rule, count):
+    """Through the loop as well: a rule that got lost on the way would accept as much as the other."""
+    target, drafter = RATIO_CASES["plain"]
+    law, kept = chain_law(backend, rule, target, drafter, count)
+    assert (law - target.law()).abs().max() < EXACT
+    other = next(name for name in reference.RULES if name != rule)
+    more = kept - chain_law(cpu, other, target, drafter, count)[1]
+    assert (more > 1e-4) == (rule == "block")
 
 
 @BACKENDS
