@@ -1,0 +1,54 @@
+"""`specctl select` as users call it: what is refused before anything is loaded, and what is shown."""
+
+import json
+
+import pytest
+
+
+def test_the_line_of_the_readme_without_a_pool(specctl):
+    done = specctl("select", "--algo", "hedgespec", "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert any("lookup, suffix by hedgespec" in step for step in done.json["steps"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--algo", "hedgespek"], 2, "did you mean hedgespec?"),
+        (["--algo", "ucbspec,ucbspec"], 2, "named twice"),
+        (["--pool", "nowhere"], 4, "no pool directory"),
+        (["--algo", "router"], 2, "there is no router"),
+        (["--record", "a", "--replay", "b"], 2, "one after the other"),
+        (["--resume"], 2, "name `record`"),
+        (["--batch", "4", "--reset", "stream"], 2, "one text at a time"),
+        (["--rival", "nothing-here"], 2, "no drafter nothing-here"),
+        (["drafting.proposal=sampled", "batch=2"], 2, "different rules"),
+    ],
+)
+def test_what_is_refused(specctl, argv, code, says):
+    done = specctl("select", *argv, "--dry-run")
+    assert done.code == code, done.err
+    assert says in done.err and done.out == ""
+
+
+def test_it_selects(specctl, tmp_path):
+    """The installed command on the built-in target, with drafters that need no training; then its report."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Count to three.", "Say hi.")))
+    options = ("--prompts", str(prompts), "--max-new-tokens", "12", "--output-dir", str(tmp_path / "run"))
+    done = specctl("select", *options, "--baselines", "vanilla,fixed", "--json")
+    assert done.code == 0, done.err
+    assert done.json["command"] == "select" and done.json["arms"] == ["lookup", "suffix"]
+    assert done.json["lossless"]["mismatches"] == 0
+    assert {row["algo"] for row in done.json["policies"]} == {"hedgespec", "vanilla", "lookup", "suffix"}
+    again = specctl("select", *options)
+    assert again.code == 2 and "--overwrite" in again.err
+    shown = specctl("report", str(tmp_path / "run"), "--json")
+    assert shown.code == 0, shown.err
+    assert any("weights" in picture for picture in shown.json["pictures"])
+
+
+def test_a_table_that_is_none(specctl, tmp_path):
+    (tmp_path / "t.parquet").write_text("nothing")
+    done = specctl("select", "--replay", "t.parquet", "--json")
+    assert done.code == 4 and done.json["error"]["type"] == "CheckpointError"
