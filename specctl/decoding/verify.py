@@ -16,7 +16,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import Plan, plan_rows
 from specctl.decoding.draft import PADDING, DraftTree, topology
-from specctl.decoding.sampling import ACCEPT, TARGET
+from specctl.decoding.sampling import ACCEPT, TARGET, Draws
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 
@@ -55,10 +55,7 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     logits, hidden, tapped = target.step(tokens, state.cache, plan, state.taps)
     if state.exact_rows:
         logits, hidden = logits[:, :rows], hidden[:, :rows]
-    if draft.rows is not None:
-        paths, committed = _ratio_rule(state, draft, logits)
-    else:
-        paths, committed = _match_rule(state, draft, logits, plan.positions[:, :rows] + 1)
+    paths, committed = _collect(draft, *judge(state.draws, draft, logits, plan.positions[:, :rows] + 1))
     depths = [max(d, default=0) for d in depth]
     stops = []
     for path, parents in zip(paths, draft.parents.tolist(), strict=True):
@@ -88,32 +85,30 @@ def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
     return plan_rows(state.cached, padded, visible=visible.to(state.device), depth=steps, **options), depth
 
 
-def _match_rule(
-    state: DecodeState, draft: DraftTree, logits: Tensor, positions: Tensor
-) -> tuple[list[list[int]], list[list[int]]]:
-    drawn = state.draws.draw(logits, positions)
+def judge(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rule for `draft`, given the target's logits [B, 1+n, V] and the `positions` [B, 1+n] of the tokens they
+    predict: path [B, n] of accepted nodes, how many they are [B], and the token behind them [B]. All on the device."""
+    if draft.rows is not None:
+        return _ratio_rule(draws, draft, logits, positions)
+    drawn = draws.draw(logits, positions)
     if not draft.size:
-        return [[] for _ in state.rows], drawn.tolist()
-    path, accepted, bonus = kernels.walk_tree(drawn, draft.tokens, draft.parents)
-    return _collect(draft, path, accepted, bonus)
+        return draft.tokens, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
+    return kernels.walk_tree(drawn, draft.tokens, draft.parents)
 
 
-def _ratio_rule(state: DecodeState, draft: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     assert draft.rows is not None
     batch, size = draft.tokens.shape
     count = (draft.parents != PADDING).sum(1)
-    start = torch.tensor([len(row.ids) for row in state.rows], device=state.device).unsqueeze(1)
-    positions = start + torch.arange(size + 1, device=state.device)
     accepted, bonus = kernels.accept_chain(
-        state.draws.rows(logits),
+        draws.rows(logits),
         draft.rows,
         draft.tokens,
         count,
-        state.draws.uniform(positions[:, :size], ACCEPT),
-        state.draws.uniform(positions, TARGET),
+        draws.uniform(positions[:, :size], ACCEPT),
+        draws.uniform(positions, TARGET),
     )
-    path = torch.arange(size, device=state.device).expand(batch, -1)
-    return _collect(draft, path, accepted, bonus)
+    return torch.arange(size, device=accepted.device).expand(batch, -1), accepted, bonus
 
 
 def _collect(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -133,6 +133,24 @@ class FeatureLayer(HeadWeights, ABC):
             rows = 1
             ends = [start + row for start, row in zip(plan.base, last, strict=True)]
             plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
+        return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
+
+    def rows_at(
+        self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None
+    ) -> Tensor:
+        """The layer over rows [B, T] at places that only the device knows (`plan_at`).
+
+        With `last` [B], only that row of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        """
+        batch, rows = tokens.shape
+        table = self._rope_for(cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        residual, pairs, query = self._project(tokens.flatten(), features, table)
+        cache.write(0, pairs, plan)
+        if last is not None and plan.mask is not None:
+            kept = torch.arange(batch, device=last.device) * rows + last
+            query, residual, rows = query[kept], residual[kept], 1
+            mask = plan.mask.gather(2, last.view(-1, 1, 1, 1).expand(-1, 1, 1, plan.span))
+            plan = replace(plan, mask=mask)
         return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
 
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
