@@ -100,6 +100,7 @@ def stream(
     state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, EXACT_ROWS if exact else 0, slots)
     _prefill(target, state, list(range(state.batch)))
     _admit(target, state)
+    state.shrink()
     clock.prefilled()
     yield from clock.stamp(state.take_finished())
     device = None
