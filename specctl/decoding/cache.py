@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specctl.decoding.layers import Rope
 
 MINUS_INF = float("-inf")
 PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
@@ -160,8 +164,11 @@ def _staircase(base: int, rows: int, device: torch.device, dtype: torch.dtype) -
 class KVCache:
     """Keys and values of every layer in one tensor [L, B, capacity, 2·Hkv, D]: keys first, then values.
 
-    The two lie side by side because a layer's projection makes them so: one copy stores both.
+    The two lie side by side because a layer's projection makes them so: one copy stores both. `rope` is the model's
+    rotary table for its positions: a graph over the cache reads that very one, also when the model makes a longer one.
     """
+
+    rope: Rope | None = None
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
         self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)

@@ -51,7 +51,6 @@ class DeviceRounds:
         self.batch = 0
         self.loaded = self.failed = False
         self.under_way: deque[graphs.Readback] = deque()
-        self.replays = 0  # rounds that were replays of a graph
 
     def advance(self) -> bool:
         """Launch a round and book the one before. False where this device cannot: this round and all others are the
@@ -61,7 +60,7 @@ class DeviceRounds:
             return False
         try:
             if not self.loaded:
-                self._load()
+                self.load()
             self._launch()
         except Exception as error:  # whatever a driver raises: the host's rounds need nothing of this one
             if not self.capture:
@@ -72,7 +71,7 @@ class DeviceRounds:
             self._settle()
         return True
 
-    def _load(self) -> None:
+    def load(self) -> None:
         """Begin where the host's state stands."""
         if self.batch != self.state.batch:
             self._place()
@@ -87,7 +86,7 @@ class DeviceRounds:
         self.draft, self.batch = draft, self.state.batch
         self.sequences = Resident(self.state, draft.depth + 1)
         carried = [self.sequences.length, self.sequences.finished, *draft.carried]
-        self.graphs = graphs.Graphs(self._round, carried, self.sequences.record)
+        self.graphs = graphs.Graphs(carried, self.sequences.record)
 
     def _launch(self) -> None:
         """Start a round. The host knows how long the texts are but for the rounds under way."""
@@ -95,12 +94,12 @@ class DeviceRounds:
         longest = max(min(len(row.ids) + unread, row.limit) for row in self.state.rows if row.stop is None)
         span = graphs.span_for(longest - 1 + self.draft.reach, self.state.capacity)
         if self.capture:
-            self.replays += self.graphs.play(span)
+            self.state.replays += self.graphs.play(self.round, span)
         else:
-            self._round(span)
+            self.round(span)
         self.under_way.append(graphs.Readback(self.sequences.record))
 
-    def _round(self, span: int) -> None:
+    def round(self, span: int) -> None:
         """One round over caches of which attention reads `span` slots."""
         sequences = self.sequences
         before = sequences.length.clone()

@@ -32,18 +32,19 @@ def span_for(needed: int, capacity: int) -> int:
     return min(-(-needed // step) * step, capacity)
 
 
-def capture(run: Callable[[], None], pool: Any) -> Any:
+def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> Any:
     """A graph of what `run` launches, which is not executed; its memory comes from `pool`, that of an earlier graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream, "thread_local"):
         run()
     return graph
 
 
-def aside(run: Callable[[], None], device: torch.device) -> None:
+def aside(run: Callable[[], object], device: torch.device) -> None:
     """Run on a stream other than the current one, as a graph is captured."""
     if device.type != "cuda":
-        return run()
+        run()
+        return
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -52,20 +53,20 @@ def aside(run: Callable[[], None], device: torch.device) -> None:
 
 
 class Graphs:
-    """Plays rounds of a batch: `run(span)` reads and writes tensors that keep their places.
+    """Plays rounds of a batch, functions of a span that read and write tensors which keep their places.
 
     Rounds depend on nothing that they change but `carried`: with those restored, a round can be run again. `answer` is
     what a round says.
     """
 
-    def __init__(self, run: Callable[[int], None], carried: list[Tensor], answer: Tensor):
-        self.run, self.carried, self.answer = run, carried, answer
+    def __init__(self, carried: list[Tensor], answer: Tensor):
+        self.carried, self.answer = carried, answer
         self.seen: Counter[int] = Counter()
         self.graphs: dict[int, Any] = {}
         self.pool: Any = None
 
-    def play(self, span: int) -> bool:
-        """One round; whether it was the replay of a graph.
+    def play(self, run: Callable[[int], None], span: int) -> bool:
+        """One round, `run(span)`; whether it was the replay of a graph.
 
         RuntimeError where a graph says something else than the round itself; besides whatever capturing raises.
         """
@@ -73,20 +74,21 @@ class Graphs:
             self.graphs[span].replay()
         elif self.seen[span] < WARM_UP:
             self.seen[span] += 1
-            self.run(span)
+            run(span)
         else:
-            self.graphs[span] = self._captured(span)
+            self.graphs[span] = self._captured(partial(run, span))
         return span in self.graphs
 
-    def _captured(self, span: int) -> Any:
+    def _captured(self, run: Callable[[], None]) -> Any:
         """The graph of a round, played once; before it the round itself, for comparison."""
         before = [tensor.clone() for tensor in self.carried]
-        aside(partial(self.run, span), self.answer.device)
+        device = self.answer.device
+        aside(run, device)
         expected = self.answer.clone()
         for tensor, value in zip(self.carried, before, strict=True):
             tensor.copy_(value)
         self.answer.fill_(-1)  # a graph that does nothing must not find the answer there
-        graph = capture(partial(self.run, span), self.pool)
+        graph = capture(run, device, self.pool)
         graph.replay()
         if not torch.equal(self.answer, expected):
             raise RuntimeError("the graph of a round commits other tokens than the round itself")

@@ -12,7 +12,7 @@ import torch
 from specctl.decoding.device_round import device_rounds
 from specctl.decoding.draft import Controller, Drafter, DraftTree, Fixed, NoDraft
 from specctl.decoding.sampling import Sampling
-from specctl.decoding.state import DecodeState, Request, Sequence
+from specctl.decoding.state import DecodeState, Request
 from specctl.decoding.target import Target
 from specctl.decoding.verify import Verdict, verify
 from specctl.errors import DataError
@@ -27,7 +27,8 @@ class Decoded:
     """One finished sequence; `index` is its prompt's place among the prompts.
 
     Counts are EOS-trimmed and leave out the token of the prefill pass. `prefill_s` and `decode_s` are wall-clock of all
-    sequences until this one was given out; from `decode`, of the whole call.
+    sequences until this one was given out; from `decode`, of the whole call. `replays` counts the rounds of all
+    sequences until then that were replays of a CUDA graph.
     """
 
     prompt_ids: list[int]
@@ -42,6 +43,7 @@ class Decoded:
     prefill_s: float
     decode_s: float
     index: int = 0
+    replays: int = 0
 
     @property
     def decoded_tokens(self) -> int:
@@ -102,7 +104,7 @@ def stream(
     _admit(target, state)
     state.shrink()
     clock.prefilled()
-    yield from clock.stamp(state.take_finished())
+    yield from clock.stamp(state)
     device = None
     if isinstance(controller, Fixed) and on_round is None:  # whom nobody watches can run ahead of the host
         device = device_rounds(target, state, controller.drafter, _budget(state, share_rows))
@@ -119,7 +121,7 @@ def stream(
         _admit(target, state)
         clock.prefilled()
         state.shrink()
-        yield from clock.stamp(state.take_finished())
+        yield from clock.stamp(state)
 
 
 class Clock:
@@ -140,8 +142,9 @@ class Clock:
         lap, self.mark = now - self.mark, now
         return lap
 
-    def stamp(self, finished: list[Sequence]) -> Iterator[Decoded]:
-        """Sequences as they are given out."""
+    def stamp(self, state: DecodeState) -> Iterator[Decoded]:
+        """The sequences that have finished, as they are given out."""
+        finished = state.take_finished()
         for row in finished:
             yield Decoded(
                 row.ids[: row.prompt_length],
@@ -156,6 +159,7 @@ class Clock:
                 self.prefill_s,
                 self.decode_s,
                 row.index,
+                state.replays,
             )
         if finished:
             self.mark = time.perf_counter()

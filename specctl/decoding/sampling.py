@@ -46,7 +46,7 @@ class Draws:
 
     def uniform(self, positions: Tensor, stream: int) -> Tensor:
         """Uniforms [B, T] for the tokens that will stand at absolute `positions` [B, T], made where those are."""
-        seeds = self.own_seeds if positions.device == self.device else self.seeds
+        seeds = self.own_seeds if positions.device.type == self.device.type else self.seeds
         return kernels.uniform(seeds, positions, stream).to(self.device)
 
     def draw(self, logits: Tensor, positions: Tensor, stream: int = TARGET) -> Tensor:

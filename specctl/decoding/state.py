@@ -116,6 +116,7 @@ class DecodeState:
         features: [B, capacity, F] tapped target states of the cached positions (None without taps).
         memory: what each drafter keeps for these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
+        replays: rounds so far that were replays of a CUDA graph.
         spare: rows that the caches have behind the longest text.
         exact_rows: > 0 fixes the rows of every step (and the cache span), so that all kernels see one shape.
     """
@@ -144,6 +145,7 @@ class DecodeState:
         self.cache: KVCache = target.model.new_cache(len(self.rows), self.capacity)
         self.features: Tensor | None = None
         self.memory: dict[Any, Any] = {}  # drafter → Memory
+        self.replays = 0
 
     def _sequence(self, index: int) -> Sequence:
         request = self.requests[index]

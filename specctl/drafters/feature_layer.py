@@ -143,7 +143,8 @@ class FeatureLayer(HeadWeights, ABC):
         With `last` [B], only that row of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
         """
         batch, rows = tokens.shape
-        table = self._rope_for(cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        rope = cache.rope or self._rope_for(cache.capacity)
+        table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
         residual, pairs, query = self._project(tokens.flatten(), features, table)
         cache.write(0, pairs, plan)
         if last is not None and plan.mask is not None:
@@ -169,6 +170,7 @@ class FeatureLayer(HeadWeights, ABC):
         if memory is None:
             options = dict(dtype=state.dtype, device=state.device)
             cache = KVCache(1, state.batch, self.kv_heads, state.capacity, self.dim, **options)
+            cache.rope = self._rope_for(state.capacity)
             hidden = torch.zeros(state.batch, self.size, device=state.device)
             memory = state.memory[self] = Memory(cache, [0] * state.batch, hidden)
         return memory

@@ -3,7 +3,9 @@
 Nothing here needs a GPU: SPECCTL_GRAPHS=eager runs the device's rounds anywhere, and a graph is what a test says it is.
 """
 
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,7 +26,7 @@ from specctl.recipe import DraftingRecipe, TrainRecipe
 HOT = Sampling(1.0, 0, 1.0)
 FILTERED = Sampling(0.8, 40, 0.9)
 PROMPTS = [[5, 9, 300, 12, 7, 7, 41], [88, 4], [17, 230, 17, 230, 17], [1], [600, 20]]
-NEW = [24, 9, 17, 5, 30]
+NEW = [16, 9, 12, 5, 22]
 WORDS = [3, 40, 41, 42, 43, 44, 45]  # the first ends a text
 EOS_BIAS = -2.0  # in some texts soon, in one after a while, in others never
 MIXED = [HOT, FILTERED, HOT, GREEDY, HOT]
@@ -50,7 +52,7 @@ def tiny(tiny_directory):
 
 def decode(target, prompts=PROMPTS, **more):
     options = dict(max_new_tokens=NEW, seeds=[1, 2, 3, 4, 5], share_rows=False) | more
-    return [replace(one, prefill_s=0, decode_s=0) for one in loop.decode(target, prompts, **options)]
+    return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in loop.decode(target, prompts, **options)]
 
 
 def eagle3(target, shape):
@@ -117,15 +119,14 @@ def on_device(monkeypatch):
 
     def start():
         monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-        whole = device_round.DeviceRounds._round
-        monkeypatch.setattr(device_round.DeviceRounds, "_round", lambda *args: (rounds.append(args[1]), whole(*args)))
+        whole = device_round.DeviceRounds.round
+        monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[1]), whole(*args)))
 
     yield start
     assert rounds
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (MIXED, 2)], ids=["greedy", "mixed"])
 @pytest.mark.parametrize("name", MADE)
 def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots):
     """One at a time or two, whose places are taken by the next texts; ends and limits fall inside drafts."""
@@ -160,27 +161,36 @@ class NoHost:
         return self.context.__exit__(*error)
 
 
+class Stopped(Exception):
+    pass
+
+
 def loaded(target, drafter, sampling, monkeypatch):
     """Rounds of a batch, one of which has been run. The kernels are those that a GPU without Triton would run: what
     the CPU's do on the host says nothing about it."""
     monkeypatch.setenv("SPECCTL_KERNELS", "reference")
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     found = []
-    launch = device_round.DeviceRounds._launch
-    monkeypatch.setattr(device_round.DeviceRounds, "_launch", lambda self: (found.append(self), launch(self)))
-    options = dict(sampling=sampling, max_new_tokens=NEW, seeds=[1, 2, 3, 4, 5], drafter=drafter)
-    texts = loop.stream(target, PROMPTS, **options)
-    while not found:
-        next(texts)
+
+    def launch(rounds):
+        launched(rounds)
+        found.append(rounds)
+        raise Stopped
+
+    launched = device_round.DeviceRounds._launch
+    monkeypatch.setattr(device_round.DeviceRounds, "_launch", launch)
+    with pytest.raises(Stopped):
+        decode(target, sampling=sampling, drafter=drafter)
     return found[0]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, MIXED], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    ("name", "sampling"), [("eagle3 tree", GREEDY), *((name, MIXED) for name in MADE if name != "eagle3 comb")]
+)
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling):
     rounds = loaded(tiny, drafters(name), sampling, monkeypatch)
     with torch.inference_mode(), NoHost(monkeypatch):
-        rounds._round(rounds.state.capacity)
+        rounds.round(rounds.state.capacity)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +203,13 @@ def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling):
         lambda length: length[length > 3],
         lambda length: range(length[0]),
         lambda length: length + torch.tensor([1]),
-        lambda length: length[[0, 1]],
     ],
 )
 def test_negative_control_a_question_to_the_host_is_seen(tiny, drafters, monkeypatch, ask):
     rounds = loaded(tiny, drafters("eagle3 tree"), GREEDY, monkeypatch)
     monkeypatch.setattr(rounds.draft, "advance", lambda sequences, before, span: ask(sequences.length))
     with pytest.raises(Exception), torch.inference_mode(), NoHost(monkeypatch):  # noqa: B017
-        rounds._round(rounds.state.capacity)
+        rounds.round(rounds.state.capacity)
 
 
 @pytest.fixture
@@ -209,7 +218,7 @@ def graphs_on(monkeypatch):
     captured = []
 
     def install(replay=lambda run: run()):
-        def capture(run, pool):
+        def capture(run, device, pool):
             captured.append(run)
             return SimpleNamespace(replay=lambda: replay(run), pool=lambda: "pool")
 
@@ -245,12 +254,12 @@ FAILURES = {
     "other tokens": lambda patch, install: install(lambda run: None),
     "the round itself": lambda patch, install: (
         install(),
-        patch.setattr(device_round.DeviceRounds, "_round", raising),
+        patch.setattr(device_round.DeviceRounds, "round", raising),
     ),
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "eagle", "lm"])
+@pytest.mark.parametrize("name", ["eagle3 tree", "lm"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatch, name, failure):
     """With one warning, whatever was under way; and no further attempt."""
@@ -285,6 +294,31 @@ def test_the_end_is_known_one_round_late(tiny, drafters, on_device, monkeypatch)
     assert late
     for one in host:
         assert not tiny.eos_ids & {*one.output_ids[:-1]}
+
+
+def test_a_longer_text_elsewhere_does_not_pull_the_table_away(tiny, drafters):
+    """A graph reads the rotary tables that were there when it was captured: they live as long as its caches."""
+    cache = tiny.model.new_cache(1, 64)
+    tiny.model.new_cache(1, 640)
+    assert cache.rope is not None and tiny.model.new_cache(1, 64).rope is not cache.rope
+
+
+def test_rounds_go_with_their_stream(tiny, drafters, graphs_on):
+    """Caches and graphs are large: nothing may wait for the garbage collector."""
+    graphs_on()
+    texts = loop.stream(
+        tiny, PROMPTS, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * 5, drafter=drafters("eagle3 tree")
+    )
+    next(texts)
+    (rounds,) = (one for one in gc.get_objects() if isinstance(one, device_round.DeviceRounds))
+    watched = weakref.ref(rounds.sequences)
+    gc.disable()
+    try:
+        del rounds
+        texts.close()
+        assert watched() is None
+    finally:
+        gc.enable()
 
 
 def test_spans_are_few_and_wide_enough():
