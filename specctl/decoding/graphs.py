@@ -32,24 +32,32 @@ def span_for(needed: int, capacity: int) -> int:
     return min(-(-needed // step) * step, capacity)
 
 
-def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> Any:
-    """A graph of what `run` launches, which is not executed; its memory comes from `pool`, that of an earlier graph."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool, stream, "thread_local"):
-        run()
-    return graph
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream to warm up and capture on; None where there are none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def aside(run: Callable[[], object], device: torch.device) -> None:
-    """Run on a stream other than the current one, as a graph is captured."""
-    if device.type != "cuda":
+def aside(run: Callable[[], object], side: torch.cuda.Stream | None) -> None:
+    """Run on the stream that will capture: what a library keeps for each stream is then made outside of a capture."""
+    if side is None:
         run()
         return
-    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    current = torch.cuda.current_stream(side.device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         run()
     current.wait_stream(side)
+
+
+def capture(run: Callable[[], object], side: torch.cuda.Stream | None, pool: Any = None) -> Any:
+    """A graph of what `run` launches, which is not executed; its memory comes from `pool`, that of an earlier graph
+    captured on the same stream."""
+    assert side is not None
+    graph = torch.cuda.CUDAGraph()
+    options: Any = dict(pool=pool, stream=side, capture_error_mode="thread_local")
+    with torch.cuda.graph(graph, **options):
+        run()
+    return graph
 
 
 class Graphs:
@@ -63,7 +71,7 @@ class Graphs:
         self.carried, self.answer = carried, answer
         self.seen: Counter[int] = Counter()
         self.graphs: dict[int, Any] = {}
-        self.pool: Any = None
+        self.side, self.pool = side_stream(answer.device), None
 
     def play(self, run: Callable[[int], None], span: int) -> bool:
         """One round, `run(span)`; whether it was the replay of a graph.
@@ -82,13 +90,12 @@ class Graphs:
     def _captured(self, run: Callable[[], None]) -> Any:
         """The graph of a round, played once; before it the round itself, for comparison."""
         before = [tensor.clone() for tensor in self.carried]
-        device = self.answer.device
-        aside(run, device)
+        aside(run, self.side)
         expected = self.answer.clone()
         for tensor, value in zip(self.carried, before, strict=True):
             tensor.copy_(value)
         self.answer.fill_(-1)  # a graph that does nothing must not find the answer there
-        graph = capture(run, device, self.pool)
+        graph = capture(run, self.side, self.pool)
         graph.replay()
         if not torch.equal(self.answer, expected):
             raise RuntimeError("the graph of a round commits other tokens than the round itself")

@@ -105,5 +105,6 @@ def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float
 
 
 def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    graphs.aside(run, device)
-    return graphs.capture(run, device).replay
+    side = graphs.side_stream(device)
+    graphs.aside(run, side)
+    return graphs.capture(run, side).replay
