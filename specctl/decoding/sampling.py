@@ -32,9 +32,9 @@ class Draws:
         self.greedy = all(sampling.temperature == 0 for sampling in samplings)
         self.seeds = torch.tensor(seeds, dtype=torch.int64)
         self.own_seeds = self.seeds.to(device)
-        self.temperature = torch.tensor([s.temperature for s in samplings], device=device)
+        self.temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device)
         self.top_k = torch.tensor([s.top_k for s in samplings], device=device)
-        self.top_p = torch.tensor([s.top_p for s in samplings], device=device)
+        self.top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device)
 
     def rows(self, logits: Tensor) -> kernels.Rows:
         """The distributions behind logits [B, T, V], as B·T rows."""

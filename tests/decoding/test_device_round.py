@@ -14,6 +14,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from specctl.decoding import device_round, graphs, loop
+from specctl.decoding.cache import KVCache, plan_at, plan_rows
+from specctl.decoding.draft import PADDING, topology
+from specctl.decoding.resident import ancestors
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, lm
@@ -318,6 +321,31 @@ def test_rounds_go_with_their_stream(tiny, drafters, graphs_on, monkeypatch):
         assert found[0]() is None
     finally:
         gc.enable()
+
+
+def test_places_that_only_the_device_knows():
+    """The plan of a ragged tree step, given as numbers and given as tensors."""
+    base, parents = [5, 0, 9], torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2], [-1, 0, PADDING, PADDING]])
+    found = ancestors(parents)
+    trees = [topology(row) for row in parents.tolist()]
+    masks = torch.tensor([bits for _, bits in trees])
+    assert torch.equal(found, masks.unsqueeze(-1) >> torch.arange(4) & 1 > 0)
+    depth = torch.tensor([depth for depth, _ in trees])
+    options = dict(span=16, dtype=torch.float32)
+    host = plan_rows(base, 4, device=torch.device("cpu"), visible=found, depth=depth, **options)
+    device = plan_at(torch.tensor(base), found, depth, **options)
+    assert torch.equal(device.mask, host.mask) and torch.equal(device.positions, host.positions)
+    cache = KVCache(1, 3, 2, 16, 4, dtype=torch.float32, device="cpu")
+    pairs = torch.randn(12, 4, 4)
+    cache.write(0, pairs, host)
+    expected = cache.store.clone()
+    cache.store.zero_()
+    cache.write(0, pairs, device)
+    assert torch.equal(cache.store, expected)
+    source = torch.tensor([[2, 3], [0, 1], [1, 1]])
+    cache.compact_at(torch.tensor(base), source)
+    for b, start in enumerate(base):
+        assert torch.equal(cache.store[:, b, start + 1 : start + 3], expected[:, b, start + 1 + source[b]])
 
 
 def test_spans_are_few_and_wide_enough():
