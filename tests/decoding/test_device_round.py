@@ -188,7 +188,8 @@ def loaded(target, drafter, sampling, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "sampling"), [("eagle3 tree", GREEDY), *((name, MIXED) for name in MADE if name != "eagle3 comb")]
+    ("name", "sampling"),
+    [("plain", GREEDY), ("eagle3 chain", MIXED), ("eagle3 tree", MIXED), ("eagle", GREEDY), ("lm sampled", MIXED)],
 )
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling):
     rounds = loaded(tiny, drafters(name), sampling, monkeypatch)
