@@ -114,6 +114,8 @@ def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tenso
 def _collect(
     draft: DraftTree, path: Tensor, accepted: Tensor, bonus: Tensor
 ) -> tuple[list[list[int]], list[list[int]]]:
+    if not draft.size:
+        return [[] for _ in draft.tokens], bonus.unsqueeze(1).tolist()
     paths, committed = [], []
     rows = zip(path.tolist(), accepted.tolist(), bonus.tolist(), draft.tokens.tolist(), strict=True)
     for nodes, count, token, tokens in rows:
