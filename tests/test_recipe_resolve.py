@@ -134,8 +134,8 @@ def test_shorthand_and_text_fields():
     assert (resolved.data.prompts, resolved.data.domain, resolved.optimizer.lr) == ("-", ["sql", "math"], 1e-3)
 
 
-def test_kernel_choice_is_no_recipe_key():
-    assert resolve("eval", environ={"SPECCTL_KERNELS": "reference"}) == EvalRecipe()
+def test_what_kernels_and_the_loop_read_is_no_recipe_key():
+    assert resolve("eval", environ={"SPECCTL_KERNELS": "reference", "SPECCTL_GRAPHS": "0"}) == EvalRecipe()
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES))

@@ -34,6 +34,15 @@ STEPS = {
     "of_one_row": "× one row",
     "weights_ms": "reading weights ms",
 }
+ROUNDS = {
+    "drafter": "drafter",
+    "rows": "rows",
+    "graphs": "graphs",
+    "round_ms": "round ms",
+    "target_ms": "of it target ms",
+    "overhead": "overhead",
+    "of_weights": "× reading weights",
+}
 DECODING = {
     "drafter": "drafter",
     "batch": "batch",
@@ -44,6 +53,7 @@ DECODING = {
     "speedup": "× plain",
     "of_batch_1": "× batch 1",
     "speedup_transformers": "× transformers",
+    "graphs": "graphs",
 }
 """Fields of the rows that people are shown, and their headings."""
 
@@ -79,6 +89,10 @@ def steps(recipe: BenchRecipe) -> list[str]:
         found.append(plan.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
     if "steps" in recipe.parts:
         found.append(f"time target steps behind {recipe.context} tokens, ours and transformers'")
+    if "rounds" in recipe.parts:
+        found.append(
+            "on a GPU: time whole rounds behind as many tokens, plain and drafted, and the target's part of them"
+        )
     if "decoding" in recipe.parts:
         names = ", ".join(recipe.drafters) or "no drafter"
         found.append(f"decode {recipe.limit} prompts in batches {recipe.batches}, plainly and with {names}")
@@ -91,7 +105,7 @@ def show(document: dict[str, Any]) -> Any:
 
     tables = [
         table(*columns.values(), rows=[[row[name] for name in columns] for row in document[part]])
-        for part, columns in (("kernels", KERNELS), ("steps", STEPS), ("decoding", DECODING))
+        for part, columns in (("kernels", KERNELS), ("steps", STEPS), ("rounds", ROUNDS), ("decoding", DECODING))
         if document[part]
     ]
     machine = document["hardware"]

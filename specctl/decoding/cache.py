@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specctl.decoding.layers import Rope
 
 MINUS_INF = float("-inf")
 PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
@@ -24,12 +28,13 @@ class Plan:
     """Where the T rows of one forward stand and what they may attend; made once, shared by all layers.
 
     Attributes:
-        base: cached rows of each sequence before this forward (length B).
+        base: cached rows of each sequence before this forward (length B); [] where only the device knows (`plan_at`).
         positions: [B, T] absolute positions (RoPE, learned embeddings).
         span: number of cache slots that attention reads.
         mask: additive mask [1 or B, 1, T, span], or None when plain causal attention (`causal`) or no mask is needed.
         causal: the T rows start at slot 0 and attend each other causally (prefill).
         contiguous: the positions are base .. base+T−1 (no tree).
+        slots: [B, T] cache slots that the rows are written to, where only the device knows them.
     """
 
     base: list[int]
@@ -38,7 +43,8 @@ class Plan:
     mask: Tensor | None
     causal: bool
     contiguous: bool
-    _blocks: dict[int, list[Block]] = field(default_factory=dict, repr=False)
+    slots: Tensor | None = None
+    _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     def blocks(self, groups: int) -> list[Block]:
         """What attention of folded queries reads: one block for all sequences, or one for each of them.
@@ -108,17 +114,44 @@ def plan_rows(
         mask = torch.zeros(1, 1, rows, width, dtype=dtype, device=device)
         mask[0, 0, :, base[0] :].masked_fill_(~visible[0], MINUS_INF)
         return Plan(base, positions, width, mask, False, contiguous)
-    # General case. Slot j is visible to row t when j < base, or j = base + s with row s visible to row t.
-    slots = torch.arange(width, device=device)
-    starts = torch.tensor(base, device=device).view(batch, 1, 1)
-    relative = (slots.view(1, 1, width) - starts).expand(batch, rows, width)
+    starts = torch.tensor(base, device=device)
     if visible is None:
+        relative = torch.arange(width, device=device) - starts.view(batch, 1, 1)
         allowed = relative <= torch.arange(rows, device=device).view(1, rows, 1)
     else:
-        inside = (relative >= 0) & (relative < rows)
-        allowed = (relative < 0) | (inside & visible.gather(2, relative.clamp(0, rows - 1)))
-    mask = torch.zeros(batch, rows, width, dtype=dtype, device=device).masked_fill_(~allowed, MINUS_INF)
-    return Plan(base, positions, width, mask.unsqueeze(1), False, contiguous)
+        allowed = _allowed(starts, visible, width)
+    return Plan(base, positions, width, _additive(allowed, dtype), False, contiguous)
+
+
+def plan_at(base: Tensor, visible: Tensor, offset: Tensor | int, *, span: int, dtype: torch.dtype) -> Plan:
+    """Plan a forward whose place only the device knows: nothing is read back, every shape is given.
+
+    Args:
+        base: [B] rows of each sequence that all rows of the forward may attend.
+        visible: [B, T, R] bool: of the R rows behind those, what each of the T rows of this forward, which are the last
+            of the R, may attend (itself included).
+        offset: [B, T], [T] or one number: how far behind `base` the rows stand in the text.
+        span: cache slots that attention reads, at least the largest base + R.
+    """
+    rows, reach = visible.shape[1:]
+    start = base.unsqueeze(1)
+    slots = start + torch.arange(reach - rows, reach, device=base.device)
+    mask = _additive(_allowed(base, visible, span), dtype)
+    return Plan([], (start + offset).expand_as(slots), span, mask, False, False, slots)
+
+
+def _allowed(base: Tensor, visible: Tensor, span: int) -> Tensor:
+    """[B, T, span]: slot j may be attended when j < base, or j = base + r with row r visible."""
+    reach = visible.shape[2]
+    relative = (torch.arange(span, device=base.device) - base[:, None, None]).expand(-1, visible.shape[1], -1)
+    inside = (relative >= 0) & (relative < reach)
+    return (relative < 0) | (inside & visible.gather(2, relative.clamp(0, reach - 1)))
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask [B, 1, T, span] that is added to scores."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, MINUS_INF).unsqueeze(1)
 
 
 def _staircase(base: int, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -131,8 +164,11 @@ def _staircase(base: int, rows: int, device: torch.device, dtype: torch.dtype) -
 class KVCache:
     """Keys and values of every layer in one tensor [L, B, capacity, 2·Hkv, D]: keys first, then values.
 
-    The two lie side by side because a layer's projection makes them so: one copy stores both.
+    The two lie side by side because a layer's projection makes them so: one copy stores both. `rope` is the model's
+    rotary table for its positions: a graph over the cache reads that very one, also when the model makes a longer one.
     """
+
+    rope: Rope | None = None
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
         self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)
@@ -147,9 +183,9 @@ class KVCache:
         self._sequences = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
 
     def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
-        """Store keys and values [B·T, 2·Hkv, D] at slots base .. base+T−1 of each sequence."""
+        """Store keys and values [B·T, 2·Hkv, D] at slots base .. base+T−1 of each sequence or the plan's `slots`."""
         count = pairs.shape[0] // self.batch
-        if self.batch == 1:
+        if self.batch == 1 and plan.slots is None:
             self.rows[layer].select(0, 0).narrow(0, plan.base[0], count).copy_(pairs)
         else:
             self.rows[layer][self._sequences, self._slots(plan, count)] = pairs.view(
@@ -157,6 +193,8 @@ class KVCache:
             )
 
     def _slots(self, plan: Plan, count: int) -> Tensor:
+        if plan.slots is not None:
+            return plan.slots
         if plan.contiguous:
             return plan.positions
         starts = torch.tensor(plan.base, device=self.store.device).unsqueeze(1)
@@ -172,6 +210,13 @@ class KVCache:
         source = torch.tensor([start + 1 + node for node in path], device=self.store.device)
         kept = self.store[:, sequence].index_select(1, source)
         self.store[:, sequence, start + 1 : start + 1 + len(path)] = kept
+
+    def compact_at(self, base: Tensor, source: Tensor) -> None:
+        """Move rows base + 1 + source[b, i] to base + 1 + i, for `base` [B] and `source` [B, n] on the device."""
+        start = base.unsqueeze(1) + 1
+        kept = self.store[:, self._sequences, start + source]
+        slots = start + torch.arange(source.shape[1], device=base.device)
+        self.store[:, self._sequences, slots] = kept
 
     def sequence(self, index: int) -> KVCache:
         """The cache of one sequence, over the same memory."""

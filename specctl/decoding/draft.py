@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from specctl.kernels import Rows
 
 if TYPE_CHECKING:
+    from specctl.decoding.resident import Resident
     from specctl.decoding.state import DecodeState
     from specctl.decoding.verify import Verdict
 
@@ -149,6 +150,49 @@ class Drafter(Proposer, Protocol):
         ...
 
 
+class DeviceDraft(Protocol):
+    """A drafter's part of rounds that run on the device alone (device_round.py), for the sequences of one batch.
+
+    Attributes:
+        depth: longest path that it drafts; 0 = plain decoding.
+        reach: cache slots behind the committed text that its rows and those of the target's step take.
+        carried: tensors that a round changes and the next one reads.
+    """
+
+    depth: int
+    reach: int
+    carried: list[Tensor]
+
+    def load(self, state: DecodeState) -> None:
+        """Catch up with the committed text; take over the host's memory of it."""
+        ...
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        """A draft of the same shape in every round, with padding where a sequence has no room for it."""
+        ...
+
+    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+        """Consume what was committed behind the first `before` [B] tokens."""
+        ...
+
+    def store(self, state: DecodeState) -> None:
+        """Hand the memory of the committed text back to the host."""
+        ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A drafter that can draft on the device alone."""
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
+        """Its part of rounds with at most `budget` nodes per sequence; None where its shape or its model cannot."""
+        ...
+
+    def invalidate(self, state: DecodeState) -> None:
+        """As of a `Drafter`."""
+        ...
+
+
 class Controller(Protocol):
     """Chooses who drafts, and learns from what the target said."""
 
@@ -177,6 +221,31 @@ class NoDraft:
 
     def invalidate(self, state: DecodeState) -> None:
         """Nothing is cached."""
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft:
+        return PlainRounds()
+
+
+class PlainRounds:
+    """Plain decoding on the device."""
+
+    depth, reach = 0, 1
+
+    def __init__(self) -> None:
+        self.carried: list[Tensor] = []
+
+    def load(self, state: DecodeState) -> None:
+        """Nothing is remembered."""
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        nothing = sequences.ids[:, :0]
+        return DraftTree(nothing, nothing)
+
+    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+        """Nothing to consume."""
+
+    def store(self, state: DecodeState) -> None:
+        """Nothing is remembered."""
 
 
 class Fixed:

@@ -66,19 +66,26 @@ class DraftLinear(Linear):
 class RMSNorm:
     """x / sqrt(mean(x²) + ε) · w, computed in fp32, rounded once to the dtype of the next product.
 
-    Written with `vector_norm` because torch's rms_norm on a CPU is a chain of eight operations (13 µs against 7).
+    Written with `vector_norm` because torch's rms_norm on a CPU is a chain of eight operations (13 µs against 7). On a
+    GPU it is one kernel, and the two norms of every layer are a third of a step's small kernels.
     """
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
         size = weight.shape[-1]
-        self.dtype = dtype
-        self.scale = weight.detach().float() * math.sqrt(size)
+        self.dtype, self.eps = dtype, eps
+        self.weight = weight.detach().float()
+        self.scale = self.weight * math.sqrt(size)
         self.floor = torch.tensor(math.sqrt(size * eps), device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return self.fused(x)
         norm = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
         y = x / norm
         return torch.mul(y, self.scale, out=torch.empty_like(y, dtype=self.dtype))
+
+    def fused(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(self.dtype)
 
 
 class Rope:

@@ -84,10 +84,11 @@ class LeanModel:
         self._rope: Rope | None = None
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        self._rope_for(capacity)
-        return KVCache(
+        cache = KVCache(
             len(self.layers), batch, self.kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device
         )
+        cache.rope = self._rope_for(capacity)
+        return cache
 
     def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
@@ -104,7 +105,7 @@ class LeanModel:
         A tap is an index into `transformers`' `hidden_states`: 0 = embeddings, i = output of layer i.
         """
         batch, rows = tokens.shape
-        rope = self._rope_for(cache.capacity)
+        rope = cache.rope or self._rope_for(cache.capacity)
         heads, kv = self.heads, self.kv_heads
         table = rope.at(plan, heads + kv, kv)
         x = F.embedding(tokens.reshape(-1), self.embedding).float()

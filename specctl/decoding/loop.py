@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from specctl.decoding.device_round import device_rounds
 from specctl.decoding.draft import Controller, Drafter, DraftTree, Fixed, NoDraft
 from specctl.decoding.sampling import Sampling
-from specctl.decoding.state import DecodeState, Request, Sequence
+from specctl.decoding.state import DecodeState, Request
 from specctl.decoding.target import Target
 from specctl.decoding.verify import Verdict, check_logits, verify
 from specctl.errors import DataError
@@ -26,7 +27,8 @@ class Decoded:
     """One finished sequence; `index` is its prompt's place among the prompts.
 
     Counts are EOS-trimmed and leave out the token of the prefill pass. `prefill_s` and `decode_s` are wall-clock of all
-    sequences until this one was given out; from `decode`, of the whole call.
+    sequences until this one was given out; from `decode`, of the whole call. `replays` counts the rounds of all
+    sequences until then that were replays of a CUDA graph.
     """
 
     prompt_ids: list[int]
@@ -41,6 +43,7 @@ class Decoded:
     prefill_s: float
     decode_s: float
     index: int = 0
+    replays: int = 0
 
     @property
     def decoded_tokens(self) -> int:
@@ -100,21 +103,26 @@ def stream(
     state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, EXACT_ROWS if exact else 0, slots)
     _prefill(target, state, list(range(state.batch)))
     _admit(target, state)
+    state.shrink()
     clock.prefilled()
-    yield from clock.stamp(state.take_finished())
+    yield from clock.stamp(state)
+    device = None
+    if type(controller) is Fixed and on_round is None:  # where nobody watches, rounds can run ahead of the host
+        device = device_rounds(target, state, controller.drafter, _budget(state, share_rows))
     while state.unfinished:
-        chosen = controller.choose(state)
-        draft = chosen.propose(state, _budget(state, share_rows))
-        verdict = verify(target, state, draft)
-        state.commit(verdict)
-        controller.observe(state, draft, verdict)
-        if on_round is not None:
-            on_round(state, draft, verdict)
+        if device is None or not device.advance():
+            chosen = controller.choose(state)
+            draft = chosen.propose(state, _budget(state, share_rows))
+            verdict = verify(target, state, draft)
+            state.commit(verdict)
+            controller.observe(state, draft, verdict)
+            if on_round is not None:
+                on_round(state, draft, verdict)
         clock.decoded()
         _admit(target, state)
         clock.prefilled()
         state.shrink()
-        yield from clock.stamp(state.take_finished())
+        yield from clock.stamp(state)
 
 
 class Clock:
@@ -135,8 +143,9 @@ class Clock:
         lap, self.mark = now - self.mark, now
         return lap
 
-    def stamp(self, finished: list[Sequence]) -> Iterator[Decoded]:
-        """Sequences as they are given out."""
+    def stamp(self, state: DecodeState) -> Iterator[Decoded]:
+        """The sequences that have finished, as they are given out."""
+        finished = state.take_finished()
         for row in finished:
             yield Decoded(
                 row.ids[: row.prompt_length],
@@ -151,6 +160,7 @@ class Clock:
                 self.prefill_s,
                 self.decode_s,
                 row.index,
+                state.replays,
             )
         if finished:
             self.mark = time.perf_counter()

@@ -31,23 +31,23 @@ class Draws:
         self.samplings, self.device = samplings, device
         self.greedy = all(sampling.temperature == 0 for sampling in samplings)
         self.seeds = torch.tensor(seeds, dtype=torch.int64)
-        self.temperature = torch.tensor([s.temperature for s in samplings], device=device)
+        self.own_seeds = self.seeds.to(device)
+        self.temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device)
         self.top_k = torch.tensor([s.top_k for s in samplings], device=device)
-        self.top_p = torch.tensor([s.top_p for s in samplings], device=device)
+        self.top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device)
 
     def rows(self, logits: Tensor) -> kernels.Rows:
         """The distributions behind logits [B, T, V], as B·T rows."""
         batch, rows, vocab = logits.shape
         return kernels.row_params(
             logits.reshape(batch * rows, vocab),
-            self.temperature.repeat_interleave(rows),
-            self.top_k.repeat_interleave(rows),
-            self.top_p.repeat_interleave(rows),
+            *(field.repeat_interleave(rows) for field in (self.temperature, self.top_k, self.top_p)),
         )
 
     def uniform(self, positions: Tensor, stream: int) -> Tensor:
-        """Uniforms [B, T] for the tokens that will stand at absolute `positions` [B, T]."""
-        return kernels.uniform(self.seeds, positions.cpu(), stream).to(self.device)
+        """Uniforms [B, T] for the tokens that will stand at absolute `positions` [B, T], made where those are."""
+        seeds = self.own_seeds if positions.device.type == self.device.type else self.seeds
+        return kernels.uniform(seeds, positions, stream).to(self.device)
 
     def draw(self, logits: Tensor, positions: Tensor, stream: int = TARGET) -> Tensor:
         """One token per row of logits [B, T, V], for absolute `positions` [B, T] of the drawn tokens: [B, T]."""

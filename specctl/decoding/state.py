@@ -116,6 +116,8 @@ class DecodeState:
         features: [B, capacity, F] tapped target states of the cached positions (None without taps).
         memory: what each drafter keeps for these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
+        replays: rounds so far that were replays of a CUDA graph.
+        spare: rows that the caches have behind the longest text.
         exact_rows: > 0 fixes the rows of every step (and the cache span), so that all kernels see one shape.
     """
 
@@ -138,10 +140,12 @@ class DecodeState:
         self._draw_for_rows()
         self.taps = taps
         self.exact_rows = exact_rows
+        self.spare = spare
         self.capacity = max(max(request.limit, len(request.prompt)) for request in requests) + spare + 1
         self.cache: KVCache = target.model.new_cache(len(self.rows), self.capacity)
         self.features: Tensor | None = None
         self.memory: dict[Any, Any] = {}  # drafter → Memory
+        self.replays = 0
 
     def _sequence(self, index: int) -> Sequence:
         request = self.requests[index]
@@ -195,13 +199,17 @@ class DecodeState:
                 self.cache.compact(b, start, path)
             if self.features is not None and verdict.tapped is not None:
                 self._keep_features(b, start, path, verdict)
-            drafted_tokens = verdict.committed[b][:-1]
-            kept = self._extend(row, verdict.committed[b])
-            accepted = min(len(drafted_tokens), kept)
-            rejected = kept > accepted and verdict.depths[b] > accepted and verdict.stops[b] == "rejected"
-            row.count(accepted, accepted + rejected, rejected, verdict.depths[b])
+            self.book(row, verdict.committed[b], verdict.depths[b], verdict.stops[b] == "rejected")
             if row.stop is not None:
                 verdict.stops[b] = row.stop
+
+    def book(self, row: Sequence, committed: list[int], depth: int, rejected: bool) -> None:
+        """Append to `row` what a round with a draft `depth` deep committed, and count it; `rejected`: the target
+        disagreed behind the accepted tokens."""
+        kept = self._extend(row, committed)
+        accepted = min(len(committed) - 1, kept)
+        rejected = rejected and kept > accepted and depth > accepted
+        row.count(accepted, accepted + rejected, rejected, depth)
 
     def _keep_features(self, b: int, start: int, path: list[int], verdict: Verdict) -> None:
         assert self.features is not None and verdict.tapped is not None

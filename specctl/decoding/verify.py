@@ -16,7 +16,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import Plan, plan_rows
 from specctl.decoding.draft import PADDING, DraftTree, topology
-from specctl.decoding.sampling import ACCEPT, TARGET
+from specctl.decoding.sampling import ACCEPT, TARGET, Draws
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
@@ -56,27 +56,42 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     logits, hidden, tapped = target.step(tokens, state.cache, plan, state.taps)
     if state.exact_rows:
         logits, hidden = logits[:, :rows], hidden[:, :rows]
-    if draft.rows is not None:
-        paths, committed = ratio_rule(state, draft, logits)
-    else:
-        paths, committed = _match_rule(state, draft, logits, plan.positions[:, :rows] + 1)
-    behind = [path[-1] + 1 if path else 0 for path in paths]
-    check_logits(target, logits[range(len(paths)), behind])
+    path, accepted, bonus = judge(state.draws, draft, logits, plan.positions[:, :rows] + 1)
+    check_logits(target, behind(logits, path, accepted))
+    paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]
     stops = []
-    for path, parents in zip(paths, draft.parents.tolist(), strict=True):
-        last = path[-1] if path else -1
+    for nodes, parents in zip(paths, draft.parents.tolist(), strict=True):
+        last = nodes[-1] if nodes else -1
         stops.append("rejected" if last in parents else "leaf")
     return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain)
 
 
 def check_logits(target: Target, logits: Tensor) -> None:
     """CheckpointError where a row of `logits` [B, V] that a token was drawn from is NaN somewhere, or infinite."""
-    if not bool(logits.float().amax(-1).isfinite().all()):  # a maximum passes on NaN; −inf excludes a token, no more
-        raise CheckpointError(
-            f"the logits of target {target.name} are not finite in {str(target.dtype).removeprefix('torch.')}",
-            "an overflow of fp16 is none in bf16 or fp32 (--dtype); otherwise its weights are damaged",
-        )
+    if not bool(usable(logits).all()):
+        raise unusable(target)
+
+
+def usable(logits: Tensor) -> Tensor:
+    """[B] whether a row of `logits` [B, V] is a distribution. A maximum passes on NaN; −inf only excludes a token."""
+    return logits.float().amax(-1).isfinite()
+
+
+def unusable(target: Target) -> CheckpointError:
+    return CheckpointError(
+        f"the logits of target {target.name} are not finite in {str(target.dtype).removeprefix('torch.')}",
+        "an overflow of fp16 is none in bf16 or fp32 (--dtype); otherwise its weights are damaged",
+    )
+
+
+def behind(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
+    """The rows [B, V] of logits [B, 1+n, V] behind the accepted paths: of the last node, or of the root."""
+    if not path.shape[1]:
+        return logits[:, 0]
+    last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)) + 1
+    row = torch.where(accepted.unsqueeze(1) > 0, last, 0)
+    return logits.gather(1, row.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).squeeze(1)
 
 
 def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
@@ -100,39 +115,39 @@ def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
     return plan_rows(state.cached, padded, visible=visible.to(state.device), depth=steps, **options), depth
 
 
-def _match_rule(
-    state: DecodeState, draft: DraftTree, logits: Tensor, positions: Tensor
-) -> tuple[list[list[int]], list[list[int]]]:
-    drawn = state.draws.draw(logits, positions)
+def judge(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rule for `draft`, given the target's logits [B, 1+n, V] and the `positions` [B, 1+n] of the tokens they
+    predict: path [B, n] of accepted nodes, how many they are [B], and the token behind them [B]. All on the device."""
+    if draft.rows is not None:
+        return _ratio_rule(draws, draft, logits, positions)
+    drawn = draws.draw(logits, positions)
     if not draft.size:
-        return [[] for _ in state.rows], drawn.tolist()
-    path, accepted, bonus = kernels.walk_tree(drawn, draft.tokens, draft.parents)
-    return _collect(draft, path, accepted, bonus)
+        return draft.tokens, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
+    return kernels.walk_tree(drawn, draft.tokens, draft.parents)
 
 
-def ratio_rule(state: DecodeState, draft: DraftTree, logits: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The accepted nodes of every sampled chain, and what is committed: their tokens and the next one."""
+def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`judge` for sampled chains."""
     assert draft.rows is not None
     batch, size = draft.tokens.shape
     count = (draft.parents != PADDING).sum(1)
-    start = torch.tensor([len(row.ids) for row in state.rows], device=state.device).unsqueeze(1)
-    positions = start + torch.arange(size + 1, device=state.device)
     accepted, bonus = kernels.accept_chain(
-        state.draws.rows(logits),
+        draws.rows(logits),
         draft.rows,
         draft.tokens,
         count,
-        state.draws.uniform(positions[:, :size], ACCEPT),
-        state.draws.uniform(positions, TARGET),
+        draws.uniform(positions[:, :size], ACCEPT),
+        draws.uniform(positions, TARGET),
         draft.rule,
     )
-    path = torch.arange(size, device=state.device).expand(batch, -1)
-    return _collect(draft, path, accepted, bonus)
+    return torch.arange(size, device=accepted.device).expand(batch, -1), accepted, bonus
 
 
 def _collect(
     draft: DraftTree, path: Tensor, accepted: Tensor, bonus: Tensor
 ) -> tuple[list[list[int]], list[list[int]]]:
+    if not draft.size:
+        return [[] for _ in draft.tokens], bonus.unsqueeze(1).tolist()
     paths, committed = [], []
     rows = zip(path.tolist(), accepted.tolist(), bonus.tolist(), draft.tokens.tolist(), strict=True)
     for nodes, count, token, tokens in rows:

@@ -15,6 +15,7 @@ from specctl.decoding.cache import Plan, plan_rows
 from specctl.decoding.draft import DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters.feature_device import FeatureRounds
 from specctl.drafters.feature_layer import FeatureLayer, Memory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
 from specctl.drafters.tree import GrowingTree, Shape, best, shape_for
@@ -69,6 +70,7 @@ class FeatureDrafter(FeatureLayer):
             plan = plan_rows([c + step for c in memory.cached], 1, device=state.device, dtype=state.dtype)
             hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
             logits = self.logits(hidden)
+        chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
         return DraftTree.from_chains(chains, state.device)
 
     def _tree(self, state: DecodeState, memory: Memory, depth: int, budget: int) -> DraftTree:
@@ -104,7 +106,7 @@ class FeatureDrafter(FeatureLayer):
                 for place, node in enumerate(frontier):
                     tree.expanded[node] = step * width + place
                     tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
-        return best(growing, min(self.shape.nodes, budget), state.device)
+        return best(growing, [row.room for row in state.rows], min(self.shape.nodes, budget), state.device)
 
     def _plan(
         self, state: DecodeState, memory: Memory, growing: list[GrowingTree], frontiers: list[list[int]], step: int
@@ -125,6 +127,10 @@ class FeatureDrafter(FeatureLayer):
                 seen = [start + tree.expanded[a] for a in tree.ancestors(node)] + [base[b] + place]
                 mask[b, 0, place, seen] = 0
         return Plan(base, positions, span, mask, False, False)
+
+    def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
+        """None where drafts end early: that is decided by the host."""
+        return FeatureRounds(self, state, budget) if self.shape.stop_below <= 0 and budget > 0 else None
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Rows at the positions of `spans`, self-fed for `depths` steps: a training-time test over the cached slots.

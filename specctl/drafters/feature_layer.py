@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -142,6 +142,25 @@ class FeatureLayer(HeadWeights, ABC):
             plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
         return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
 
+    def rows_at(
+        self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None
+    ) -> Tensor:
+        """The layer over rows [B, T] at places that only the device knows (`plan_at`).
+
+        With `last` [B], only that row of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        """
+        batch, rows = tokens.shape
+        rope = cache.rope or self._rope_for(cache.capacity)
+        table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
+        residual, pairs, query = self._project(tokens.flatten(), features, table)
+        cache.write(0, pairs, plan)
+        if last is not None and plan.mask is not None:
+            kept = torch.arange(batch, device=last.device) * rows + last
+            query, residual, rows = query[kept], residual[kept], 1
+            mask = plan.mask.gather(2, last.view(-1, 1, 1, 1).expand(-1, 1, 1, plan.span))
+            plan = replace(plan, mask=mask)
+        return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
+
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The residual stream [N, H] fp32, keys beside values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
         residual, inputs = self.enter(tokens, features)
@@ -158,6 +177,7 @@ class FeatureLayer(HeadWeights, ABC):
         if memory is None:
             options = dict(dtype=state.dtype, device=state.device)
             cache = KVCache(1, state.batch, self.kv_heads, state.capacity, self.dim, **options)
+            cache.rope = self._rope_for(state.capacity)
             hidden = torch.zeros(state.batch, self.size, device=state.device)
             memory = state.memory[self.key] = Memory(cache, [0] * state.batch, hidden)
         return memory

@@ -20,6 +20,7 @@ from specctl.decoding.lean import LeanModel, why_not
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target, load_model, load_tokenizer, vocab_hash
+from specctl.drafters.lm_device import LMRounds, stacked
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
@@ -304,7 +305,7 @@ class LMDrafter:
         if width > 0:
             hidden, _ = self._read(state, width)
             last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
-            memory.logits = self._logits(hidden[torch.arange(state.batch, device=state.device), last])
+            memory.logits = self.logits(hidden[torch.arange(state.batch, device=state.device), last])
         memory.length = [len(ids) for ids in texts]
         memory.drafted = [[] for _ in texts]
 
@@ -322,7 +323,7 @@ class LMDrafter:
         tokens = torch.tensor([ids[start:]], device=memory.logits.device)
         plan = plan_rows([start], count, device=tokens.device, dtype=memory.logits.dtype)
         hidden, _ = self.model.forward(tokens, memory.cache.sequence(b), plan, ())
-        return self._logits(hidden[0, -1])
+        return self.logits(hidden[0, -1])
 
     def _ready(self, state: DecodeState) -> _Memory:
         self.advance(state)
@@ -344,7 +345,7 @@ class LMDrafter:
         scores = []
         for b, (start, span) in enumerate(zip(base, spans, strict=True)):
             at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
-            scores.append(Score(span, self._logits(hidden[b, at]).unsqueeze(0), children=children, sampled=sampled))
+            scores.append(Score(span, self.logits(hidden[b, at]).unsqueeze(0), children=children, sampled=sampled))
         return scores
 
     def _read(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
@@ -390,13 +391,18 @@ class LMDrafter:
             hidden, _ = self.model.forward(drawn.unsqueeze(1), memory.cache, plan, ())
             for fed, token in zip(memory.drafted, picked, strict=True):
                 fed.append(token)
-            logits = self._logits(hidden[:, 0])
-        return DraftTree.from_chains(chains, state.device, _stacked(rows) if sampled else None, self.shape.rule)
+            logits = self.logits(hidden[:, 0])
+        return DraftTree.from_chains(chains, state.device, stacked(rows) if sampled else None, self.shape.rule)
 
     def _samples(self, state: DecodeState) -> bool:
         return self.shape.sampled and not state.draws.greedy
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def on_device(self, state: DecodeState, budget: int) -> LMRounds | None:
+        """None where drafts end early, which is decided by the host, and off the lean step."""
+        fixed = self.shape.stop_below <= 0 and budget > 0 and isinstance(self.model, LeanModel)
+        return LMRounds(self, state, budget) if fixed else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the target's vocabulary; models of one family pad theirs to different sizes."""
         logits = self.model.logits(hidden)
         missing = self.vocab_size - logits.shape[-1]
@@ -427,8 +433,3 @@ class LMDrafter:
             return drawn, [1.0] * len(logits)
         score = row.logits.gather(1, drawn.unsqueeze(1))[:, 0] * row.inv_temp
         return drawn, (score - row.lse).exp().tolist()
-
-
-def _stacked(rows: list[kernels.Rows]) -> kernels.Rows:
-    """The rows of all depths, sequence-major: row b·n + i is that of token i of sequence b."""
-    return kernels.Rows(*(torch.stack(field, 1).flatten(0, 1) for field in zip(*rows, strict=True)))

@@ -60,15 +60,17 @@ class GrowingTree:
         self.joint: list[float] = []  # log probability of the path from the root
         self.expanded: dict[int, int] = {}  # node → its row behind the committed slots
         self.level = range(0)  # nodes found by the last expansion
+        self.starts: list[int] = []  # first node of every level
 
     def add(self, parent: int, gains: list[float], tokens: list[int]) -> None:
         start = len(self.tokens)
-        fresh = start if parent == -1 or self._level_of(parent) else self.level.start
+        if parent == -1 or self._level_of(parent):
+            self.starts.append(start)
         score = self.joint[parent] if parent >= 0 else 0.0
         self.tokens += tokens
         self.parents += [parent] * len(tokens)
         self.joint += [score + gain for gain in gains]
-        self.level = range(fresh, len(self.tokens))
+        self.level = range(self.starts[-1], len(self.tokens))
 
     def _level_of(self, parent: int) -> bool:
         """True when `parent` is of the current level, so that its children open the next one."""
@@ -78,6 +80,10 @@ class GrowingTree:
         """The `width` most probable nodes of the last level (repeated when there are fewer)."""
         best = sorted(self.level, key=lambda node: -self.joint[node])[:width]
         return best + best[-1:] * (width - len(best))
+
+    def within(self, depth: int) -> range:
+        """The nodes that are no deeper."""
+        return range(self.starts[depth] if depth < len(self.starts) else len(self.tokens))
 
     def source(self, frontier: list[int]) -> list[int]:
         """Place of each node's parent among the rows of the step before."""
@@ -91,12 +97,15 @@ class GrowingTree:
         return found
 
 
-def best(growing: list[GrowingTree], nodes: int, device: torch.device) -> DraftTree:
-    """The `nodes` candidates of highest joint probability. A child is never more probable than its parent and is found
-    later, so a stable choice keeps the tree connected and parents first."""
+def best(growing: list[GrowingTree], rooms: list[int], nodes: int, device: torch.device) -> DraftTree:
+    """The `nodes` candidates of highest joint probability, no deeper than a sequence has room for.
+
+    A child is never more probable than its parent and is found later, so a stable choice keeps the tree connected and
+    parents first.
+    """
     tokens, parents = [], []
-    for tree in growing:
-        kept = sorted(sorted(range(len(tree.tokens)), key=lambda node: -tree.joint[node])[:nodes])
+    for tree, room in zip(growing, rooms, strict=True):
+        kept = sorted(sorted(tree.within(room), key=lambda node: -tree.joint[node])[:nodes])
         place = {node: i for i, node in enumerate(kept)} | {-1: -1}
         tokens.append([tree.tokens[node] for node in kept])
         parents.append([place[tree.parents[node]] for node in kept])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target, load_model, load_target, load_tokenizer, pick_device, pick_dtype
 from specctl.decoding.timing import bandwidth
 from specctl.distillation.prompts import Prompt, Rejections, read_domains
-from specctl.evaluation import bench_decoding, bench_kernels
+from specctl.drafters import pool
+from specctl.evaluation import bench_decoding, bench_kernels, bench_rounds
 from specctl.evaluation.bench_decoding import DecodingRow, StepRow
 from specctl.evaluation.bench_kernels import KernelRow
+from specctl.evaluation.bench_rounds import RoundRow
 from specctl.evaluation.measure import Case, prepare
 from specctl.progress import track
 from specctl.recipe import BenchRecipe
@@ -36,6 +40,7 @@ class BenchResult:
     versions: dict[str, str | None]
     kernels: list[KernelRow]
     steps: list[StepRow]
+    rounds: list[RoundRow]
     decoding: list[DecodingRow]
 
 
@@ -48,17 +53,23 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
     device = pick_device(recipe.target.device)
     kernels: list[KernelRow] = []
     steps: list[StepRow] = []
+    rounds: list[RoundRow] = []
     decoding: list[DecodingRow] = []
     target = None
     with track("bench", unit="measurements") as bar:
         if "kernels" in recipe.parts:
             kernels = bench_kernels.measure(recipe, device, bar)
-        if {"steps", "decoding"} & {*recipe.parts}:
+        if recipe.parts != ["kernels"]:
             target, model = load(recipe, device)
             run.annotate(target=target.identity)
-            if "steps" in recipe.parts:
+            if {"steps", "rounds"} & {*recipe.parts}:
                 model = model or load_model(recipe.target.name, device=target.device, dtype=target.dtype)
-                steps = bench_decoding.steps(recipe, target, model, bandwidth(device), bar)
+                speed = bandwidth(device)
+            if "steps" in recipe.parts:
+                steps = bench_decoding.steps(recipe, target, model, speed, bar)
+            if "rounds" in recipe.parts:
+                weights_ms = 1000 * bench_decoding.weight_bytes(model) / speed
+                rounds = bench_rounds.measure(recipe, target, drafters(recipe, target), weights_ms, bar)
             del model
             if "decoding" in recipe.parts:
                 decoding = bench_decoding.batches(recipe, target, questions(recipe, target, run), bar)
@@ -71,6 +82,7 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
         versions={name: version(name) for name in ("torch", "transformers", "triton", "specctl")},
         kernels=kernels,
         steps=steps,
+        rounds=rounds,
         decoding=decoding,
     )
 
@@ -99,6 +111,14 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
     finally:
         torch.set_default_dtype(before)
     return Target(recipe.shape, model, load_tokenizer("builtin"), revision=None), model
+
+
+def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
+    """Those whose rounds are timed: the recipe's, and for random weights a random head."""
+    found = {Path(name).name: pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
+    if recipe.shape is not None:
+        found["eagle3, random"] = bench_rounds.random_head(recipe, target)
+    return found
 
 
 def questions(recipe: BenchRecipe, target: Target, run: Run) -> list[Case]:

@@ -53,6 +53,7 @@ class DecodingRow:
     speedup: float | None  # over vanilla decoding of the same batch
     of_batch_1: float | None  # over the same drafter, one sequence at a time
     speedup_transformers: float | None  # over transformers' generate, one sequence at a time
+    graphs: bool  # rounds were replayed as CUDA graphs
 
 
 def steps(recipe: BenchRecipe, target: Target, model, speed: float, bar: Progress) -> list[StepRow]:
@@ -81,10 +82,6 @@ def steps(recipe: BenchRecipe, target: Target, model, speed: float, bar: Progres
         timed[f"ours {rows}"] = partial(ours, ids[:, :rows])
         timed[f"theirs {rows}"] = partial(reference, ids[:, :rows])
     ms = {name: 1000 * seconds for name, seconds in medians(timed, recipe.repeats, target.device).items()}
-    embedding = model.get_input_embeddings().weight
-    read = sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding)
-    if model.get_output_embeddings().weight is embedding:  # a tied head is read, an embedding looked up
-        read += embedding.numel() * embedding.element_size()
     bar.update(1)
     return [
         StepRow(
@@ -94,10 +91,19 @@ def steps(recipe: BenchRecipe, target: Target, model, speed: float, bar: Progres
             ms[f"theirs {rows}"],
             ms[f"theirs {rows}"] / ms[f"ours {rows}"],
             ms[f"ours {rows}"] / ms["ours 1"],
-            1000 * read / speed,
+            1000 * weight_bytes(model) / speed,
         )
         for rows in ROWS
     ]
+
+
+def weight_bytes(model) -> int:
+    """Bytes of weights that a step reads."""
+    embedding = model.get_input_embeddings().weight
+    read = sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding)
+    if model.get_output_embeddings().weight is embedding:  # a tied head is read, an embedding looked up
+        read += embedding.numel() * embedding.element_size()
+    return read
 
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
@@ -136,6 +142,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
                     speedup=None if drafter is None else rate / vanilla[batch],
                     of_batch_1=None if alone is None else rate / alone,
                     speedup_transformers=None if theirs is None else rate / theirs,
+                    graphs=any(one.replays for one in decoded),
                 )
             )
             bar.update(1)

@@ -46,7 +46,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     counter = (position & _LOW, position >> 32 & _LOW, torch.full_like(position, stream), torch.zeros_like(position))
     word = philox(counter, (seed & _LOW, seed >> 32 & _LOW))[0]
     word = torch.where(word >= 1 << 31, _LOW - word, word)  # the word read as int32, with x < 0 mapped to −x − 1
-    return word.to(torch.float32) * torch.tensor(4.6566127342e-10, dtype=torch.float32, device=word.device)
+    return word.to(torch.float32) * torch.full((), 4.6566127342e-10, device=word.device)
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -48,7 +48,9 @@ def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
     parents = torch.tensor([[-1, 0]], device=device).expand(batch, -1).contiguous()
     count = torch.full((batch,), DRAFTED, device=device)
     grid = uniforms.view(batch, DRAFTED + 1)
+    seeds = torch.tensor([0, -(2**40) - 5], device=device)
     return [
+        ("uniform", (seeds, torch.arange(2 * DRAFTED, device=device).view(2, DRAFTED), 1)),
         ("argmax", (logits,)),
         ("row_params", (logits, temperature, top_k, top_p)),
         ("sample_rows", (p, uniforms)),

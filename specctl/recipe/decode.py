@@ -137,9 +137,10 @@ class BenchRecipe(CommandRecipe):
     `shape` puts a target with random weights of that size in the place of `target`: speed does not need their values.
     """
 
-    parts: Annotated[list[Literal["kernels", "steps", "decoding"]], Field(min_length=1)] = [
+    parts: Annotated[list[Literal["kernels", "steps", "rounds", "decoding"]], Field(min_length=1)] = [
         "kernels",
         "steps",
+        "rounds",
         "decoding",
     ]
     shape: Literal["1b", "8b"] | None = None

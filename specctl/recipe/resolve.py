@@ -23,7 +23,7 @@ from specctl.recipe.yaml_file import KeyPath
 
 ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of recipes, DeepSpeed configurations, Slurm scripts
-NOT_RECIPE_KEYS = {"SPECCTL_KERNELS"}  # read by the kernels' dispatch
+NOT_RECIPE_KEYS = {"SPECCTL_KERNELS", "SPECCTL_GRAPHS"}  # read by the kernels' dispatch and the decoding loop
 
 
 class Setting(NamedTuple):

@@ -12,6 +12,8 @@ def test_every_part_is_measured(specctl):
     document = done.json
     kernels = {row["kernel"] for row in document["kernels"]}
     assert kernels >= {"argmax + walk_tree", "row_params + accept_chain", "expand_topk", "linear_distill"}
+    assert document["rounds"] == []  # those of a CPU are the host's
+    assert not any(row["graphs"] for row in document["decoding"])
     assert {"the same + panorama, N 1", "the same + panorama, N 4"} <= kernels
     assert all(row["ours_ms"] > 0 and row["eager_ms"] > 0 for row in document["kernels"])
     assert [row["rows"] for row in document["steps"]] == [1, 4, 8, 16]
@@ -44,6 +46,25 @@ def test_random_weights_of_a_shape(specctl, monkeypatch):
     assert done.code == 0, done.err
     assert [row["drafter"] for row in done.json["decoding"]] == ["vanilla", "lookup"]
     assert done.json["decoding"][1]["speedup_transformers"] is None
+
+
+def test_rounds_of_random_weights(specctl, monkeypatch):
+    """A random head stands in for a trained one; lookup drafts on the host and has no such round."""
+    from specctl.evaluation import bench, bench_rounds
+
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    monkeypatch.setitem(bench.SHAPES, "1b", (4, 32, 2, 1, 48))
+    monkeypatch.setattr(bench, "VOCABULARY", 4096)
+    monkeypatch.setattr(bench_rounds, "NEW", 16)
+    done = specctl(
+        "bench", "--json", "--shape", "1b", "--parts", "rounds", "--device", "cpu", "repeats=1", "context=20",
+        "drafting.stop_below=0", "drafting.width=2", "drafting.depth=3", "drafting.nodes=8",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    rows = {row["drafter"]: row for row in done.json["rounds"]}
+    assert set(rows) == {"vanilla", "eagle3, random"}
+    assert rows["vanilla"]["rows"] == 1 and rows["eagle3, random"]["rows"] == 9
+    assert all(row["round_ms"] > 0 and not row["graphs"] for row in rows.values())
 
 
 def test_a_plan_and_bad_input(specctl):

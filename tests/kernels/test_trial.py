@@ -12,7 +12,16 @@ CPU = torch.device("cpu")
 
 
 def like_reference(**changed):
-    names = ("argmax", "row_params", "sample_rows", "walk_tree", "accept_chain", "expand_topk", "distill_rows")
+    names = (
+        "uniform",
+        "argmax",
+        "row_params",
+        "sample_rows",
+        "walk_tree",
+        "accept_chain",
+        "expand_topk",
+        "distill_rows",
+    )
     return types.SimpleNamespace(**{name: getattr(reference, name) for name in names} | changed)
 
 
@@ -21,7 +30,8 @@ def test_every_backend_passes(backend):
 
 
 @pytest.mark.parametrize(
-    "name", ["argmax", "sample_rows", "walk_tree", "accept_chain", "expand_topk", "row_params", "distill_rows"]
+    "name",
+    ["uniform", "argmax", "sample_rows", "walk_tree", "accept_chain", "expand_topk", "row_params", "distill_rows"],
 )
 def test_one_wrong_answer_is_seen(name):
     """Also one that is off in a single element."""

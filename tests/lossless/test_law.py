@@ -15,7 +15,7 @@ import torch
 
 from specctl.decoding.draft import PADDING, DraftTree
 from specctl.decoding.sampling import ACCEPT, TARGET
-from specctl.decoding.verify import ratio_rule
+from specctl.decoding.verify import judge
 from specctl.kernels import cpu, reference
 
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
@@ -230,13 +230,10 @@ class Loop:
     def accept_chain(p, q, tokens, counts, u_accept, u_next, rule):
         parents = torch.where(torch.arange(2) < counts[:, None], torch.arange(2) - 1, PADDING)
         uniforms = {ACCEPT: u_accept, TARGET: u_next}
-        state = SimpleNamespace(
-            rows=[SimpleNamespace(ids=[0])] * len(tokens),
-            device=tokens.device,
-            draws=SimpleNamespace(rows=lambda logits: p, uniform=lambda positions, stream: uniforms[stream]),
-        )
-        paths, committed = ratio_rule(state, DraftTree(tokens, parents, q, rule=rule), p.logits)
-        return torch.tensor([len(path) for path in paths]), torch.tensor([new[-1] for new in committed])
+        draws = SimpleNamespace(rows=lambda logits: p, uniform=lambda positions, stream: uniforms[stream])
+        positions = torch.arange(3).expand(len(tokens), -1)
+        _, accepted, bonus = judge(draws, DraftTree(tokens, parents, q, rule=rule), p.logits, positions)
+        return accepted, bonus
 
 
 @RULES

@@ -1,0 +1,122 @@
+"""CUDA graphs of whole rounds: captured once a shape has come up a few times, compared, then replayed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3  # rounds of a span before its graph: they settle what is made lazily, and a short text needs no graph
+STEP = 256  # least difference of two spans
+_refused: set[torch.device] = set()
+
+
+def available(device: torch.device) -> bool:
+    """A GPU on which no graph has failed in this process."""
+    return device.type == "cuda" and device not in _refused
+
+
+def refuse(device: torch.device) -> None:
+    """Capture nothing on `device` any more."""
+    _refused.add(device)
+
+
+def span_for(needed: int, capacity: int) -> int:
+    """Cache slots that a round reads which needs so many: of few sizes, since each has a graph of its own, and at most
+    a quarter more than needed once there are many."""
+    step = max(STEP, 1 << max(needed.bit_length() - 3, 0))
+    return min(-(-needed // step) * step, capacity)
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream to warm up and capture on; None where there are none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def aside(run: Callable[[], object], side: torch.cuda.Stream | None) -> None:
+    """Run on the stream that will capture: what a library keeps for each stream is then made outside of a capture."""
+    if side is None:
+        run()
+        return
+    current = torch.cuda.current_stream(side.device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        run()
+    current.wait_stream(side)
+
+
+def capture(run: Callable[[], object], side: torch.cuda.Stream | None, pool: Any = None) -> Any:
+    """A graph of what `run` launches, which is not executed; its memory comes from `pool`, that of an earlier graph
+    captured on the same stream."""
+    assert side is not None
+    graph = torch.cuda.CUDAGraph()
+    options: Any = dict(pool=pool, stream=side, capture_error_mode="thread_local")
+    with torch.cuda.graph(graph, **options):
+        run()
+    return graph
+
+
+class Graphs:
+    """Plays rounds of a batch, functions of a span that read and write tensors which keep their places.
+
+    Rounds depend on nothing that they change but `carried`: with those restored, a round can be run again. `answer` is
+    what a round says.
+    """
+
+    def __init__(self, carried: list[Tensor], answer: Tensor):
+        self.carried, self.answer = carried, answer
+        self.seen: Counter[int] = Counter()
+        self.graphs: dict[int, Any] = {}
+        self.side, self.pool = side_stream(answer.device), None
+
+    def play(self, run: Callable[[int], None], span: int) -> bool:
+        """One round, `run(span)`; whether it was the replay of a graph.
+
+        RuntimeError where a graph says something else than the round itself; besides whatever capturing raises.
+        """
+        if span in self.graphs:
+            self.graphs[span].replay()
+        elif self.seen[span] < WARM_UP:
+            self.seen[span] += 1
+            run(span)
+        else:
+            self.graphs[span] = self._captured(partial(run, span))
+        return span in self.graphs
+
+    def _captured(self, run: Callable[[], None]) -> Any:
+        """The graph of a round, played once; before it the round itself, for comparison."""
+        before = [tensor.clone() for tensor in self.carried]
+        aside(run, self.side)
+        expected = self.answer.clone()
+        for tensor, value in zip(self.carried, before, strict=True):
+            tensor.copy_(value)
+        self.answer.fill_(-1)  # a graph that does nothing must not find the answer there
+        graph = capture(run, self.side, self.pool)
+        graph.replay()
+        if not torch.equal(self.answer, expected):
+            raise RuntimeError("the graph of a round commits other tokens than the round itself")
+        self.pool = graph.pool()
+        return graph
+
+
+class Readback:
+    """A small tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor):
+        self.event: torch.cuda.Event | None = None
+        on_gpu = tensor.device.type == "cuda"
+        self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self.copy.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> list[list[int]]:
+        """Waits until it is there."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.copy.tolist()

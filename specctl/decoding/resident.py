@@ -1,0 +1,135 @@
+"""The sequences of a batch as tensors of fixed shapes: what a round needs to run without the host.
+
+The host's `DecodeState` stays the record of the texts. `Resident` is loaded from it, runs ahead of it by one round, and
+tells it in a small tensor what every round committed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.draft import DraftTree
+from specctl.decoding.sampling import Draws
+from specctl.decoding.state import DecodeState
+
+
+class Booking(NamedTuple):
+    """What the host reads of a round, for one sequence: see `DecodeState.book`."""
+
+    committed: list[int]
+    depth: int
+    rejected: bool
+    usable: bool  # the logits that the last token was drawn from are finite
+
+
+HEAD = 4  # numbers before the tokens in a row of `Resident.record`: tokens, depth, rejected, usable
+
+
+class Resident:
+    """B sequences on the device. All tensors keep their places: a captured graph reads and writes these very ones.
+
+    Attributes:
+        ids: [B, capacity]; length, limit: [B]; the last of the `length` committed tokens is not cached.
+        finished: [B] bool; such a sequence commits nothing any more.
+        record: [B, HEAD + widest]: what the last round committed, untrimmed.
+        cache, features: the state's own.
+        widest: most tokens that a round commits.
+    """
+
+    def __init__(self, state: DecodeState, widest: int):
+        batch, device = state.batch, state.device
+        self.batch, self.device, self.widest = batch, device, widest
+        self.cache, self.features, self.dtype = state.cache, state.features, state.dtype
+        self.ids = torch.zeros(batch, state.capacity, dtype=torch.long, device=device)
+        self.length, self.limit = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.record = torch.zeros(batch, HEAD + widest, dtype=torch.long, device=device)
+        self.eos = torch.tensor(sorted(state.eos_ids), dtype=torch.long, device=device)
+        self.sequences = torch.arange(batch, device=device).unsqueeze(1)
+        self.draws = Draws([row.sampling for row in state.requests[:batch]], [0] * batch, device)
+        # A graph holds the path that was taken: greedy only where every text to come is.
+        self.draws.greedy = all(request.sampling.temperature == 0 for request in state.requests)
+
+    def load(self, state: DecodeState) -> None:
+        """Take over what the host knows."""
+        width = max(len(row.ids) for row in state.rows)
+        ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in state.rows])
+        self.ids[:, :width].copy_(ids)
+        self.length.copy_(torch.tensor([len(row.ids) for row in state.rows]))
+        self.limit.copy_(torch.tensor([row.limit for row in state.rows]))
+        self.finished.copy_(torch.tensor([row.stop is not None for row in state.rows]))
+        for name in ("own_seeds", "temperature", "top_k", "top_p"):
+            getattr(self.draws, name).copy_(getattr(state.draws, name))
+
+    @property
+    def room(self) -> Tensor:
+        """[B] draft tokens that can still matter: `Sequence.room`."""
+        return torch.where(self.finished, 0, self.limit - self.length - 1).clamp(min=0)
+
+    @property
+    def last(self) -> Tensor:
+        """[B, 1] the last committed tokens."""
+        return self.ids.gather(1, self.length.unsqueeze(1) - 1)
+
+    def commit(
+        self,
+        draft: DraftTree,
+        path: Tensor,
+        accepted: Tensor,
+        bonus: Tensor,
+        tapped: Tensor | None,
+        deep: Tensor,
+        usable: Tensor,
+    ) -> None:
+        """`DecodeState.commit` on the device: ids, cache rows and features of the accepted `path` [B, n], the record.
+
+        `deep` [B]: depth of each draft; `usable` [B]: see `Booking`. The other arguments are those of a verdict.
+        """
+        place = torch.arange(self.widest, device=self.device)
+        nodes = path[:, : self.widest - 1]
+        taken = place[1:] <= accepted.unsqueeze(1)
+        source = torch.where(taken, nodes, place[:-1])  # rows behind the path stay where they are
+        base = self.length - 1
+        if not draft.chain:
+            self.cache.compact_at(base, source)
+        if self.features is not None and tapped is not None:
+            kept = torch.nn.functional.pad(source + 1, (1, 0))  # row 0 is the root
+            features = tapped.gather(1, kept.unsqueeze(-1).expand(-1, -1, tapped.shape[-1]))
+            self.features[self.sequences, base.unsqueeze(1) + place] = features
+        tokens = torch.nn.functional.pad(draft.tokens.gather(1, source), (0, 1))
+        tokens = torch.where(place == accepted.unsqueeze(1), bonus.unsqueeze(1), tokens)
+        last = source.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)) if draft.size else bonus.unsqueeze(1)
+        last = torch.where(accepted.unsqueeze(1) > 0, last, -1)
+        refused = (draft.parents == last).any(1)
+        self.record.copy_(torch.cat((torch.stack((accepted + 1, deep, refused, usable), 1), tokens), 1))
+        self._extend(tokens, accepted + 1)
+
+    def _extend(self, tokens: Tensor, count: Tensor) -> None:
+        """Append the first `count` [B] of `tokens` [B, widest], up to an end-of-sequence token or the limit."""
+        place = torch.arange(self.widest, device=self.device)
+        self.ids[self.sequences, self.length.unsqueeze(1) + place] = tokens  # behind the length anything may stand
+        ends = (tokens.unsqueeze(-1) == self.eos).any(-1)
+        until_end = torch.where(ends, place, self.widest).amin(1) + 1
+        kept = torch.minimum(torch.minimum(count, until_end), self.limit - self.length)
+        kept = torch.where(self.finished, 0, kept)
+        self.length += kept
+        self.finished |= (until_end <= kept) | (self.length >= self.limit)
+
+
+def bookings(record: list[list[int]]) -> list[Booking]:
+    """The rows of a record, read back."""
+    return [Booking(row[HEAD : HEAD + row[0]], row[1], bool(row[2]), bool(row[3])) for row in record]
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """[B, n, n] bool: node i descends from node j, or is it. `draft.topology` on the device: padding sees itself."""
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    seen = ((parents.unsqueeze(-1) == nodes) | (nodes.unsqueeze(-1) == nodes)).float()
+    reached = 1
+    while reached < len(nodes):  # paths of up to `reached` edges, then twice as many
+        seen = (seen @ seen).clamp(max=1)
+        reached *= 2
+    return seen > 0

@@ -1,0 +1,360 @@
+"""Rounds on the device against the host's: the same texts and counts, whatever the drafter, the batch and the end.
+
+Nothing here needs a GPU: SPECCTL_GRAPHS=eager runs the device's rounds anywhere, and a graph is what a test says it is.
+"""
+
+import gc
+import warnings
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from specctl.decoding import device_round, graphs, loop
+from specctl.decoding.cache import KVCache, plan_at, plan_rows
+from specctl.decoding.draft import PADDING, topology
+from specctl.decoding.resident import ancestors
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.target import load_target
+from specctl.drafters import eagle, lm
+from specctl.drafters.eagle3 import Eagle3Drafter
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.head import HeadConfig
+from specctl.drafters.tree import Shape
+from specctl.recipe import DraftingRecipe, TrainRecipe
+
+HOT = Sampling(1.0, 0, 1.0)
+FILTERED = Sampling(0.8, 40, 0.9)
+PROMPTS = [[5, 9, 300, 12, 7, 7, 41], [88, 4], [17, 230, 17, 230, 17], [1], [600, 20]]
+NEW = [16, 9, 12, 5, 22]
+WORDS = [3, 40, 41, 42, 43, 44, 45]  # the first ends a text
+EOS_BIAS = -2.0  # in some texts soon, in one after a while, in others never
+MIXED = [HOT, FILTERED, HOT, GREEDY, HOT]
+SHAPES = {
+    "chain": Shape(depth=4, width=1, nodes=4, children=1, stop_below=0.0),
+    "comb": Shape(depth=4, width=1, nodes=12, children=4, stop_below=0.0),
+    "tree": Shape(depth=4, width=5, nodes=20, children=4, stop_below=0.0),
+    "wide": Shape(depth=3, width=8, nodes=62, children=6, stop_below=0.0),  # fewer children than places for them
+}
+"""None stops early: the device cannot."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_directory):
+    """It says but a few words, the end of the text among them, so that random drafts are often right."""
+    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
+    bias = torch.full((target.vocab_size,), -1e4)
+    bias[WORDS] = 0.0
+    bias[WORDS[0]] = EOS_BIAS
+    target.model.head.bias = bias
+    return target
+
+
+def decode(target, prompts=PROMPTS, **more):
+    options = dict(max_new_tokens=NEW, seeds=[1, 2, 3, 4, 5], share_rows=False) | more
+    return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in loop.decode(target, prompts, **options)]
+
+
+def eagle3(target, shape):
+    """A random head."""
+    torch.manual_seed(0)
+    config = HeadConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=len(WORDS),
+        taps=(1, 2, 3),
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=256,
+    )
+    return Eagle3Drafter(Eagle3Head(config, torch.tensor(WORDS)), target, shape)
+
+
+def eagle1(target, shape):
+    drafter = eagle.drafter(eagle.build(TrainRecipe(), target, None), target, DraftingRecipe())
+    drafter.shape, drafter.head.bias = shape, target.model.head.bias
+    return drafter
+
+
+def small_lm(target, proposal):
+    """The target's own weights, disturbed."""
+    model = lm.load_model(target.name, device=target.device, dtype=torch.float32)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        weight.data += 0.3 * weight.std(correction=0) * torch.randn_like(weight)
+    drafter = lm.drafter(lm.LM(model), target, DraftingRecipe(depth=4, stop_below=0.0, proposal=proposal))
+    drafter.model.head.bias = target.model.head.bias
+    return drafter
+
+
+MADE = {
+    "plain": lambda target: None,
+    **{f"eagle3 {name}": lambda target, shape=shape: eagle3(target, shape) for name, shape in SHAPES.items()},
+    "eagle": lambda target: eagle1(target, SHAPES["tree"]),
+    "lm": lambda target: small_lm(target, "deterministic"),
+    "lm sampled": lambda target: small_lm(target, "sampled"),
+}
+
+
+@pytest.fixture(scope="module")
+def drafters(tiny):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = MADE[name](tiny)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """From its call on, rounds run on the device; afterwards some must have."""
+    rounds = []
+
+    def start():
+        monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+        whole = device_round.DeviceRounds.round
+        monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[1]), whole(*args)))
+
+    yield start
+    assert rounds
+
+
+@pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (MIXED, 2)], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("name", MADE)
+def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots):
+    """One at a time or two, whose places are taken by the next texts; ends and limits fall inside drafts."""
+    how = dict(sampling=sampling, drafter=drafters(name), slots=slots)
+    host = decode(tiny, **how)
+    on_device()
+    assert decode(tiny, **how) == host
+
+
+class NoHost:
+    """Within it nothing has a value: what reads one, makes a tensor of the host's or has a shape that depends on data
+    raises. Fake tensors do the most; they do not see what goes around the dispatcher."""
+
+    def __init__(self, monkeypatch):
+        self.patch = monkeypatch
+
+    def __enter__(self):
+        def refuse(*args, **kwargs):
+            raise RuntimeError("the host is asked")
+
+        self.context = self.patch.context()
+        patch = self.context.__enter__()
+        for name in ("tolist", "numpy", "cpu", "cuda"):
+            patch.setattr(torch.Tensor, name, refuse)
+        for name in ("tensor", "as_tensor", "from_numpy"):
+            patch.setattr(torch, name, refuse)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode.__enter__()
+
+    def __exit__(self, *error):
+        self.mode.__exit__(*error)
+        return self.context.__exit__(*error)
+
+
+class Stopped(Exception):
+    pass
+
+
+def loaded(target, drafter, sampling, monkeypatch):
+    """Rounds of a batch, one of which has been run. The kernels are those that a GPU without Triton would run: what
+    the CPU's do on the host says nothing about it."""
+    monkeypatch.setenv("SPECCTL_KERNELS", "reference")
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    found = []
+
+    def launch(rounds):
+        launched(rounds)
+        found.append(rounds)
+        raise Stopped
+
+    launched = device_round.DeviceRounds._launch
+    monkeypatch.setattr(device_round.DeviceRounds, "_launch", launch)
+    with pytest.raises(Stopped):
+        decode(target, sampling=sampling, drafter=drafter)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("plain", GREEDY), ("eagle3 chain", MIXED), ("eagle3 tree", MIXED), ("eagle", GREEDY), ("lm sampled", MIXED)],
+)
+def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling):
+    rounds = loaded(tiny, drafters(name), sampling, monkeypatch)
+    with torch.inference_mode(), NoHost(monkeypatch):
+        rounds.round(rounds.state.capacity)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda length: length.amax().item(),
+        lambda length: length.tolist(),
+        lambda length: bool((length > 3).all()),
+        lambda length: length.nonzero(),
+        lambda length: length[length > 3],
+        lambda length: range(length[0]),
+        lambda length: length + torch.tensor([1]),
+    ],
+)
+def test_negative_control_a_question_to_the_host_is_seen(tiny, drafters, monkeypatch, ask):
+    rounds = loaded(tiny, drafters("eagle3 tree"), GREEDY, monkeypatch)
+    monkeypatch.setattr(rounds.draft, "advance", lambda sequences, before, span: ask(sequences.length))
+    with pytest.raises(Exception), torch.inference_mode(), NoHost(monkeypatch):  # noqa: B017
+        rounds.round(rounds.state.capacity)
+
+
+@pytest.fixture
+def graphs_on(monkeypatch):
+    """Graphs as on a GPU; one is given as what its `replay` does, from the round that it captured."""
+    captured = []
+
+    def install(replay=lambda run: run()):
+        def capture(run, side, pool):
+            captured.append(run)
+            return SimpleNamespace(replay=lambda: replay(run), pool=lambda: "pool")
+
+        monkeypatch.setattr(graphs, "available", lambda device: device not in graphs._refused)
+        monkeypatch.setattr(graphs, "capture", capture)
+        monkeypatch.setattr(graphs, "_refused", set())
+        return captured
+
+    return install
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "lm sampled"])
+def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
+    """Captured behind some rounds, again where the batch shrinks; and the round before each is played twice."""
+    how = dict(sampling=MIXED, drafter=drafters(name))
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    host = decode(tiny, **how)
+    monkeypatch.delenv("SPECCTL_GRAPHS")
+    captured = graphs_on()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(tiny, **how) == host
+    assert captured
+
+
+def raising(*args):
+    raise RuntimeError("first line\nCUDA error: operation not permitted when stream is capturing")
+
+
+FAILURES = {
+    "capture": lambda patch, install: (install(), patch.setattr(graphs, "capture", raising)),
+    "replay": lambda patch, install: install(raising),
+    "other tokens": lambda patch, install: install(lambda run: None),
+    "the round itself": lambda patch, install: (
+        install(),
+        patch.setattr(device_round.DeviceRounds, "round", raising),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["eagle3 tree", "lm"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatch, name, failure):
+    """With one warning, whatever was under way; and no further attempt."""
+    how = dict(sampling=MIXED, drafter=drafters(name))
+    host = decode(tiny, **how)
+    FAILURES[failure](monkeypatch, graphs_on)
+    with pytest.warns(UserWarning, match="without CUDA graphs") as noticed:
+        assert decode(tiny, **how) == host
+        assert decode(tiny, **how) == host
+    assert len([one for one in noticed if "CUDA graphs" in str(one.message)]) == 1
+
+
+def test_the_end_is_known_one_round_late(tiny, drafters, on_device, monkeypatch):
+    """The late round commits nothing for the text that has ended, and does for the others."""
+    how = dict(sampling=MIXED, drafter=drafters("eagle3 tree"), slots=2)
+    host = decode(tiny, **how)
+    late = []
+    book = device_round.DeviceRounds._book
+
+    def watched(self):
+        ended = {row.index for row in self.state.rows if row.stop is not None}
+        lengths = {row.index: len(row.ids) for row in self.state.rows}
+        found = book(self)
+        late.extend(index for index in ended if self.under_way is not None)
+        assert all(len(row.ids) == lengths[row.index] for row in self.state.rows if row.index in ended)
+        assert all(len(row.ids) > lengths[row.index] for row in self.state.rows if row.index not in ended)
+        return found
+
+    on_device()
+    monkeypatch.setattr(device_round.DeviceRounds, "_book", watched)
+    assert decode(tiny, **how) == host
+    assert late
+    for one in host:
+        assert not tiny.eos_ids & {*one.output_ids[:-1]}
+
+
+def test_a_longer_text_elsewhere_does_not_pull_the_table_away(tiny, drafters):
+    """A graph reads the rotary tables that were there when it was captured: they live as long as its caches."""
+    cache = tiny.model.new_cache(1, 64)
+    tiny.model.new_cache(1, 640)
+    assert cache.rope is not None and tiny.model.new_cache(1, 64).rope is not cache.rope
+
+
+def test_rounds_go_with_their_stream(tiny, drafters, graphs_on, monkeypatch):
+    """Caches and graphs are large: nothing may wait for the garbage collector."""
+    graphs_on()
+    found = []
+    load = device_round.DeviceRounds.load
+    monkeypatch.setattr(device_round.DeviceRounds, "load", lambda self: (found.append(weakref.ref(self)), load(self)))
+    gc.disable()
+    try:
+        texts = loop.stream(tiny, PROMPTS, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * 5, drafter=drafters("lm"))
+        next(texts)
+        assert found[0]() is not None
+        texts.close()
+        assert found[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_places_that_only_the_device_knows():
+    """The plan of a ragged tree step, given as numbers and given as tensors."""
+    base, parents = [5, 0, 9], torch.tensor([[-1, -1, 0, 2], [-1, 0, 1, 2], [-1, 0, PADDING, PADDING]])
+    found = ancestors(parents)
+    trees = [topology(row) for row in parents.tolist()]
+    masks = torch.tensor([bits for _, bits in trees])
+    assert torch.equal(found, masks.unsqueeze(-1) >> torch.arange(4) & 1 > 0)
+    depth = torch.tensor([depth for depth, _ in trees])
+    options = dict(span=16, dtype=torch.float32)
+    host = plan_rows(base, 4, device=torch.device("cpu"), visible=found, depth=depth, **options)
+    device = plan_at(torch.tensor(base), found, depth, **options)
+    assert torch.equal(device.mask, host.mask) and torch.equal(device.positions, host.positions)
+    cache = KVCache(1, 3, 2, 16, 4, dtype=torch.float32, device="cpu")
+    pairs = torch.randn(12, 4, 4)
+    cache.write(0, pairs, host)
+    expected = cache.store.clone()
+    cache.store.zero_()
+    cache.write(0, pairs, device)
+    assert torch.equal(cache.store, expected)
+    source = torch.tensor([[2, 3], [0, 1], [1, 1]])
+    cache.compact_at(torch.tensor(base), source)
+    for b, start in enumerate(base):
+        assert torch.equal(cache.store[:, b, start + 1 : start + 3], expected[:, b, start + 1 + source[b]])
+
+
+def test_spans_are_few_and_wide_enough():
+    assert [graphs.span_for(n, 10_000) for n in (1, 256, 257, 1024, 1025, 2049, 8000)] == [
+        *(256, 256, 512, 1024, 1280, 2560, 8192),
+    ]
+    assert graphs.span_for(300, 310) == 310
+    for needed in range(1, 5000):
+        span = graphs.span_for(needed, 10_000)
+        assert needed <= span < max(needed + 256, 1.25 * needed + 1)
+    assert len({graphs.span_for(n, 10**6) for n in range(1, 32_768)}) < 30
