@@ -43,7 +43,9 @@ OPTIONS = dict(sampling=GREEDY, max_new_tokens=6, seeds=[0])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("after", [0, 2], ids=["of the prompt", "of a step"])
 @pytest.mark.parametrize("drafter", [None, Guess()], ids=["plain", "drafted"])
-def test_a_logit_that_is_none_stops_decoding(target, prompts, monkeypatch, sampling, value, after, drafter):
+@pytest.mark.parametrize("rounds", ["0", "eager"], ids=["by the host", "by the device"])
+def test_a_logit_that_is_none_stops_decoding(target, prompts, monkeypatch, sampling, value, after, drafter, rounds):
+    monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
     monkeypatch.setattr(target, "model", Poisoned(target.model, value, after))
     with pytest.raises(CheckpointError, match="logits of target builtin are not finite in float32"):
         decode(target, prompts[:1], **OPTIONS | {"sampling": sampling}, drafter=drafter)
