@@ -88,7 +88,7 @@ FLAGS: dict[str, Flag] = {
         ("drafters",), list[str], "Drafter directory, or lookup or suffix; repeatable.", _names, metavar="PATH"
     ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
-    "parts": Flag(("parts",), str, "kernels,steps,decoding (default), or some of them.", _none_or_names),
+    "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), or some of them.", _none_or_names),
     "shape": Flag(("shape",), str, "1b or 8b: random weights of that size instead of a target."),
     "batches": Flag(("batches",), str, "Sequences at a time: 1,8.", _comma_ints),
     "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),

@@ -15,9 +15,9 @@ from specctl.decoding.draft import Drafter, NoDraft
 from specctl.decoding.loop import MAX_NODES
 from specctl.decoding.state import DecodeState, Request
 from specctl.decoding.target import Target
+from specctl.decoding.timing import medians
 from specctl.drafters import eagle3
 from specctl.evaluation.measure import filters
-from specctl.evaluation.timing import medians
 from specctl.progress import Progress
 from specctl.recipe import BenchRecipe, TrainRecipe
 
