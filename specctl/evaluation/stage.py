@@ -167,7 +167,7 @@ class Stage:
             selector.forget()
             self.plays[name].clear()
         self._log = log
-        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True)
+        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
