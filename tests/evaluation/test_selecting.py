@@ -106,6 +106,32 @@ def test_sampled_text_does_not_depend_on_the_choice(tmp_path, prompts, target, p
     assert found.lossless.sequences == 8 and found.lossless.mismatches == found.lossless.ties == 0
 
 
+def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
+    """Greedy text is the same for every seed; if the choices were, too, --seeds would only repeat one number."""
+    made = recipe(prompts, algo=["random"], seeds=[0, 1], sampling={"seed": 3})
+    _, _, rounds = selected(tmp_path, made, target, pool)
+    arms = {seed: [line["arm"] for line in rounds if line["seed"] == seed] for seed in (0, 1)}
+    assert arms[0] != arms[1] and all(arms.values())
+    _, _, rounds = selected(tmp_path / "b", made.model_copy(update={"seeds": [1]}), target, pool)
+    assert [line["arm"] for line in rounds] == arms[1]
+
+
+class Broken(Lookup):
+    def propose(self, state, budget):
+        raise RuntimeError("no such row")
+
+
+def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
+    """An arm by itself and draft-all go on as the policy does; rounds of the warm-up are not counted."""
+    made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed", "draft-all"], sampling={"max_new_tokens": 6})
+    found, _, rounds = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)})
+    rows = {row.algo: row for row in found.policies}
+    assert rows["broken"].failures == rows["broken"].rounds == rows["vanilla"].rounds
+    assert rows["draft-all"].failures == rows["draft-all"].rounds
+    assert rows["random"].failures == sum(line["arm"] == "broken" for line in rounds)
+    assert rows["good"].failures == rows["vanilla"].failures == found.lossless.mismatches == 0
+
+
 def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
     made = recipe(
         prompts,
