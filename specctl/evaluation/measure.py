@@ -139,13 +139,14 @@ def measure(
     earlier: Sequence[Record] = (),
     label: str = "eval",
     warm: bool = False,
+    resumable: bool = True,
 ) -> list[Record]:
     """Every contender's answers to every turn and seed; the bar shows the mat of the drafters named in `shown`.
 
     What `earlier` records answer is not asked again; every other turn is asked of the contenders in the order that it
     would have had in one go. The records go to `keep` now and then and however it ends, an unfinished turn left out:
     all contenders have answered the same ones. `warm`: a caller has warmed them up. Raises Interrupted between two
-    turns.
+    turns; its hint is --resume where the caller can go on from the records (`resumable`).
     """
     records, known = list(earlier), {record.question for record in earlier}
     todo = [
@@ -170,7 +171,8 @@ def measure(
                     kept_at = time.monotonic()
     except Interrupted as stop:
         done = len({record.question for record in records})
-        hint = f"continue with --resume --output-dir {keep(records).parent}"
+        place = keep(records)
+        hint = f"continue with --resume --output-dir {place.parent}" if resumable else f"what is done is in {place}"
         whole = len(recipe.seeds) * sum(len(turn) for turn in turns)
         raise Interrupted(f"{stop.message} after {done} of {whole} prompts", hint=hint) from None
     finally:

@@ -51,7 +51,7 @@ class PolicyRow:
     decide_us_p50: float | None
     score_ms_p50: float | None
     score_share: float | None  # of the decode phase
-    failures: int  # rounds in which a drafter raised, decoded plainly
+    failures: int  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
     dropped: int
 
 

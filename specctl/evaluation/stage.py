@@ -72,7 +72,7 @@ def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
     return found
 
 
-Alone = Guarded | Drafter | Together
+Alone = Guarded | Together
 """What drafts all rounds by itself."""
 
 
@@ -110,7 +110,7 @@ class Stage:
             scorer = Scorer(self.target, drafters, rules.depth, overlap=overlap)
 
         def new_game(text: Text) -> Game:
-            arms = Arms(len(self.arms), rules.depth, seed_of(recipe.sampling.seed, text.query))
+            arms = Arms(len(self.arms), rules.depth, seed_of(recipe.sampling.seed + text.seed, text.query))
             return Game(self._policy(name, arms, text), rules, arms)
 
         return Selector(
@@ -148,12 +148,13 @@ class Stage:
         if "fixed" in recipe.baselines:
             found |= {arm.name: Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms}
         if DRAFT_ALL in recipe.baselines:
-            found[DRAFT_ALL] = Together(list(self.drafters.values()))
+            found[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}
         twice = {*rivals, *recipe.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*recipe.algo}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
-        return found | {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
+        loaded = {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
+        return found | {name: Guarded(name, drafter) for name, drafter in loaded.items()}
 
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
         """Everybody's answers; rounds go to `log`."""
@@ -166,8 +167,10 @@ class Stage:
         for name, selector in self.selectors.items():
             selector.forget()
             self.plays[name].clear()
+        for alone in self.alone.values():
+            alone.forget()
         self._log = log
-        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True)
+        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
@@ -183,7 +186,8 @@ class Stage:
     def _text(self, name: str, case: Case, seed: int) -> Text:
         reset = "query" if name == registry.ROUTER else self.recipe.reset
         unit = {"query": case.prompt.id, "session": self.session_of[case.prompt.id], "stream": ""}[reset]
-        return Text(case.prompt.id, case.prompt.domain, f"{seed - case.seed(0)} {unit}")
+        repeat = seed - case.seed(self.recipe.sampling.seed)
+        return Text(case.prompt.id, case.prompt.domain, f"{repeat} {unit}", repeat)
 
     def _note(self, algo: str, entry: Round) -> None:
         self.plays[algo].append((self.session_of[entry.query], entry.arm, entry.committed))
@@ -204,7 +208,7 @@ class Stage:
             tally=selector.tally if selector else None,
             arms=[arm.name for arm in self.arms],
             best_arm_ratio=sum(hits) / len(hits) if hits else None,
-            failures=sum(arm.failures for arm in selector.arms) if selector else 0,
+            failures=(selector or self.alone[name]).failures if name != VANILLA else 0,
         )
 
     def losslessness(self, records: Sequence[Record]) -> Losslessness:

@@ -20,24 +20,20 @@ NEED_NO_TRAINING = ("lookup", "suffix")  # what joins a pool of fewer than two
 
 
 def members(recipe: SelectRecipe) -> list[str]:
-    """Paths and names of the pool's drafters.
+    """Paths and names of the pool's drafters; `NEED_NO_TRAINING` joins where there are fewer than two.
 
-    Raises UsageError (a member twice), CheckpointError (no drafter in a pool that was named).
+    Raises UsageError (a member twice), CheckpointError (no drafter in a pool other than the default one).
     """
     found = [*map(str, _directories(recipe.pool)), *recipe.drafters]
     twice = [name for name in found if found.count(name) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
-    if len(found) < 2:
-        added = [name for name in NEED_NO_TRAINING if name not in found]
-        progress.log(f"a pool of {len(found)}: {' and '.join(added)} join it, they need no training")
-        found += added
-    return found
+    return found if len(found) > 1 else [*found, *(name for name in NEED_NO_TRAINING if name not in found)]
 
 
 def _directories(named: Path | None) -> list[Path]:
-    """Those of a pool that was named; else of the default one, if there is any in it."""
-    if named is not None:
+    """Those of a pool; of the default one, named or not, if there is any in it."""
+    if named not in (None, DEFAULT_POOL):
         return pool.find_pool(named)
     try:
         return pool.find_pool(DEFAULT_POOL) if DEFAULT_POOL.is_dir() else []
@@ -50,9 +46,14 @@ def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dic
 
     Raises CheckpointError (strict, or none is left).
     """
+    paths = list(paths)
+    joined = [path for path in paths if path in NEED_NO_TRAINING and path not in recipe.drafters]
+    if joined:
+        number = len(paths) - len(joined)
+        progress.log(f"a pool of {number}: {' and '.join(joined)} join it, they need no training")
     bases: dict[str, Drafter] = {}
     found: dict[str, Drafter] = {}
-    for path, name in named(list(paths)).items():
+    for path, name in named(paths).items():
         try:
             found[name] = pool.load_drafter(path, target, recipe.drafting, bases)
         except CheckpointError as error:

@@ -32,6 +32,10 @@ class Guarded:
             self._failed(state, error)
             return empty_draft(state.batch, state.device)
 
+    def forget(self) -> None:
+        """As new: nothing has failed."""
+        self.failures = 0
+
     def _failed(self, state: DecodeState, error: Exception) -> None:
         if not self.failures:
             progress.log(
@@ -69,9 +73,18 @@ class Together:
     Of a union that is too large the deepest nodes are left out.
     """
 
-    def __init__(self, drafters: Sequence[Drafter]):
+    def __init__(self, drafters: Sequence[Guarded]):
         self.drafters = drafters
         self.taps = taps_of(drafters)
+
+    @property
+    def failures(self) -> int:
+        """Drafts that were not made."""
+        return sum(drafter.failures for drafter in self.drafters)
+
+    def forget(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget()
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         drafts = [drafter.propose(state, budget) for drafter in self.drafters]
@@ -82,7 +95,7 @@ class Together:
         return DraftTree.from_trees(trees, state.device)
 
 
-def taps_of(drafters: Iterable[Drafter | Guarded]) -> tuple[int, ...]:
+def taps_of(drafters: Iterable[Guarded]) -> tuple[int, ...]:
     """The target's hidden states that any of them reads."""
     return tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 

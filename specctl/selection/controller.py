@@ -19,11 +19,12 @@ from specctl.selection.policy import Array
 @dataclass(frozen=True)
 class Text:
     """A prompt as the controller knows it. Texts of one `key` are played by one game, one after the other: what was
-    learnt is forgotten between keys."""
+    learnt is forgotten between keys. `seed` tells repeats of a prompt apart, as in the records."""
 
     query: str
     domain: str
     key: str
+    seed: int = 0
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Round:
 
     query: str
     domain: str
+    seed: int
     round: int
     arm: str
     committed: int
@@ -91,6 +93,15 @@ class Selector:
         self.tally = Tally()
         self.games: dict[str, Game] = {}
         self.texts: Sequence[Text] = ()
+        for arm in self.arms:
+            arm.forget()
+        if self.scorer is not None:
+            self.scorer.failures = 0
+
+    @property
+    def failures(self) -> int:
+        """Times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
+        return sum(arm.failures for arm in self.arms) + (self.scorer.failures if self.scorer is not None else 0)
 
     def open(self, texts: Sequence[Text]) -> None:
         """The texts that are decoded next, in the order of their prompts; games of other keys are over.
@@ -206,6 +217,7 @@ class Selector:
             Round(
                 text.query,
                 text.domain,
+                text.seed,
                 self._rounds[row.index],
                 self.arms[entry.arm].name,
                 entry.committed,

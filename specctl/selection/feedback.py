@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specctl import kernels
+from specctl import kernels, progress
 from specctl.decoding.draft import Drafter, Score
 from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText, Request
@@ -25,6 +25,7 @@ from specctl.decoding.target import Target
 from specctl.decoding.verify import Verdict
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.stacked import Stacked, teams
+from specctl.errors import SpecctlError
 
 GreedyP = Literal["softmax", "argmax"]
 UNFILTERED = Sampling(1.0, 0, 1.0)
@@ -71,7 +72,8 @@ class Scorer:
 
     What it keeps for a text stands in `state.memory`, as a drafter's memory does: it moves with the text's slot and
     ends with it. A text that has finished stays in its slot until the controller's `observe` and `on_round` are through
-    and can be scored to its end there.
+    and can be scored to its end there. A drafter that raises is scored as one that proposes nothing; `failures` counts
+    how often one did.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Scorer:
         """
         self.target, self.drafters, self.depth = target, drafters, depth
         self.greedy_p, self.overlap = greedy_p, overlap
+        self.failures = 0
         self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
 
     def _texts(self, state: DecodeState) -> list[_Kept]:
@@ -156,17 +159,32 @@ class Scorer:
         return Feedback(gamma * begun, overlap, hit & begun)._parts(sizes)
 
     def _each(self, state: DecodeState, spans: list[range], places: Sequence[int]) -> list[Score]:
-        return [_joined(self.drafters[n].score(state, spans, self.depth)) for n in places]
+        return [score for n in places for score in self._asked(state, spans, [n], None)]
 
     def _scores(self, state: DecodeState, spans: list[range]) -> list[Score]:
         found: dict[int, Score] = {}
         for places, stack in self._teams:
-            if stack is None:
-                scores = [self.drafters[places[0]].score(state, spans, self.depth)]
-            else:
-                scores = stack.score(state, spans, self.depth)
-            found.update(zip(places, map(_joined, scores), strict=True))
+            found.update(zip(places, self._asked(state, spans, places, stack), strict=True))
         return [found[n] for n in range(len(self.drafters))]
+
+    def _asked(
+        self, state: DecodeState, spans: list[range], places: Sequence[int], stack: Stacked | None
+    ) -> list[Score]:
+        """The scores of one drafter, or of a stack of them."""
+        try:
+            if stack is not None:
+                return [_joined(scores) for scores in stack.score(state, spans, self.depth)]
+            return [_joined(self.drafters[n].score(state, spans, self.depth)) for n in places]
+        except SpecctlError:  # says what the user can do: not an accident
+            raise
+        except Exception as error:
+            if not self.failures:
+                progress.log(f"a drafter cannot be scored, it counts as silent: {type(error).__name__}: {error}")
+            self.failures += len(places)
+            for n in places:
+                self.drafters[n].invalidate(state)  # what it keeps may be half written
+            silence = torch.full((1, sum(map(len, spans)), 1), -1, device=state.device)
+            return [Score(range(0), tokens=silence) for _ in places]
 
 
 @torch.inference_mode()

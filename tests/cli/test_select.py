@@ -6,7 +6,7 @@ import pytest
 
 
 def test_the_line_of_the_readme_without_a_pool(specctl):
-    done = specctl("select", "--algo", "hedgespec", "--dry-run", "--json")
+    done = specctl("select", "--algo", "hedgespec", "--pool", "./drafters", "--dry-run", "--json")
     assert done.code == 0, done.err
     assert any("lookup, suffix by hedgespec" in step for step in done.json["steps"])
 

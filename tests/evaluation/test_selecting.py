@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import signal
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from specctl import progress
 from specctl.distillation.prompts import Prompt
 from specctl.drafters.lm import LMDrafter
 from specctl.drafters.lm import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.errors import UsageError
+from specctl.errors import Interrupted, UsageError
 from specctl.evaluation.measure import Case
 from specctl.evaluation.selecting import select
 from specctl.evaluation.stage import Stage, sessions, turns
@@ -103,6 +106,32 @@ def test_sampled_text_does_not_depend_on_the_choice(tmp_path, prompts, target, p
     assert found.lossless.sequences == 8 and found.lossless.mismatches == found.lossless.ties == 0
 
 
+def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
+    """Greedy text is the same for every seed; if the choices were, too, --seeds would only repeat one number."""
+    made = recipe(prompts, algo=["random"], seeds=[0, 1], sampling={"seed": 3})
+    _, _, rounds = selected(tmp_path, made, target, pool)
+    arms = {seed: [line["arm"] for line in rounds if line["seed"] == seed] for seed in (0, 1)}
+    assert arms[0] != arms[1] and all(arms.values())
+    _, _, rounds = selected(tmp_path / "b", made.model_copy(update={"seeds": [1]}), target, pool)
+    assert [line["arm"] for line in rounds] == arms[1]
+
+
+class Broken(Lookup):
+    def propose(self, state, budget):
+        raise RuntimeError("no such row")
+
+
+def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
+    """An arm by itself and draft-all go on as the policy does; rounds of the warm-up are not counted."""
+    made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed", "draft-all"], sampling={"max_new_tokens": 6})
+    found, _, rounds = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)})
+    rows = {row.algo: row for row in found.policies}
+    assert rows["broken"].failures == rows["broken"].rounds == rows["vanilla"].rounds
+    assert rows["draft-all"].failures == rows["draft-all"].rounds
+    assert rows["random"].failures == sum(line["arm"] == "broken" for line in rounds)
+    assert rows["good"].failures == rows["vanilla"].failures == found.lossless.mismatches == 0
+
+
 def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
     made = recipe(
         prompts,
@@ -115,6 +144,33 @@ def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
     assert found.arms == ["no draft", "good ×2", "lookup ×2", "suffix ×2"]
     assert max(line["drafted"] for line in rounds) == 2
     assert all(line["drafted"] == 0 for line in rounds if line["arm"] == "no draft")
+
+
+class Interrupting(Lookup):
+    """SIGTERM comes while it drafts for the `when`-th time."""
+
+    def __init__(self, when):
+        super().__init__(4)
+        self.when = when
+
+    def propose(self, state, budget):
+        self.when -= 1
+        if not self.when:
+            progress.interrupts._note(signal.SIGTERM, None)
+        return super().propose(state, budget)
+
+
+def test_what_a_stopped_run_says_can_be_done(tmp_path, prompts, target):
+    """Live selection cannot be resumed (`--resume` is refused without `record`): its message must not send there."""
+    made = recipe(prompts, algo=["random"], sampling={"max_new_tokens": 6})
+    try:
+        with pytest.raises(Interrupted) as caught:
+            selected(tmp_path, made, target, {"a": Interrupting(12)})
+    finally:
+        progress.interrupts.reset()
+    assert "of 4 prompts" in caught.value.message
+    assert "resume" not in caught.value.hint and "records.parquet" in caught.value.hint
+    assert pq.read_table(tmp_path / "run/records.parquet").num_rows % 2 == 0
 
 
 def test_contenders_have_names_of_their_own(tmp_path, prompts, target, pool):

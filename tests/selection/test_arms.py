@@ -14,10 +14,18 @@ from specctl.selection.arms import load_pool, make_arms, members, reach
 from tests.drafters.test_pool import write
 
 
-def test_a_small_pool_is_joined_by_those_that_need_no_training(tmp_path, monkeypatch, capsys):
+def test_a_small_pool_is_joined_by_those_that_need_no_training(tmp_path, monkeypatch, capsys, target):
+    """The command's documented line names the default pool, which a fresh install has not got. It is said once, by
+    who loads them: the command line and the library both ask who is in the pool."""
     monkeypatch.chdir(tmp_path)
-    assert members(SelectRecipe()) == ["lookup", "suffix"]
+    for recipe in (SelectRecipe(), SelectRecipe(pool="./drafters")):
+        assert members(recipe) == ["lookup", "suffix"]
+    assert capsys.readouterr().err == ""
+    assert list(load_pool(recipe, target, members(recipe))) == ["lookup", "suffix"]
     assert "a pool of 0: lookup and suffix join it" in capsys.readouterr().err
+    both = SelectRecipe(drafters=["suffix", "lookup"])
+    load_pool(both, target, members(both))
+    assert capsys.readouterr().err == ""
     assert members(SelectRecipe(drafters=["suffix"])) == ["suffix", "lookup"]
     assert members(SelectRecipe(drafters=["suffix", "lookup"])) == ["suffix", "lookup"]
 

@@ -118,7 +118,8 @@ def test_together_accepts_what_any_would(target, prompts):
     plain = decode(target, prompts[:1], **options)[0]
     good = perfect([plain.prompt_ids + plain.output_ids], 3)
     one, both = (
-        decode(target, prompts[:1], drafter=who, **options)[0] for who in (good, Together([constant([7, 7, 7]), good]))
+        decode(target, prompts[:1], drafter=who, **options)[0]
+        for who in (good, Together([Guarded("7", constant([7, 7, 7])), Guarded("good", good)]))
     )
     assert both.output_ids == one.output_ids and both.target_passes == one.target_passes
 

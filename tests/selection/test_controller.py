@@ -149,10 +149,30 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
     assert log[-1].weights[0] > 0.5 and log[-1].weights[3] < 0.1
 
 
+class Unscorable(Lookup):
+    def score(self, state, spans, depths=1):
+        raise RuntimeError("no such row")
+
+
+def test_a_drafter_that_raises_when_it_is_scored_is_silent(target, pool, prompts, capsys):
+    """It drafts, but nobody can say how well: the run goes on, and learns about the others."""
+    log = []
+    controller = selector(target, {**pool, "broken": Unscorable(DEPTH)}, "hedgespec", log=log, ends=True)
+    found = [played(target, controller, [prompt], ["same"])[0] for prompt in prompts]
+    plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * len(prompts))
+    assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+    assert controller.failures == len(controller.tally.score_s) > 1
+    assert capsys.readouterr().err.count("no such row") == 1
+    assert log[-1].weights[0] > 0.5 and log[-1].weights[3] < 0.1
+    controller.forget()
+    assert controller.failures == 0
+
+
 def test_taps_are_the_union():
     class Tapped(Lookup):
         def __init__(self, taps):
             super().__init__()
             self.taps = taps
 
-    assert taps_of([Tapped((5, 2)), Lookup(), Tapped((7, 2))]) == (2, 5, 7)
+    drafters = [Tapped((5, 2)), Lookup(), Tapped((7, 2))]
+    assert taps_of([Guarded("", drafter) for drafter in drafters]) == (2, 5, 7)
