@@ -118,7 +118,7 @@ class Stage:
             new_game,
             scorer,
             chosen_only=overlap,
-            ends=recipe.reset != "query",
+            ends=recipe.reset != "query" and rules.score_ends,
             on_round=functools.partial(self._note, name),
         )
 

@@ -40,4 +40,8 @@ class GameRecipe(Section):
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
     warmup_rounds: NonNegativeInt = 6  # rounds that are all scored
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
+    batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
+    # Of a text that ends within a game, also score the tokens that no scoring has reached; else they are forgotten. A
+    # text that is scored at all costs a prefill of each idle drafter.
+    score_ends: bool = False
     tokens_per_update: PositiveInt = 6  # afterwards: the mean of so many vectors is one update

@@ -52,6 +52,8 @@ class Game:
         self.dropped = 0  # rewards, and vectors of losses, that were not finite throughout
         self.unscored = 0  # committed tokens that no `scored` has covered
         self._rounds = 0
+        self._interval = float(rules.batch_rounds)
+        self._next_scoring = rules.warmup_rounds + rules.batch_rounds
         self._delay = Delay(arms.count, rules)
         self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
         self._update: list[Array] = []  # vectors that wait to become one update
@@ -138,8 +140,13 @@ class Game:
         """How many of the oldest committed tokens without scores it wants scored now: all or none of them."""
         if self.policy.learns != "losses":
             return 0
-        after = self._rounds - self.rules.warmup_rounds
-        return self.unscored if after <= 0 or after % self.rules.batch_rounds == 0 else 0
+        if self._rounds <= self.rules.warmup_rounds:
+            return self.unscored
+        if self._rounds < self._next_scoring:
+            return 0
+        self._interval *= self.rules.batch_growth
+        self._next_scoring = self._rounds + round(self._interval)
+        return self.unscored
 
     def scored(self, gamma: AnyArray, hit: AnyArray) -> None:
         """The oldest committed tokens without scores; every vector that they complete is fed.
@@ -185,7 +192,8 @@ class Game:
     def ended(self) -> None:
         """The text is over: nothing is accepted beyond its end, so the vectors that wait are complete; all are fed.
 
-        In a game that goes on to another text the `unscored` tokens are to be scored before; here they are forgotten.
+        In a game that goes on to another text the `unscored` tokens are to be scored before (`score_ends`); here they
+        are forgotten.
         """
         self._feed(self._delay.ended())
         if self._update:
@@ -215,4 +223,4 @@ class Game:
         self.policy.restore(state["policy"])
 
 
-_PLAIN = ("dropped", "unscored", "_rounds", "_best_rate", "_own_cost")
+_PLAIN = ("dropped", "unscored", "_rounds", "_interval", "_next_scoring", "_best_rate", "_own_cost")

@@ -131,7 +131,7 @@ def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
         )
         at += min(length, T - at)
         score(game.due())
-    if not last:
+    if not last and game.rules.score_ends:
         score(game.unscored)
     game.ended()
 

@@ -22,7 +22,9 @@ class Rules:
         estimator: of acceptance in the length: product = γ, realised = hit.
         unit: token = every position is a start; chunk = only those where a round began, known as far as it committed.
         hybrid_rounds: so many vectors first have the loss `acceptance`, which is known at once.
-        warmup_rounds, batch_rounds: rounds that are all scored; afterwards once every so many.
+        warmup_rounds, batch_rounds: rounds that are all scored; afterwards once every so many, which grow by the factor
+            `batch_growth` with every scoring: the longer a game, the less is still to be learnt.
+        score_ends: of a text that ends within a game, the tokens that no scoring has reached are scored, too.
         tokens_per_update: after the warm-up, mean of so many vectors that is one update.
     """
 
@@ -34,6 +36,8 @@ class Rules:
     hybrid_rounds: int
     warmup_rounds: int
     batch_rounds: int
+    batch_growth: float
+    score_ends: bool
     tokens_per_update: int
     costs: tuple[float, ...] = ()
 
@@ -50,5 +54,6 @@ def rules_for(name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...
     if options["reward"] == "paper":
         options["reward"] = "bd" if name.startswith("metasd") else "tokens"
     if name == "normalhedge":
-        options |= {"hybrid_rounds": 0, "warmup_rounds": 0, "batch_rounds": 1, "tokens_per_update": 1}
+        options |= {"hybrid_rounds": 0, "warmup_rounds": 0, "batch_rounds": 1, "batch_growth": 1.0}
+        options |= {"tokens_per_update": 1, "score_ends": True}
     return Rules(depth=depth, costs=costs, **options)

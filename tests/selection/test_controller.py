@@ -20,7 +20,7 @@ from specctl.selection.rules import rules_for
 from tests.lossless.drafters import own_weights
 
 DEPTH, NEW = 3, 24
-GAME = GameRecipe(depth=DEPTH, hybrid_rounds=1, warmup_rounds=2, batch_rounds=3, tokens_per_update=2)
+GAME = GameRecipe(depth=DEPTH, batch_growth=1.0, hybrid_rounds=1, warmup_rounds=2, batch_rounds=3, tokens_per_update=2)
 
 
 @pytest.fixture(scope="module")

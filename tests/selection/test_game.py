@@ -44,7 +44,13 @@ class Spy:
 
 def spied(learns="losses", scale="unit", costs=(), **options):
     spy = Spy(learns, scale)
-    return Game(spy, rules_for("hedgespec", GameRecipe(**{"depth": None, **options}), K, costs), ARMS), spy
+    return Game(
+        spy,
+        rules_for(
+            "hedgespec", GameRecipe(**{"depth": None, "batch_growth": 1.0, "score_ends": True, **options}), K, costs
+        ),
+        ARMS,
+    ), spy
 
 
 def trace(seed=0, tokens=T):
@@ -258,7 +264,9 @@ def test_a_game_continues_bit_for_bit(name, unit):
 
     def fresh(seed):
         arms = Arms(N, K, seed)
-        recipe = GameRecipe(depth=None, unit=unit, warmup_rounds=1, batch_rounds=3, tokens_per_update=4)
+        recipe = GameRecipe(
+            depth=None, batch_growth=1.0, unit=unit, warmup_rounds=1, batch_rounds=3, tokens_per_update=4
+        )
         return Game(build(name, arms, PolicyRecipe()), rules_for(name, recipe, K), arms)
 
     def rounds(game, text, at, count):
@@ -286,7 +294,20 @@ def test_a_game_continues_bit_for_bit(name, unit):
 
 def test_normalhedge_plays_without_hedgespecs_savings():
     """The ablation would be the same row twice if both had the same rules."""
-    recipe = GameRecipe(depth=None)
+    recipe = GameRecipe(depth=None, batch_growth=1.0)
     assert rules_for("normalhedge", recipe, K).batch_rounds == 1
     assert rules_for("ftl", recipe, K) == rules_for("hedgespec", recipe, K)
     assert (rules_for("metasd-ucb", recipe, K).reward, rules_for("ucbspec", recipe, K).reward) == ("bd", "tokens")
+
+
+def test_scorings_grow_apart():
+    """Rounds 1 and 2 of the warm-up, then after 2, 4 and 8 more: a constant distance would go on paying for nothing."""
+    game, _ = spied(warmup_rounds=2, batch_rounds=2, batch_growth=2.0)
+    asked = []
+    for number in range(1, 20):
+        game.choose()
+        game.played(0, committed=1, accepted=0, drafted=0, complete=True)
+        if count := game.due():
+            asked.append(number)
+            game.scored(np.zeros((N, count, K)), np.zeros((N, count, K)))
+    assert asked == [1, 2, 4, 8, 16]
