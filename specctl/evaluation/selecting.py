@@ -115,10 +115,10 @@ def select(
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
-    return replace(_decoded(stage, records), router=report, lossless=agreement, rejected=rejections.count)
+    return replace(_decoded(stage, records, agreement, rejections.count), router=report)
 
 
-def _decoded(stage: Stage, records: Sequence[Record]) -> SelectResult:
+def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, rejected: int) -> SelectResult:
     """What the records say."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
@@ -154,8 +154,8 @@ def _decoded(stage: Stage, records: Sequence[Record]) -> SelectResult:
         curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.judged else {},
         rewards=stage.rewards(),
         pool_size=[],
-        lossless=Losslessness(),
-        rejected=0,
+        lossless=agreement,
+        rejected=rejected,
     )
 
 
