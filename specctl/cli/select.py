@@ -32,6 +32,12 @@ COLUMNS = {
     "score_share": "scoring",
 }
 """Fields of a row that people are shown, and their headings."""
+MODELLED = {
+    "share_of_best": "of best arm",
+    "speedup": "× plain, modelled",
+    "over_best_arm": "× fastest arm, modelled",
+}
+"""Headings of a replay: its yardstick is the best arm of each game, and its table's costs leave scoring out."""
 
 
 def register(app: typer.Typer) -> None:
@@ -64,12 +70,20 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
     """What `select` would do, in words."""
     from specctl.cli import plan
 
+    choose = f"by {', '.join(recipe.algo)}, which forget at the end of every {recipe.reset}"
+    if recipe.replay is not None and not recipe.train_router:
+        return [f"play on {recipe.replay} {choose}", "beside them: every arm, the oracle, draft-all"]
     number = f"up to {recipe.limit}" if recipe.limit else "all"
-    return [
+    decode = [
         plan.check_target(recipe.target),
         f"decode {number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, "
         f"in sessions of {recipe.session}, {recipe.order}",
-        f"choose among {', '.join(pool)} by {', '.join(recipe.algo)}, which forget at the end of every {recipe.reset}",
+    ]
+    if recipe.record is not None:
+        return [*decode, f"write to {recipe.record} what {', '.join(pool)} would draft at every position"]
+    return [
+        *decode,
+        f"choose among {', '.join(pool)} {choose}",
         f"measure beside them: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",
     ]
 
@@ -80,13 +94,20 @@ def show(document: dict[str, Any]) -> Any:
 
     rows = [row for row in document["policies"] if row["kind"] == "policy"]
     rows += [row for row in document["policies"] if row["kind"] != "policy"]
-    columns = {name: title for name, title in COLUMNS.items() if any(row[name] is not None for row in rows)}
+    live = document["mode"] == "live"
+    headings = COLUMNS if live else COLUMNS | MODELLED
+    columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
     parts = [table(*columns.values(), rows=[[_shown(name, row[name]) for name in columns] for row in rows])]
     if document["oracle_mat"]:
-        parts.append(f"every session by its best arm: mat {cell(document['oracle_mat'])}")
-    pulls = sorted(document["pulls"].items(), key=lambda item: -item[1])
-    parts.append(f"{document['algo']} played " + ", ".join(f"{cell(arm)} {count}" for arm, count in pulls))
-    parts.append("all texts against plain decoding: " + verdict(document["lossless"]))
+        game = "session" if live else document["reset"]
+        parts.append(f"every {game} by its best arm: mat {cell(document['oracle_mat'])}")
+    if document["mode"] == "record":
+        parts.append(f"table: {cell(document['table'])}")
+    else:
+        pulls = sorted(document["pulls"].items(), key=lambda item: -item[1])
+        parts.append(f"{document['algo']} played " + ", ".join(f"{cell(arm)} {count}" for arm, count in pulls))
+    if live:
+        parts.append("all texts against plain decoding: " + verdict(document["lossless"]))
     return Group(*parts, f"run: {cell(document['run_dir'])}")
 
 

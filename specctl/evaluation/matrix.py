@@ -16,8 +16,8 @@ from specctl.evaluation import lossless
 from specctl.evaluation.baselines import PLAIN, load_assistant
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA, contenders, measure, prepare
-from specctl.evaluation.records import Record, agreeing, read_records, recipe_stamp, write_outputs, write_records
-from specctl.evaluation.rows import Row, answers, summarise
+from specctl.evaluation.records import Record, read_records, recipe_stamp, write_outputs, write_records
+from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.specialists import Matrix, tabulate
 from specctl.formats import checkpoint
 from specctl.recipe import EvalRecipe
@@ -78,7 +78,7 @@ def evaluate(
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
     turns = [[case] for case in cases]
     records = measure(recipe, turns, found, set(drafters) or {VANILLA}, keep, earlier)
-    records, agreement = _compare(recipe, target, records, set(drafters))
+    records, agreement = compared(recipe, target, records, set(drafters))
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
@@ -112,23 +112,6 @@ def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dic
     """The trained drafters of a matrix with their domains; all, where none is trained or a caller brought its own."""
     trained = {name: pool.domains_of(path) for name, path in paths.items() if path not in pool.WEIGHTLESS}
     return trained or {name: [] for name in drafters}
-
-
-def _compare(
-    recipe: EvalRecipe, target: Target, records: Sequence[Record], drafters: set[str]
-) -> tuple[list[Record], Losslessness]:
-    """Records with the drafters' agreement with plain decoding filled in, and the counts."""
-    counts, compared = Losslessness(), []
-    plain = answers(records, VANILLA) if lossless.comparable(recipe.sampling, recipe.drafting) else {}
-    tolerance = lossless.tolerance(target, recipe.sampling)
-    for record in records:
-        if record.drafter in drafters and record.question in plain:
-            ours, theirs = record.decoded, plain[record.question].decoded
-            verdict = lossless.compare(target, ours.prompt_ids, theirs.output_ids, ours.output_ids, tolerance)
-            counts.add(verdict)
-            record = agreeing(record, verdict)
-        compared.append(record)
-    return compared, counts
 
 
 def _agreement_with_transformers(recipe: EvalRecipe, target: Target, records: Sequence[Record]) -> Losslessness:

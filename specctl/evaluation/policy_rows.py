@@ -25,9 +25,10 @@ LONG_ENOUGH = 256  # tokens of a session after which a policy should have found 
 class PolicyRow:
     """One contender on the whole stream.
 
-    `share_of_best` is its mat ÷ the mat of each session's best arm in hindsight, `share_of_best_256` that of the
-    sessions with so many tokens; `regret` counts the target passes beyond those arms', `best_arm_ratio` the share of
-    rounds that played them. These need every arm by itself (baseline `fixed`). None where something was not measured.
+    `share_of_best` is its mat ÷ the mat of each session's best arm in hindsight (replay: of each game's, from reset to
+    reset), `share_of_best_256` that of the sessions with so many tokens; `regret` counts the target passes beyond those
+    arms', `best_arm_ratio` the share of rounds that played them. These need every arm by itself (baseline `fixed`).
+    None where something was not measured; so is the regret where proposals are sampled: the arms' texts differ then.
     """
 
     algo: str
@@ -73,13 +74,20 @@ class Stream:
         sessions: the session of each answer.
         arms: the contenders that are arms by themselves; empty where they were not measured.
         plain: the contender that is plain decoding, or None.
+        same_text: all answer a prompt with the same text, rounding aside: passes can be counted against each other.
     """
 
     def __init__(
-        self, answers: Mapping[str, Sequence[Decoded]], sessions: Sequence[int], arms: Sequence[str], plain: str | None
+        self,
+        answers: Mapping[str, Sequence[Decoded]],
+        sessions: Sequence[int],
+        arms: Sequence[str],
+        plain: str | None,
+        same_text: bool,
     ):
         self.answers, self.sessions, self.arms, self.plain = answers, sessions, arms, plain
         self.best = self._best()
+        self.judged = bool(self.best) and same_text  # whether there is a regret
         fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
         self.fastest = max(fastest)[1] if fastest else None
 
@@ -120,7 +128,7 @@ class Stream:
         return float(share(np.ones((1, len(table))))[0]), metrics.bootstrap(share, len(table))
 
     def regret(self, name: str) -> list[float]:
-        """Target passes beyond the oracle's, cumulated over the prompts. Texts are the same, or as good as that."""
+        """Target passes beyond the oracle's, cumulated over the prompts, where it is `judged`."""
         excess = [
             own.target_passes - best.target_passes for own, best in zip(self.answers[name], self.oracle, strict=True)
         ]
@@ -157,7 +165,7 @@ class Stream:
             share_of_best=share,
             share_of_best_interval=interval,
             share_of_best_256=self.share_of_best(name, LONG_ENOUGH)[0],
-            regret=int(self.regret(name)[-1]) if self.best else None,
+            regret=int(self.regret(name)[-1]) if self.judged else None,
             best_arm_ratio=best_arm_ratio,
             rounds=sum(one.target_passes for one in mine),
             pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},

@@ -1,4 +1,4 @@
-"""What `eval` keeps of every sequence: records.parquet always, outputs.jsonl when asked for.
+"""What `eval` and `select` keep of every sequence: records.parquet always, outputs.jsonl when asked for.
 
 Every number and interval of the result can be recomputed from the records, and a run that was cut short goes on from
 them: the file also says under which recipe, target and drafters they were made (its `stamp`).
@@ -52,6 +52,7 @@ SCHEMA = pa.schema(
         ("decode_s", pa.float64()),
         ("stop", pa.string()),
         ("agreement", pa.string()),  # with plain decoding; null where texts may differ
+        ("session", pa.int64()),  # select: prompts that were learnt from together; null otherwise
     ]
 )
 
@@ -67,6 +68,7 @@ class Record:
     temperature: float
     decoded: Decoded
     agreement: Agreement | None = None
+    session: int | None = None
 
     @property
     def question(self) -> Question:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specctl.evaluation import metrics
+from specctl.decoding.target import Target
+from specctl.evaluation import lossless, metrics
 from specctl.evaluation.baselines import PLAIN
+from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA
-from specctl.evaluation.records import Question, Record
+from specctl.evaluation.records import Question, Record, agreeing
+from specctl.recipe import EvalRecipe, SelectRecipe
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,23 @@ class Row:
 def answers(records: Sequence[Record], name: str) -> dict[Question, Record]:
     """The records of one drafter by question."""
     return {record.question: record for record in records if record.drafter == name}
+
+
+def compared(
+    recipe: EvalRecipe | SelectRecipe, target: Target, records: Sequence[Record], drafters: set[str]
+) -> tuple[list[Record], Losslessness]:
+    """Records with the drafters' agreement with plain decoding filled in, and the counts."""
+    counts, found = Losslessness(), []
+    plain = answers(records, VANILLA) if lossless.comparable(recipe.sampling, recipe.drafting) else {}
+    tolerance = lossless.tolerance(target, recipe.sampling)
+    for record in records:
+        if record.drafter in drafters and record.question in plain:
+            ours, theirs = record.decoded, plain[record.question].decoded
+            verdict = lossless.compare(target, ours.prompt_ids, theirs.output_ids, ours.output_ids, tolerance)
+            counts.add(verdict)
+            record = agreeing(record, verdict)
+        found.append(record)
+    return found, counts
 
 
 def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target, load_target
@@ -16,7 +16,7 @@ from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.evaluation.records import Record, write_outputs, write_records
 from specctl.evaluation.replaying import PoolSize, Replayed, record_table, replay_table
 from specctl.evaluation.routing import router_of
-from specctl.evaluation.rows import Row, answers, summarise
+from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.stage import Stage, sessions
 from specctl.formats import checkpoint
 from specctl.recipe import SelectRecipe
@@ -42,8 +42,8 @@ class SelectResult:
     """The result document of `select`: the first policy's own numbers, then all contenders side by side.
 
     `mode` is live, replay or record. `oracle_mat` is the mat of playing each session's best arm throughout it; it,
-    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
-    replay means over its games, by token since the reset.
+    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has (there it is each game's best
+    arm, from reset to reset). `curves` are by prompt; of a replay means over its games, by token since the reset.
     """
 
     mode: str
@@ -101,18 +101,24 @@ def select(
     drafters = drafters or load_pool(recipe, target, paths)
     places = {name: path for path, name in named(paths).items() if name in drafters}
     if recipe.record is not None:
-        return _recorded(recipe, record_table(recipe, target, stream, drafters, _made_of(recipe, places)))
+        table = record_table(recipe, target, stream, drafters, _made_of(recipe, places))
+        return replace(_recorded(recipe, table), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places)
     stage = Stage(recipe, target, stream, drafters, router)
-    keep = functools.partial(write_records, run.dir, stamp={})
+
+    def keep(records: Sequence[Record]) -> Path:
+        return write_records(run.dir, [replace(one, session=stage.session_of[one.id]) for one in records], stamp={})
+
     with open(run.dir / ROUNDS, "w", encoding="utf-8") as file:
         records = stage.play(file, keep)
+    records, agreement = compared(recipe, target, records, {record.drafter for record in records} - {VANILLA})
+    keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
-    return replace(_decoded(stage, records, rejections.count), router=report)
+    return replace(_decoded(stage, records, agreement, rejections.count), router=report)
 
 
-def _decoded(stage: Stage, records: Sequence[Record], rejected: int) -> SelectResult:
+def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, rejected: int) -> SelectResult:
     """What the records say."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
@@ -123,6 +129,7 @@ def _decoded(stage: Stage, records: Sequence[Record], rejected: int) -> SelectRe
         [stage.session_of[id] for _, id, _ in questions],
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
+        recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",
     )
     policies = [stage.row(stream, name) for name in [*recipe.algo, *(n for n in names if n not in recipe.algo)]]
     own = policies[0]
@@ -144,10 +151,10 @@ def _decoded(stage: Stage, records: Sequence[Record], rejected: int) -> SelectRe
         score_ms_p50=own.score_ms_p50,
         per_domain=[summarise(first, domain, records) for domain in recipe.data.domain],
         policies=policies,
-        curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.best else {},
+        curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.judged else {},
         rewards=stage.rewards(),
         pool_size=[],
-        lossless=stage.losslessness(records),
+        lossless=agreement,
         rejected=rejected,
     )
 

@@ -17,12 +17,9 @@ from specctl.decoding.loop import Decoded
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.errors import UsageError
-from specctl.evaluation import lossless
-from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA, Case, Contender, Turn, decode_turn, engine, measure, warm_up
 from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.evaluation.records import Record
-from specctl.evaluation.rows import answers
 from specctl.recipe import SelectRecipe
 from specctl.selection import registry
 from specctl.selection.arms import make_arms, named, reach
@@ -210,20 +207,6 @@ class Stage:
             best_arm_ratio=sum(hits) / len(hits) if hits else None,
             failures=(selector or self.alone[name]).failures if name != VANILLA else 0,
         )
-
-    def losslessness(self, records: Sequence[Record]) -> Losslessness:
-        """All contenders' texts against plain decoding's."""
-        counts, sampling = Losslessness(), self.recipe.sampling
-        if not lossless.comparable(sampling, self.recipe.drafting):
-            return counts
-        plain, tolerance = answers(records, VANILLA), lossless.tolerance(self.target, sampling)
-        for record in records:
-            if record.drafter != VANILLA and record.question in plain:
-                theirs, ours = plain[record.question].decoded, record.decoded
-                counts.add(
-                    lossless.compare(self.target, ours.prompt_ids, theirs.output_ids, ours.output_ids, tolerance)
-                )
-        return counts
 
     def rewards(self) -> list[ArmReward]:
         """What rounds of each arm have committed, whoever played them."""

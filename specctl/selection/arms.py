@@ -25,7 +25,8 @@ def members(recipe: SelectRecipe) -> list[str]:
     Raises UsageError (a member twice), CheckpointError (no drafter in a pool other than the default one).
     """
     found = [*map(str, _directories(recipe.pool)), *recipe.drafters]
-    twice = [name for name in found if found.count(name) > 1]
+    places = [Path(name).resolve() for name in found]  # ./a is a
+    twice = [name for name, place in zip(found, places, strict=True) if places.count(place) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
     return found if len(found) > 1 else [*found, *(name for name in NEED_NO_TRAINING if name not in found)]

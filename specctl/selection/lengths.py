@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.errors import UsageError
+from specctl.selection.arms import PLAIN
 from specctl.selection.trace import Table, Trace
-
-PLAIN = "none"  # the arm of length 0, plain decoding, under the name that it has as a drafter
 
 
 def shortened(table: Table, lengths: Sequence[int]) -> Table:

@@ -52,3 +52,17 @@ def test_a_table_that_is_none(specctl, tmp_path):
     (tmp_path / "t.parquet").write_text("nothing")
     done = specctl("select", "--replay", "t.parquet", "--json")
     assert done.code == 4 and done.json["error"]["type"] == "CheckpointError"
+
+
+def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
+    """Speeds of a replay are those of a cost model without scoring: to show them as measured would be a lie."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Count to three.", "Say hi.")))
+    for option in ("--record", "--replay"):
+        planned = specctl("select", "--prompts", str(prompts), option, "t.parquet", "--dry-run", "--json")
+        assert planned.code == 0 and "t.parquet" in " ".join(planned.json["steps"]), planned.err
+    done = specctl("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "t.parquet")
+    assert done.code == 0 and "table: t.parquet" in done.out, done.err
+    done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
+    assert done.code == 0 and "modelled" in done.out and "every query by its best arm" in done.out
+    assert "join it" not in done.err and "against plain decoding" not in done.out

@@ -88,6 +88,13 @@ def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
         assert 0 <= row.best_arm_ratio <= 1
     assert rows["hedgespec"].score_share > 0 and rows["random"].score_ms_p50 is None
     assert rows["vanilla"].mat == 1
+    # What intervals are made of: everything of a session is drawn together.
+    kept = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
+    assert {row["agreement"] for row in kept} == {None, "equal"}
+    assert len({(row["id"], row["session"]) for row in kept}) == 4
+    for name in made.algo:
+        order = [0, 0, 1, 1] if batch == 1 else [0, 1, 0, 1]
+        assert [row["session"] for row in kept if row["drafter"] == name] == order
 
 
 def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
@@ -130,6 +137,20 @@ def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
     assert rows["draft-all"].failures == rows["draft-all"].rounds
     assert rows["random"].failures == sum(line["arm"] == "broken" for line in rounds)
     assert rows["good"].failures == rows["vanilla"].failures == found.lossless.mismatches == 0
+
+
+def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
+    """Sampled proposals give every arm a text of its own: to count passes against another text's is no regret."""
+    made = recipe(
+        prompts,
+        algo=["random"],
+        baselines=["fixed"],
+        sampling={"temperature": 1.0, "max_new_tokens": 6},
+        drafting={"proposal": "sampled"},
+    )
+    found, _, _ = selected(tmp_path, made, target, {"a": pool["lookup"], "b": pool["good"]})
+    assert found.regret is None and found.curves == {}
+    assert found.policies[0].share_of_best is not None
 
 
 def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):

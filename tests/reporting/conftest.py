@@ -94,7 +94,7 @@ def select_run(make_run):
             **{"algo": "hedge", "arms": arms, "queries": 2, "rounds": 10, "mat": 2.5, "oracle_mat": 3.0},
             "per_domain": {"sql": {"mat": 2.0}},
             "rewards": [{"arm": "lookup", "mean": 0.5, "std": 0.1, "n": 5}],
-            "policies": [{"algo": "hedge", "mat": 2.5, "mat_low": 2.0, "mat_high": 3.0}, {"algo": "ucb", "mat": 2.0}],
+            "policies": [{"algo": "hedge", "mat": 2.5, "mat_interval": [2.0, 3.0]}, {"algo": "ucb", "mat": 2.0}],
             "pool_size": [{"arms": 4, "algo": "hedge", "mat": 2.5}, {"arms": 2, "algo": "hedge", "mat": 2.0}],
             "curves": {"hedge": {"loss_regret": [0.1, 0.2], "stopping_regret": [1, 1], "best_arm": [0.0, 0.5]}},
         }

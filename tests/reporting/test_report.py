@@ -125,6 +125,8 @@ def test_select(select_run, weights):
         ["sql", "3", "3"],
         ["math", "2", "2"],
     ]
+    head, first, _ = read_csv(result, "select-policies.csv")
+    assert dict(zip(head, first, strict=True))["95 %, high"] == "3.0"
     assert read_csv(result, "select-domains.csv") == [["policy", "domain", "mat"], ["hedge", "sql", "2.0"]]
 
 
@@ -133,7 +135,15 @@ def test_select_without_what_is_optional(make_run):
     rounds = [{"arm": 1, "regret": 1.0}, {"arm": 0, "regret": None}]
     assert made(api.report([make_run("s", "select", result)])) == ([], [])
     pictures, _ = made(api.report([make_run("r", "select", result, rounds=rounds)]))
-    assert pictures == ["select-regret.png", "select-weights.png", "select-pulls.png"]
+    assert pictures == ["select-weights.png", "select-pulls.png"]
+
+
+@pytest.mark.parametrize("result", [{"algo": "hedge", "arms": ["a", "b"]}, None])
+def test_rounds_of_several_policies_are_not_mixed(make_run, result):
+    """All policies of a run write one rounds.jsonl, in turns: weights and pulls are those of the first."""
+    rounds = [{"algo": name, "arm": arm} for name, arm in (("hedge", "a"), ("ucb", "b"), ("hedge", "a"), ("ucb", "b"))]
+    found = api.report([make_run("s", "select", result, rounds=rounds)], csv=True)
+    assert read_csv(found, "select-pulls.csv")[1][:2] == ["all", "2"]
 
 
 def test_a_selection_that_is_still_going_on(make_run):

@@ -35,10 +35,12 @@ def test_an_empty_pool_that_was_named_is_an_error(tmp_path):
         members(SelectRecipe(pool=tmp_path))
 
 
-def test_a_member_twice(tmp_path, target):
-    place = write(tmp_path / "pool" / "a", target)
+@pytest.mark.parametrize("again", ["pool/a", "./pool/a", "pool/../pool/a"])
+def test_a_member_twice(tmp_path, target, again, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "pool" / "a", target)
     with pytest.raises(UsageError, match="in the pool twice"):
-        members(SelectRecipe(pool=tmp_path / "pool", drafters=[str(place)]))
+        members(SelectRecipe(pool="pool", drafters=[again]))
 
 
 def test_a_damaged_member_is_left_out_or_refused(tmp_path, target, capsys):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from specctl.errors import UsageError
-from specctl.selection.lengths import PLAIN, shortened
+from specctl.selection.arms import PLAIN
+from specctl.selection.lengths import shortened
 from specctl.selection.trace import Table
 from tests.selection.conftest import ARMS, DEPTH
 

@@ -17,7 +17,7 @@ MOST_ARMS = 1000
 
 @dataclass
 class Rounds:
-    """The rounds of a run, added up one by one: a long run has millions.
+    """The rounds of one policy, added up one by one: a long run has millions.
 
     `arms` grows by those that the result, of a run that was stopped, does not name. `weights` are sums over stretches
     of `stretch` rounds: of the policy's weights, or where it has none of what it played.
@@ -25,7 +25,6 @@ class Rounds:
 
     arms: list[str]
     pulls: dict[str, Counter[int]] = field(default_factory=dict)  # by domain
-    regret: list[float] = field(default_factory=list)  # added up
     weights: list[list[float]] = field(default_factory=list)
     has_weights: bool = False
     stretch: int = 1
@@ -34,8 +33,6 @@ class Rounds:
     def add(self, line: Mapping[str, Any]) -> None:
         arm, given = self._index(line["arm"]), line.get("weights")
         self.pulls.setdefault(str(line.get("domain") or "all"), Counter())[arm] += 1
-        if line.get("regret") is not None:
-            self.regret.append(line["regret"] + (self.regret[-1] if self.regret else 0.0))
         self.has_weights |= given is not None
         if self.count % self.stretch == 0:
             if len(self.weights) == 2 * BINS:
@@ -71,9 +68,13 @@ class Rounds:
 
 
 def read(run: RunRecord) -> Rounds:
+    """The rounds of the run's policy: of several, which answer every prompt in turns, the first one."""
     rounds = Rounds([str(arm) for arm in run.result.get("arms") or []])
+    policy = run.result.get("algo")
     for line in run.lines("rounds.jsonl"):
-        rounds.add(line)
+        policy = policy or line.get("algo")
+        if line.get("algo") in (None, policy):
+            rounds.add(line)
     return rounds
 
 

@@ -52,7 +52,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     policies = Looks()  # other things than drafters: colours of their own
     made = Contents(headline=_headline(runs))
     for picture in (
-        _regrets(runs, played, policies),
+        _regrets(runs, policies),
         _best_arm(runs, policies),
         _compared(runs, policies),
         _pool_size(runs, policies),
@@ -67,7 +67,9 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _algo(run: RunRecord) -> str:
-    return run.named(str(run.result.get("algo") or run.keys().get("algo") or "policy"))
+    """The first policy; a run that is still going on has only its recipe's list of them."""
+    algo = run.result.get("algo") or run.keys().get("algo") or "policy"
+    return run.named(str(algo[0] if isinstance(algo, list) else algo))
 
 
 def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -94,23 +96,29 @@ def _lines(found: Mapping[str, Sequence[Any]], policies: Looks) -> list[Line]:
     ]
 
 
-def _regrets(runs: Sequence[RunRecord], played: Sequence[Rounds], policies: Looks) -> Picture | None:
+def _along(runs: Sequence[RunRecord]) -> str:
+    """What curves run along: the prompts of a stream; of replays, tokens since the reset (means over the games)."""
+    replayed = {run.result.get("mode") == "replay" for run in runs}
+    return " or ".join(
+        name for name, there in (("prompt", False), ("token since the reset", True)) if there in replayed
+    )
+
+
+def _regrets(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
     panels = [Panel(label, _lines(_curves(runs, key), policies)) for key, label in REGRETS.items()]
     panels = [panel for panel in panels if panel.lines]
     if not panels:
-        own = {_algo(run): rounds.regret for run, rounds in zip(runs, played, strict=True) if rounds.regret}
-        panels = [Panel("cumulative regret", _lines(own, policies))] if own else []
-    if not panels:
         return None
-    return Picture("regret", "Regret against the best single arm, added up over rounds.", curves.lines(panels, "round"))
+    figure = curves.lines(panels, _along(runs), whole=True)
+    return Picture("regret", "Regret against the best single arm, added up.", figure)
 
 
 def _best_arm(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
     lines = _lines(_curves(runs, "best_arm"), policies)
     if not lines:
         return None
-    panel = Panel("share of rounds", lines, limits=(0, 1.03))
-    return Picture("best-arm", "How often the best arm is played.", curves.lines([panel], "round"))
+    panel = Panel("share of games", lines, limits=(0, 1.03))
+    return Picture("best-arm", "How often the best arm is played.", curves.lines([panel], _along(runs), whole=True))
 
 
 def _compared(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
@@ -127,8 +135,7 @@ def _compared(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
 
 
 def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    low, high = row.get("mat_low"), row.get("mat_high")
-    return None if low is None or high is None else (low, high)
+    return tuple(row["mat_interval"]) if row.get("mat_interval") else None
 
 
 def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
@@ -155,8 +162,8 @@ def _rewards(runs: Sequence[RunRecord], looks: Looks) -> Picture | None:
     ]
     if not shown:
         return None
-    figure = bars.bars({"": shown}, "reward of a round")
-    return Picture("rewards", "Mean reward of each arm; whiskers: one standard deviation.", figure)
+    figure = bars.bars({"": shown}, "tokens a round")
+    return Picture("rewards", "What rounds of each arm have committed; whiskers: one standard deviation.", figure)
 
 
 def _spread(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -185,8 +192,11 @@ def _pulls(rounds: Rounds) -> dict[str, list[int]]:
 
 
 def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
+    policies = _rows(runs, "policies", "algo")
+    for row in policies:
+        row["mat_low"], row["mat_high"] = _interval(row) or (None, None)
     found = [
-        records("policies", "Policies compared", _rows(runs, "policies", "algo"), POLICIES),
+        records("policies", "Policies compared", policies, POLICIES),
         records(
             "rewards",
             "Rewards",
