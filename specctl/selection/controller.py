@@ -186,17 +186,20 @@ class Selector:
         for drafter in {self.drafter_of[self._played(state, b)] for b in self._live}:
             mine = [b for b in self._live if self.drafter_of[self._played(state, b)] == drafter]
             counts = [pending[b] if b in mine else 0 for b in range(state.batch)]
-            feedback = self._timed(state, counts, [drafter])
+            # Of a round, the token at depth k is the k-th: no deeper than it has tokens.
+            feedback = self._timed(state, counts, [drafter], max(counts))
             for b in mine:
                 overlap = feedback[b].overlap
                 assert overlap is not None
                 found[b] = overlap[0].diagonal()[: verdict.depths[b]].astype(float)
         return found
 
-    def _timed(self, state: DecodeState, counts: list[int], only: list[int] | None = None) -> list[Feedback]:
+    def _timed(
+        self, state: DecodeState, counts: list[int], only: list[int] | None = None, depth: int | None = None
+    ) -> list[Feedback]:
         assert self.scorer is not None
         began = time.perf_counter()
-        found = self.scorer.score(state, counts, only)
+        found = self.scorer.score(state, counts, only, depth)
         self.tally.score_s.append(time.perf_counter() - began)
         self.tally.scored += sum(counts)
         return found

@@ -124,9 +124,11 @@ class Scorer:
         """Committed tokens of every text that are not scored yet."""
         return [len(kept.rows) for kept in self._texts(state)]
 
-    def score(self, state: DecodeState, counts: list[int], only: Sequence[int] | None = None) -> list[Feedback]:
+    def score(
+        self, state: DecodeState, counts: list[int], only: Sequence[int] | None = None, depth: int | None = None
+    ) -> list[Feedback]:
         """Feedback on the oldest `counts[b]` pending tokens of every text; their rows are freed. `only`: the places of
-        the drafters that are asked."""
+        the drafters that are asked; `depth`: fewer draft depths than usual."""
         spans, rows = [], []
         for kept, row, count in zip(self._texts(state), state.rows, counts, strict=True):
             assert not kept.rows or kept.end == len(row.ids), "a round was not kept"
@@ -134,47 +136,47 @@ class Scorer:
             spans.append(range(start, start + count))
             rows += [kept.rows.popleft() for _ in range(count)]
         logits = torch.stack(rows) if rows else torch.empty(0, self.target.vocab_size, device=state.device)
-        return self._score(state, spans, logits, only)
+        return self._score(state, spans, logits, depth or self.depth, only)
 
     def _score(
-        self, state: DecodeState, spans: list[range], logits: Tensor, only: Sequence[int] | None = None
+        self, state: DecodeState, spans: list[range], logits: Tensor, depth: int, only: Sequence[int] | None = None
     ) -> list[Feedback]:
         """`logits` [R, V]: the target's, of all positions of `spans`."""
         sizes = [len(span) for span in spans]
         if not any(sizes):
-            shape = (len(self.drafters if only is None else only), 0, self.depth)
+            shape = (len(self.drafters if only is None else only), 0, depth)
             empty = np.zeros(shape, np.float32)
             return [Feedback(empty, empty if self.overlap else None, np.zeros(shape, np.bool_)) for _ in spans]
-        scores = self._scores(state, spans) if only is None else self._each(state, spans, only)
+        scores = self._scores(state, spans, depth) if only is None else self._each(state, spans, depth, only)
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
         judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device), self.greedy_p)
-        found = [judge.proposals(score, self.depth) for score in scores]
+        found = [judge.proposals(score, depth) for score in scores]
         # No draft of depth k began k tokens before the first one that was drafted for.
         first = [row.prompt_length + 1 for row in state.rows]
         age = np.array([at - start + 1 for start, span in zip(first, spans, strict=True) for at in span])
-        begun = np.arange(1, self.depth + 1) <= age[:, None]
+        begun = np.arange(1, depth + 1) <= age[:, None]
         gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*found, strict=True))
-        overlap = judge.overlap(scores, self.depth).cpu().numpy() * begun if self.overlap else None
+        overlap = judge.overlap(scores, depth).cpu().numpy() * begun if self.overlap else None
         return Feedback(gamma * begun, overlap, hit & begun)._parts(sizes)
 
-    def _each(self, state: DecodeState, spans: list[range], places: Sequence[int]) -> list[Score]:
-        return [score for n in places for score in self._asked(state, spans, [n], None)]
+    def _each(self, state: DecodeState, spans: list[range], depth: int, places: Sequence[int]) -> list[Score]:
+        return [score for n in places for score in self._asked(state, spans, depth, [n], None)]
 
-    def _scores(self, state: DecodeState, spans: list[range]) -> list[Score]:
+    def _scores(self, state: DecodeState, spans: list[range], depth: int) -> list[Score]:
         found: dict[int, Score] = {}
         for places, stack in self._teams:
-            found.update(zip(places, self._asked(state, spans, places, stack), strict=True))
+            found.update(zip(places, self._asked(state, spans, depth, places, stack), strict=True))
         return [found[n] for n in range(len(self.drafters))]
 
     def _asked(
-        self, state: DecodeState, spans: list[range], places: Sequence[int], stack: Stacked | None
+        self, state: DecodeState, spans: list[range], depth: int, places: Sequence[int], stack: Stacked | None
     ) -> list[Score]:
         """The scores of one drafter, or of a stack of them."""
         try:
             if stack is not None:
-                return [_joined(scores) for scores in stack.score(state, spans, self.depth)]
-            return [_joined(self.drafters[n].score(state, spans, self.depth)) for n in places]
+                return [_joined(scores) for scores in stack.score(state, spans, depth)]
+            return [_joined(self.drafters[n].score(state, spans, depth)) for n in places]
         except SpecctlError:  # says what the user can do: not an accident
             raise
         except Exception as error:
@@ -221,7 +223,7 @@ def table(
     parts = []
     for start in range(first + 1, len(ids), SPAN) or [first + 1]:
         span = range(start, min(start + SPAN, len(ids)))
-        parts += scorer._score(state, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]))
+        parts += scorer._score(state, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]), depth)
     fields = zip(*((part.gamma, part.overlap, part.hit) for part in parts), strict=True)
     return Feedback(*(np.concatenate(field, 1) for field in fields))
 

@@ -135,8 +135,8 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
     controller = selector(target, {**pool, "broken": Lookup(DEPTH)}, "hedgespec", log=log, ends=True)
     scoring = controller.scorer.score
 
-    def poisoned(state, counts, only=None):
-        found = scoring(state, counts, only)
+    def poisoned(state, counts, *more):
+        found = scoring(state, counts, *more)
         for one in found:
             one.gamma[3] = np.nan
         return found
