@@ -25,6 +25,7 @@ KERNELS = {
     "ratio": "eager / ours",
     "floor_ms": "floor ms",
     "share_of_floor": "of floor",
+    "memory": "of its memory",
 }
 STEPS = {
     "rows": "rows",

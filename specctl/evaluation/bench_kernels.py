@@ -23,7 +23,10 @@ DRAFTERS = (1, 4)  # whose statistics are taken together
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel at one size. `floor_ms` is the time to read its logits once; the loss has none, it makes them."""
+    """One kernel at one size. `floor_ms` is the time to read its logits once; the loss has none, it makes them.
+
+    `memory` is our peak of device memory ÷ the eager formulation's, both beyond what stood there before (CUDA only).
+    """
 
     kernel: str
     size: str
@@ -33,6 +36,7 @@ class KernelRow:
     ratio: float
     floor_ms: float | None
     share_of_floor: float | None
+    memory: float | None
 
 
 Case = tuple[str, str, Callable[[], object], Callable[[], object], int]
@@ -48,9 +52,18 @@ def measure(recipe: BenchRecipe, device: torch.device, bar: Progress) -> list[Ke
         ours_ms, eager_ms = 1000 * times["ours"], 1000 * times["eager"]
         floor = 1000 * read / speed if read else None
         share = floor / ours_ms if floor else None
-        rows.append(KernelRow(kernel, size, backend, ours_ms, eager_ms, eager_ms / ours_ms, floor, share))
+        memory = _peak(ours, device) / max(_peak(eager, device), 1) if device.type == "cuda" else None
+        rows.append(KernelRow(kernel, size, backend, ours_ms, eager_ms, eager_ms / ours_ms, floor, share, memory))
         bar.update(1)
     return rows
+
+
+def _peak(work: Callable[[], object], device: torch.device) -> int:
+    """Bytes of device memory that a call needs at once, beyond what is held before it."""
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - held
 
 
 def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:

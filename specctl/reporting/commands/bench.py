@@ -45,6 +45,7 @@ KERNELS = {
     "ratio": "eager / ours",
     "floor_ms": "floor ms",
     "share_of_floor": "of floor",
+    "memory": "of its memory",
 }
 
 Row = Mapping[str, Any]
