@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -81,13 +83,14 @@ class Weighted:
         self.play = play
         self._generator = np.random.default_rng(arms.seed)
         self._weights: Array | None = None
+        self._cumulated: list[float] | None = None
 
     def _weigh(self) -> Array:
         """[N] probabilities; called once after a change."""
         raise NotImplementedError
 
     def _changed(self) -> None:
-        self._weights = None
+        self._weights = self._cumulated = None
 
     def weights(self) -> Array:
         if self._weights is None:
@@ -98,10 +101,11 @@ class Weighted:
         weights = self.weights()
         if self.play == "argmax":
             return int(weights.argmax())
-        cumulated = weights.cumsum()
+        if self._cumulated is None:  # a list: between two rounds of decoding an operation on a small array is slow
+            self._cumulated = list(accumulate(weights.tolist()))
         # Scaled by the sum, which rounding keeps from being exactly 1; `right` passes over arms of weight 0.
-        drawn = cumulated.searchsorted(self._generator.random() * cumulated[-1], side="right")
-        return min(int(drawn), len(weights) - 1)
+        drawn = bisect_right(self._cumulated, self._generator.random() * self._cumulated[-1])
+        return min(drawn, len(weights) - 1)
 
     def reward(self, arm: int, reward: float) -> None:
         """Not a bandit: nothing to learn from a reward."""
