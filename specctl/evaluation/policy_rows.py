@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 import numpy as np
@@ -103,7 +104,7 @@ class Stream:
     def _of(self, name: str, session: int) -> list[Decoded]:
         return [one for one, mine in zip(self.answers[name], self.sessions, strict=True) if mine == session]
 
-    @property
+    @cached_property
     def oracle(self) -> list[Decoded]:
         """Every session answered by its best arm."""
         place = {name: iter(answers) for name, answers in self.answers.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target, load_target
@@ -27,6 +28,8 @@ from specctl.selection.router_training import RouterReport
 from specctl.selection.trace import Table
 
 ROUNDS = "rounds.jsonl"
+OWN = ("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls", "decide_us_p50", "score_ms_p50")
+"""Fields of the first policy's row that the document has at its top, too."""
 
 
 @dataclass(frozen=True)
@@ -132,23 +135,14 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",
     )
     policies = [stage.row(stream, name) for name in [*recipe.algo, *(n for n in names if n not in recipe.algo)]]
-    own = policies[0]
     return SelectResult(
+        **_own(policies[0]),
         mode="live",
-        algo=first,
         arms=[arm.name for arm in stage.arms],
         reset=recipe.reset,
         queries=len(questions),
         sessions=len(stage.stream),
-        rounds=own.rounds,
-        mat=own.mat,
-        tokens_per_s=own.tokens_per_s,
         oracle_mat=stream.oracle_mat,
-        regret=own.regret,
-        best_arm_ratio=own.best_arm_ratio,
-        pulls=own.pulls,
-        decide_us_p50=own.decide_us_p50,
-        score_ms_p50=own.score_ms_p50,
         per_domain=[summarise(first, domain, records) for domain in recipe.data.domain],
         policies=policies,
         curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.judged else {},
@@ -157,6 +151,10 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
         lossless=agreement,
         rejected=rejected,
     )
+
+
+def _own(row: PolicyRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in OWN}
 
 
 def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
@@ -180,21 +178,13 @@ def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
     own = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
     return SelectResult(
+        **_own(own),
         mode="replay",
-        algo=own.algo,
         arms=done.table.arms,
         reset=recipe.reset,
         queries=len(done.table.traces),
         sessions=len(games),
-        rounds=own.rounds,
-        mat=own.mat,
-        tokens_per_s=own.tokens_per_s,
         oracle_mat=done.oracle_mat,
-        regret=own.regret,
-        best_arm_ratio=own.best_arm_ratio,
-        pulls=own.pulls,
-        decide_us_p50=own.decide_us_p50,
-        score_ms_p50=None,
         per_domain=[DomainMat(domain, mat) for domain, mat in done.per_domain.get(own.algo, {}).items()],
         policies=done.rows,
         curves=done.curves,

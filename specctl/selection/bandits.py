@@ -5,6 +5,7 @@ Symbols: n [N] pulls of each arm, μ̂ [N] their mean rewards, t the round to be
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from math import log, sqrt
 from typing import ClassVar
 
@@ -44,8 +45,9 @@ class Index(Weighted):
         self.t += 1
         self._changed()
 
+    @abstractmethod
     def _radius(self) -> Array:
-        raise NotImplementedError
+        """[N] what uncertainty adds to the means."""
 
     def _weigh(self) -> Array:
         index = self.total / self.n + self._radius() if self.n.all() else self.n == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,7 +68,7 @@ class Policy(Protocol):
         ...
 
 
-class Weighted:
+class Weighted(ABC):
     """The half of a policy that is the same for all: weights are made once per change, an arm is drawn from them.
 
     A rule has `_weigh`, names what it has learnt in `learnt` (arrays and plain numbers), and calls `_changed` whenever
@@ -85,9 +86,9 @@ class Weighted:
         self._weights: Array | None = None
         self._cumulated: list[float] | None = None
 
+    @abstractmethod
     def _weigh(self) -> Array:
         """[N] probabilities; called once after a change."""
-        raise NotImplementedError
 
     def _changed(self) -> None:
         self._weights = self._cumulated = None
@@ -107,10 +108,10 @@ class Weighted:
         drawn = bisect_right(self._cumulated, self._generator.random() * self._cumulated[-1])
         return min(drawn, len(weights) - 1)
 
-    def reward(self, arm: int, reward: float) -> None:
+    def reward(self, arm: int, reward: float) -> None:  # noqa: B027  most rules learn from one of the two only
         """Not a bandit: nothing to learn from a reward."""
 
-    def losses(self, losses: Array) -> None:
+    def losses(self, losses: Array) -> None:  # noqa: B027
         """Without full information: nothing to learn from losses."""
 
     def state(self) -> dict[str, Any]:
