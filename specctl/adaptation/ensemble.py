@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specctl.adaptation import rules
 from specctl.adaptation.member import Descent, Member, inner_loop
-from specctl.adaptation.objective import Objective
+from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.online import LearnerRecipe
 
@@ -79,7 +79,7 @@ class Ensemble:
         if combine == "weights":
             return Play((1.0,), (rules.mean_of(p, vectors),))
         if combine == "sample":
-            generator = torch.Generator().manual_seed((self._seed << 32) + self._t)
+            generator = torch.Generator().manual_seed(seed_of(self._seed, self._t))
             return Play((1.0,), (vectors[int(torch.multinomial(p, 1, generator=generator))],))
         shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
         return Play(*zip(*shares, strict=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -66,8 +66,8 @@ class Objective:
         devices = [w.device] if w.device.type == "cuda" else []
         self.module.train()
         with torch.enable_grad(), torch.random.fork_rng(devices):
-            torch.manual_seed((self._seed << 32) + draw)
-            total, weight, *_ = self._run(partial(functional_call, self.module, leaves), batch)
+            torch.manual_seed(seed_of(self._seed, draw))
+            total, weight, *_ = self._run(self._with(leaves), batch)
             parts = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return total.detach(), weight.detach(), torch.cat([part.reshape(-1) for part in parts])
 
@@ -78,9 +78,18 @@ class Objective:
         self.module.eval()
         for batch in chunk:
             for row, w in enumerate(vectors):
-                total, weight, *_ = self._run(partial(functional_call, self.module, self.parameters(w)), batch)
+                total, weight, *_ = self._run(self._with(self.parameters(w)), batch)
                 sums[row] += torch.stack((total.double(), weight.double())).cpu()
         return sums[:, 0] / sums[:, 1]
+
+    def _with(self, parameters: dict[str, Tensor]) -> Callable[..., Any]:
+        """The module's forward with other parameters than its own."""
+        return lambda *args, **kwargs: functional_call(self.module, parameters, args, kwargs)
+
+
+def seed_of(seed: int, draw: int) -> int:
+    """A seed for the draw of this number. A sum would not do: torch's generator on a CPU reads the lowest 32 bits."""
+    return int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
 
 
 def with_distributions(batch: SlotBatch, target_head: Tensor, squash: Squash) -> SlotBatch:
