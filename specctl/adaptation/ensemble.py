@@ -55,7 +55,8 @@ class Outcome:
 class Ensemble:
     """`ensemble` and `opt-ensemble`: w_t = Σ p_i w_t^i, p_i ∝ exp(−ε (Σ_s f_s(w_s^i) + guess)).
 
-    f_s is the mean loss per token of chunk s before anything was learnt from it. The guess of the next losses is that
+    f_s is the mean loss per token of chunk s before anything was learnt from it (see `LearnerRecipe.measure`: a forward
+    pass of its own, unless an epoch is one step). The guess of the next losses is that
     of the optimistic meta learner, by the same kind of hint as its members': the last losses, or their mean; else 0.
     """
 
@@ -86,23 +87,28 @@ class Ensemble:
 
     def learn(self, chunk: Iterable[Any]) -> Outcome:
         """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch."""
-        members, p = self.members, self.p
-        losses = None if len(members) == 1 else self._objective.losses([member.w for member in members], chunk)
+        members, p, options = self.members, self.p, self._options
+        losses = None
+        if len(members) > 1 and options.measure == "chunk" and options.step == "batch":
+            losses = self._objective.losses([member.w for member in members], chunk)
         descents = [Descent(member) for member in members]
-        self._draw = inner_loop(self._objective, descents, chunk, self._options, self._draw)
+        self._draw = inner_loop(self._objective, descents, chunk, options, self._draw)
         self._t += 1
+        if len(members) > 1 and losses is None:
+            losses = torch.tensor([descent.loss for descent in descents], dtype=torch.float64)
         moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
         refused = tuple(place for place, descent in enumerate(descents) if not descent.sound)
         for place in moved:
             members[place].end(descents[place])
         if moved and losses is not None:
             self._judge(losses)
-            if self._options.resync and self._t % self._options.resync == 0:
+            if options.resync and self._t % options.resync == 0:
                 self._resync()
+        nothing = not moved and not refused
         return Outcome(
-            status="updated" if moved else "refused" if refused else "empty",
-            loss=descents[0].loss if losses is None else _suffered(p, losses),
-            losses=() if losses is None else tuple(losses.tolist()),
+            status="empty" if nothing else "updated" if moved else "refused",
+            loss=None if nothing else descents[0].loss if losses is None else _suffered(p, losses),
+            losses=() if nothing or losses is None else tuple(losses.tolist()),
             weights=tuple(p.tolist()),
             refused=refused,
             effective=rules.effective_members(self.p),

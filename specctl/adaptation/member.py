@@ -60,10 +60,9 @@ class Descent:
         self._gradient: Tensor | None = None
 
     @property
-    def loss(self) -> float | None:
-        """Mean loss of the first pass; None where nothing had weight."""
-        total, weight = self.first.tolist()
-        return total / weight if weight else None
+    def loss(self) -> float:
+        """Mean loss of the first pass; NaN where nothing had weight."""
+        return float(self.first[0] / self.first[1])
 
     def add(self, objective: Objective, batch: Any, draw: int, *, first: bool) -> None:
         """Gradient of a batch at x, towards the next step."""

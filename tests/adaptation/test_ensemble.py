@@ -38,6 +38,22 @@ def test_losses_are_measured_before_the_update(quadratic, chunk):
     assert learner.p.argmin() == 2
 
 
+def test_losses_that_cost_no_pass_of_their_own(quadratic, chunk):
+    """With one step a chunk they are those of the pass; else each batch is judged before the step on it."""
+
+    def first(**options):
+        _, learner = quadratic([2.0], algo="ensemble", lr=0.25, **options)
+        passes = []
+        measure = learner._objective.losses
+        learner._objective.losses = lambda *args: passes.append(0) or measure(*args)
+        return learner.learn(chunk([0.0], [2.0])).losses, len(passes)
+
+    assert first() == ((1.0, 1.0, 1.0), 1)
+    assert first(step="chunk", epochs=2) == ((1.0, 1.0, 1.0), 0)
+    # η = ¼, ½, 1 are at 1.5, 1, 0 when they see the second batch: losses (2 + ½ (w − 2)²) / 2
+    assert first(measure="batch", epochs=2) == ((1.0625, 1.25, 2.0), 0)
+
+
 def test_the_loss_is_per_token(quadratic, chunk):
     """A chunk of ten times as many tokens must not count ten times as much in the weights."""
     short, long = (quadratic([2.0], algo="ensemble")[1] for _ in range(2))
