@@ -55,9 +55,9 @@ class Outcome:
 class Ensemble:
     """`ensemble` and `opt-ensemble`: w_t = Σ p_i w_t^i, p_i ∝ exp(−ε (Σ_s f_s(w_s^i) + guess)).
 
-    f_s is the mean loss per token of chunk s before anything was learnt from it (see `LearnerRecipe.measure`: a forward
-    pass of its own, unless an epoch is one step). The guess of the next losses is that
-    of the optimistic meta learner, by the same kind of hint as its members': the last losses, or their mean; else 0.
+    f_s is the mean loss per token of chunk s before anything was learnt from it: a forward pass of its own, unless an
+    epoch is one step (see `LearnerRecipe.measure`). The guess of the next losses is the optimistic meta learner's, by
+    the same kind of hint as its members': the last losses, or their mean; else 0.
     """
 
     def __init__(

@@ -134,12 +134,12 @@ class Member:
         return found | {f"optimizer.{name}": value for name, value in self.buffers.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        self.w_hat, self._t, self.eta = state["w_hat"], int(state["t"]), float(state["eta"])
-        if self._h is not None:
-            self._h = state["h"]
-        if self.options.radius is not None:
-            self._origin = state["origin"]
-        self.buffers = {name: state[f"optimizer.{name}"] for name in self.buffers}
+        """Go on from a `state()`, whichever device its tensors are on."""
+        here = {name: value.to(self.w_hat.device) for name, value in state.items() if value.ndim}
+        self.w_hat, self._t, self.eta = here["w_hat"], int(state["t"]), float(state["eta"])
+        self._h, self._origin = here.get("h"), here.get("origin", self._origin)
+        stored = {name: f"optimizer.{name}" for name in self.buffers}
+        self.buffers = {name: here.get(key, state[key]) for name, key in stored.items()}
 
     def _project(self, w: Tensor) -> Tensor:
         return rules.project(w, self._origin, self.options.radius)

@@ -64,6 +64,24 @@ def test_hints():
     assert rules.next_hint("none", first, second, 2).tolist() == [0.0, 0.0]
 
 
+def test_a_perfect_hint_bounds_the_regret_by_a_constant():
+    """On linear losses ⟨g_t, w⟩ with h_t = g_t regret against u is at most ‖u‖²/2η, however long the stream is: the
+    terms η ‖g_t − h_t‖² are gone (Rakhlin and Sridharan 2013). OGD pays them."""
+    random = torch.Generator().manual_seed(0)
+    eta, u = 0.1, vector(-1.0, 1.0, 0.5)
+    suffered = {"perfect": 0.0, "none": 0.0}
+    compared = 0.0
+    w_hat = torch.zeros(3, dtype=torch.float64)
+    for _ in range(300):
+        g = torch.randn(3, generator=random, dtype=torch.float64) + vector(0.1, -0.1, 0.0)
+        for kind, h in (("perfect", g), ("none", None)):
+            suffered[kind] += float(g @ rules.optimistic_play(w_hat, h, eta))
+        compared += float(g @ u)
+        w_hat = rules.descend(w_hat, g, eta)
+    bound = float(u @ u) / (2 * eta)
+    assert suffered["perfect"] - compared <= bound < suffered["none"] - compared
+
+
 def test_hedge_weights_by_hand():
     p = rules.hedge_weights(vector(0.0, math.log(2), math.log(4)), torch.zeros(3, dtype=torch.float64), 1.0)
     assert p.tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
