@@ -168,6 +168,20 @@ def test_a_loss_that_is_not_finite_changes_nothing(quadratic, chunk, algo, at, b
     assert learner.learn(chunk([0.0, 0.0])).status == "updated", "it goes on afterwards"
 
 
+def test_a_gradient_whose_norm_overflows_is_refused(quadratic, played, chunk):
+    """Clipped by an infinite norm it would be 0, and the chunk would pass as learnt."""
+    _, learner = quadratic([1e25], algo="ogd", clip=0.5)
+    assert learner.learn(chunk([0.0])).status == "refused"
+    assert played(learner).item() == pytest.approx(1e25)
+
+
+def test_members_that_were_all_refused_are_not_weighed(quadratic, chunk):
+    """Their losses before the inner loop, which overflows, are finite: still nothing may change."""
+    _, learner = quadratic([8.0], algo="ensemble", lr=1e30, epochs=3)
+    assert learner.learn(chunk([0.0])).status == "refused"
+    assert learner.L.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_a_chunk_without_tokens_changes_nothing(quadratic, played, chunk):
     """OSD where every draft was accepted; a stream that ends: 0/0 would poison the weights."""
     for algo in ("osd", "ensemble"):

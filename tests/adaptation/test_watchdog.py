@@ -51,9 +51,18 @@ def test_it_can_be_switched_off(quadratic, chunk):
 
 
 def test_weights_whose_loss_overflows_are_taken_back(quadratic, chunk):
-    """1e25² is beyond fp32: no number is lower than NaN or inf, which must not pass as `not worse`."""
+    """1e25² is beyond fp32: the loss of such weights is infinite."""
     found = steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD)], lr=1e25)
     assert [ruling for ruling, _, _ in found] == ["keep", "rollback"]
+
+
+def test_weights_whose_loss_is_no_number_are_taken_back(quadratic, chunk):
+    """NaN is not larger than anything: it must not pass as `not worse`."""
+    objective, learner = quadratic([8.0], algo="ogd")
+    dog = Watchdog(LearnerRecipe())
+    dog.learn(learner, objective, chunk([0.0]), GOOD)
+    assert dog.judge(BAD, lambda kept: (1.0, float("nan"))) == "rollback"
+    assert dog.judge(BAD, lambda kept: (1.0, 1.0)) == "drift"
 
 
 @pytest.mark.parametrize("lr", [5.0, 1e8, 1e30])
