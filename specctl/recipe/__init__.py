@@ -9,6 +9,7 @@ from __future__ import annotations
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
+from specctl.recipe.online import FAMILY_LEARNING, LearnerRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -34,6 +35,7 @@ from specctl.recipe.train import (
 )
 
 __all__ = [
+    "FAMILY_LEARNING",
     "RECIPES",
     "Arch",
     "BenchRecipe",
@@ -52,6 +54,7 @@ __all__ = [
     "Gpu",
     "HeldOutRecipe",
     "ImportRecipe",
+    "LearnerRecipe",
     "LoraRecipe",
     "OptimizerRecipe",
     "Perturbation",

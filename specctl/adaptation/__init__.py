@@ -1,0 +1,1 @@
+"""Drafters that keep learning while they are used: `specctl online`."""

@@ -1,0 +1,165 @@
+"""N learners of different rates under Hedge, as one; a single learner is the case N = 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specctl.adaptation import rules
+from specctl.adaptation.member import Descent, Member, inner_loop
+from specctl.adaptation.objective import Objective, seed_of
+from specctl.errors import CheckpointError
+from specctl.recipe.online import LearnerRecipe
+
+COLLAPSED = 0.99  # weight of one member beyond which the others have no say
+
+
+@dataclass(frozen=True)
+class Play:
+    """What to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
+
+    weights: tuple[float, ...]
+    vectors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a chunk did to a learner.
+
+    Attributes:
+        status: updated; refused = a loss or gradient of every member was not finite, and they stay as they were;
+            empty = the chunk had nothing to learn from; static = the algorithm does not learn.
+        loss: per token, before learning: of the only member during the first pass, each batch before the step on it; of
+            several Σ p_i f(w_i), which bounds that of their mean where f is convex. None if nothing was measured.
+        losses, weights: [N] of an ensemble's members, f(w_i) and p_i with which the chunk was decoded.
+        refused: members that stay as they were.
+        effective: exp(entropy) of the weights after the chunk, the number of members that count.
+        collapsed: one member has (nearly) all of the weight after the chunk.
+        steps: optimizer steps of a member.
+    """
+
+    status: Literal["updated", "refused", "empty", "static"]
+    loss: float | None = None
+    losses: tuple[float, ...] = ()
+    weights: tuple[float, ...] = (1.0,)
+    refused: tuple[int, ...] = ()
+    effective: float = 1.0
+    collapsed: bool = False
+    steps: int = 0
+
+
+class Ensemble:
+    """`ensemble` and `opt-ensemble`: w_t = Σ p_i w_t^i, p_i ∝ exp(−ε (Σ_s f_s(w_s^i) + guess)).
+
+    f_s is the mean loss per token of chunk s before anything was learnt from it: a forward pass of its own, unless an
+    epoch is one step (see `LearnerRecipe.measure`). The guess of the next losses is the optimistic meta learner's, by
+    the same kind of hint as its members': the last losses, or their mean; else 0.
+    """
+
+    def __init__(
+        self, objective: Objective, members: list[Member], options: LearnerRecipe, hint: rules.Hint, seed: int
+    ):
+        self.members = members
+        self._objective, self._options, self._hint, self._seed = objective, options, hint, seed
+        self._t = self._draw = self._judged = 0  # chunks; batches drawn; chunks that were judged
+        self.L = torch.zeros(len(members), dtype=torch.float64)
+        self._guess = torch.zeros_like(self.L)
+
+    @property
+    def p(self) -> Tensor:
+        """[N] fp64 weights of the members."""
+        return rules.hedge_weights(self.L, self._guess, self._options.epsilon)
+
+    def play(self) -> Play:
+        """The weights for the chunk to come, by `combine`: their mean, one member drawn, or all with their shares."""
+        p, vectors, combine = self.p, [member.w for member in self.members], self._options.combine
+        if combine == "weights":
+            return Play((1.0,), (rules.mean_of(p, vectors),))
+        if combine == "sample":
+            generator = torch.Generator().manual_seed(seed_of(self._seed, self._t))
+            return Play((1.0,), (vectors[int(torch.multinomial(p, 1, generator=generator))],))
+        shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
+        return Play(*zip(*shares, strict=True))
+
+    def learn(self, chunk: Iterable[Any]) -> Outcome:
+        """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch."""
+        members, p, options = self.members, self.p, self._options
+        losses = None
+        if len(members) > 1 and options.measure == "chunk" and options.step == "batch":
+            losses = self._objective.losses([member.w for member in members], chunk)
+        descents = [Descent(member) for member in members]
+        self._draw = inner_loop(self._objective, descents, chunk, options, self._draw)
+        self._t += 1
+        if len(members) > 1 and losses is None:
+            losses = torch.tensor([descent.loss for descent in descents], dtype=torch.float64)
+        moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
+        refused = tuple(place for place, descent in enumerate(descents) if not descent.sound)
+        for place in moved:
+            members[place].end(descents[place])
+        if moved and losses is not None:
+            self._judge(losses)
+            if options.resync and self._t % options.resync == 0:
+                self._resync()
+        nothing = not moved and not refused
+        return Outcome(
+            status="empty" if nothing else "updated" if moved else "refused",
+            loss=None if nothing else descents[0].loss if losses is None else _suffered(p, losses),
+            losses=() if nothing or losses is None else tuple(losses.tolist()),
+            weights=tuple(p.tolist()),
+            refused=refused,
+            effective=rules.effective_members(self.p),
+            collapsed=losses is not None and float(self.p.max()) > COLLAPSED,
+            steps=max(descent.steps for descent in descents),
+        )
+
+    def slow(self, factor: float) -> None:
+        """Multiply the members' rates: after an update that did harm."""
+        for member in self.members:
+            member.eta *= factor
+
+    def state(self) -> dict[str, Tensor]:
+        """All that was learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
+        found = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
+        for place, member in enumerate(self.members):
+            found |= {f"{place}.{name}": value for name, value in member.state().items()}
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a `state()`. CheckpointError where it is that of another learner."""
+        own = {name: value.shape for name, value in self.state().items()}
+        if own != {name: value.shape for name, value in state.items()}:
+            raise CheckpointError(
+                "the learner's state does not fit its recipe", "resume with the algo, optimizer and members it had"
+            )
+        self._t, self._draw, self._judged = state["t"].tolist()
+        self.L, self._guess = state["L"], state["guess"]
+        for place, member in enumerate(self.members):
+            prefix = f"{place}."
+            mine = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            member.restore(mine)
+
+    def _judge(self, losses: Tensor) -> None:
+        """Weigh the members anew, unless none has a finite loss."""
+        L = rules.cumulated(self.L, losses, self._options.discount)
+        if L.isfinite().any():
+            self._judged += 1
+            known = losses.nan_to_num(nan=0.0, posinf=0.0)  # a member without a finite loss has no weight anyway
+            self.L, self._guess = L, rules.next_hint(self._hint, self._guess, known, self._judged)
+
+    def _resync(self) -> None:
+        """All members restart from their mean; one that had no weight is as good as the worst of the others again."""
+        common = rules.mean_of(self.p, [member.w_hat for member in self.members])
+        for member in self.members:
+            member.w_hat = common
+        dead = self.L.isinf()
+        self.L = torch.where(dead, self.L[~dead].max(), self.L)
+        self._guess = torch.where(dead, self._guess[~dead].max(), self._guess)
+
+
+def _suffered(p: Tensor, losses: Tensor) -> float:
+    """Σ p_i f_i over the members with weight."""
+    return float((p * losses)[p > 0].sum())

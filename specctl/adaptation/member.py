@@ -1,0 +1,165 @@
+"""One learner with one rate: its weights, its inner loop over a chunk, and the online algorithm's step after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.adaptation import rules
+from specctl.adaptation.objective import Objective
+from specctl.recipe.online import LearnerRecipe
+
+Buffers = dict[str, Tensor]
+Direction = Callable[[Tensor, Buffers, LearnerRecipe], tuple[Tensor, Buffers]]
+"""(gradient, the optimizer's state, options) → (where a step of length η goes, its state afterwards)."""
+
+
+def _sgd(g: Tensor, buffers: Buffers, options: LearnerRecipe) -> tuple[Tensor, Buffers]:
+    return g, buffers
+
+
+def _momentum(g: Tensor, buffers: Buffers, options: LearnerRecipe) -> tuple[Tensor, Buffers]:
+    v = rules.heavy_ball(g, buffers["v"], options.momentum)
+    return v, {"v": v}
+
+
+def _adam(g: Tensor, buffers: Buffers, options: LearnerRecipe) -> tuple[Tensor, Buffers]:
+    j = buffers["j"] + 1
+    betas = options.betas[0], options.betas[1]
+    direction, m, v = rules.adam(g, buffers["m"], buffers["v"], int(j), betas)
+    return direction, {"m": m, "v": v, "j": j}
+
+
+OPTIMIZERS: dict[str, tuple[Direction, tuple[str, ...]]] = {
+    "sgd": (_sgd, ()),
+    "momentum": (_momentum, ("v",)),
+    "adam": (_adam, ("m", "v")),
+}
+"""Of the inner steps: direction, and names of the vectors that it keeps."""
+
+
+class Descent:
+    """The inner loop of a member over one chunk, from x = w_t on; the member itself stays as it was.
+
+    Attributes:
+        moved: [P] w_t − x, summed up, so that g_t = moved / η is the exact gradient where one SGD step was made.
+        steps: optimizer steps so far.
+        sound: no loss or gradient was other than finite. Nothing happens after one that was.
+        first: (Σ loss, Σ weight) of the first pass over the chunk, each batch before the step on it.
+    """
+
+    def __init__(self, member: Member):
+        self.x, self.buffers, self._member = member.w, member.buffers, member
+        self.moved = torch.zeros_like(self.x)
+        self.steps, self.sound = 0, True
+        self.first = torch.zeros(2, dtype=torch.float64)
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._gradient: Tensor | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the first pass; NaN where nothing had weight."""
+        return float(self.first[0] / self.first[1])
+
+    def add(self, objective: Objective, batch: Any, draw: int, *, first: bool) -> None:
+        """Gradient of a batch at x, towards the next step."""
+        if not self.sound:
+            return
+        total, weight, gradient = objective.gradient(self.x, batch, draw)
+        sums = torch.stack((total.double(), weight.double())).cpu()
+        self._sums = self._sums + sums
+        self._gradient = gradient if self._gradient is None else self._gradient + gradient
+        if first:
+            self.first = self.first + sums
+
+    def step(self) -> None:
+        """Step on the mean gradient of what was added; none where that has no weight."""
+        (total, weight), gradient = self._sums.tolist(), self._gradient
+        self._sums, self._gradient = torch.zeros_like(self._sums), None
+        if gradient is None or weight == 0:
+            return
+        gradient = gradient / weight
+        norm = float(torch.linalg.vector_norm(gradient))
+        member = self._member
+        gradient = rules.clipped(gradient, norm, member.options.clip or 0.0)
+        direction, buffers = member.direction(gradient, self.buffers, member.options)
+        moved = self.moved + member.eta * direction
+        x = self.x - member.eta * direction
+        self.sound = bool(torch.tensor(total + norm).isfinite()) and bool(x.isfinite().all())
+        if self.sound:
+            self.x, self.moved, self.buffers, self.steps = x, moved, buffers, self.steps + 1
+
+
+class Member:
+    """w_t = Π[ŵ_t − η h_t], ŵ_{t+1} = Π[ŵ_t − η g_t(w_t)], g_t the total displacement of the inner loop over η.
+
+    With the hint `none`, h = 0 and this is OGD. The optimizer's state persists from chunk to chunk.
+    """
+
+    def __init__(self, start: Tensor, options: LearnerRecipe, eta: float, optimizer: str, hint: rules.Hint):
+        """`start` [P] is w_1 = ŵ_1, and the centre of the ball; `options` are resolved."""
+        self.options, self.eta, self._hint = options, eta, hint
+        self.direction, vectors = OPTIMIZERS[optimizer]
+        self.buffers: Buffers = {name: torch.zeros_like(start) for name in vectors}
+        if optimizer == "adam":
+            self.buffers["j"] = torch.tensor(0)
+        self.w_hat, self._origin, self._t = start, start, 0
+        self._h = None if hint == "none" else torch.zeros_like(start)
+
+    @property
+    def w(self) -> Tensor:
+        """[P] the weights that are played."""
+        if self._h is None:
+            return self.w_hat
+        return self._project(rules.optimistic_play(self.w_hat, self._h, self.eta))
+
+    def end(self, descent: Descent) -> None:
+        """Take over what the inner loop found."""
+        g = descent.moved / self.eta
+        self.w_hat = self._project(rules.descend(self.w_hat, g, self.eta))
+        self.buffers, self._t = descent.buffers, self._t + 1
+        if self._h is not None:
+            self._h = rules.next_hint(self._hint, self._h, g, self._t)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that it learnt. The tensors are never changed afterwards."""
+        found = {"w_hat": self.w_hat, "t": torch.tensor(self._t), "eta": torch.tensor(self.eta, dtype=torch.float64)}
+        if self._h is not None:
+            found["h"] = self._h
+        if self.options.radius is not None:
+            found["origin"] = self._origin
+        return found | {f"optimizer.{name}": value for name, value in self.buffers.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a `state()`, whichever device its tensors are on."""
+        here = {name: value.to(self.w_hat.device) for name, value in state.items() if value.ndim}
+        self.w_hat, self._t, self.eta = here["w_hat"], int(state["t"]), float(state["eta"])
+        self._h, self._origin = here.get("h"), here.get("origin", self._origin)
+        stored = {name: f"optimizer.{name}" for name in self.buffers}
+        self.buffers = {name: here.get(key, state[key]) for name, key in stored.items()}
+
+    def _project(self, w: Tensor) -> Tensor:
+        return rules.project(w, self._origin, self.options.radius)
+
+
+def inner_loop(
+    objective: Objective, descents: Sequence[Descent], chunk: Iterable[Any], options: LearnerRecipe, draw: int
+) -> int:
+    """All epochs over a chunk, every batch by all members in turn.
+
+    `draw` numbers the dropout masks of the first batch, which the members share; returns that of the next chunk.
+    """
+    for epoch in range(options.epochs or 1):
+        for batch in chunk:
+            for descent in descents:
+                descent.add(objective, batch, draw, first=epoch == 0)
+                if options.step == "batch":
+                    descent.step()
+            draw += 1
+        if options.step == "chunk":
+            for descent in descents:
+                descent.step()
+    return draw

@@ -1,0 +1,85 @@
+"""The update rules as functions of vectors: OnlineSpec (Qian et al. 2026, arXiv 2603.12617) and what it builds on.
+
+Symbols of the papers: w [P] weights that are played; ŵ [P] those that are updated; f_t loss of chunk t; g [P] its
+gradient; h [P] the guess of it (hint); η rate; D radius; p, L [N] weights and cumulated losses of an ensemble's
+members; ε rate of Hedge. Nothing is changed in place: an old state stays as it was, and going back to it is free.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Hint = Literal["last", "mean", "none"]
+
+
+def project(w: Tensor, origin: Tensor | None, radius: float | None) -> Tensor:
+    """Π: the nearest point to w in the ball of `radius` D around `origin`; w itself without a radius."""
+    if origin is None or radius is None:
+        return w
+    away = w - origin
+    distance = float(torch.linalg.vector_norm(away))
+    return w if distance <= radius else origin + away * (radius / distance)
+
+
+def clipped(g: Tensor, norm: float, limit: float) -> Tensor:
+    """g, whose norm is `norm`, made at most `limit` long; 0 = no limit."""
+    return g * (limit / norm) if 0 < limit < norm else g
+
+
+def heavy_ball(g: Tensor, v: Tensor, mu: float) -> Tensor:
+    """v ← μ v + g, the direction of Polyak's heavy ball as `torch.optim.SGD` has it; the step is η v."""
+    return mu * v + g
+
+
+def adam(g: Tensor, m: Tensor, v: Tensor, j: int, betas: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Direction of step j ≥ 1 of Adam (Kingma and Ba 2015, Algorithm 1, ε = 1e-8), and the moments m and v after it."""
+    m, v = torch.lerp(g, m, betas[0]), betas[1] * v + (1 - betas[1]) * g * g
+    scale = (v / (1 - betas[1] ** j)).sqrt_().add_(1e-8)
+    return m / (1 - betas[0] ** j) / scale, m, v
+
+
+def optimistic_play(w_hat: Tensor, h: Tensor | None, eta: float) -> Tensor:
+    """w_t = ŵ_t − η h_t, before projection (Rakhlin and Sridharan 2013, optimistic mirror descent); h None = 0: OGD."""
+    return w_hat if h is None else w_hat - eta * h
+
+
+def descend(w_hat: Tensor, g: Tensor, eta: float) -> Tensor:
+    """ŵ_{t+1} = ŵ_t − η g_t(w_t), before projection: OGD where ŵ is played (Zinkevich 2003)."""
+    return w_hat - eta * g
+
+
+def next_hint(kind: Hint, h: Tensor, g: Tensor, t: int) -> Tensor:
+    """h_{t+1} from h_t and g_t: that gradient, or the mean of g_1 … g_t, or 0."""
+    if kind == "none":
+        return torch.zeros_like(g)
+    return g if kind == "last" else h + (g - h) / t
+
+
+def hedge_weights(L: Tensor, guess: Tensor, epsilon: float) -> Tensor:
+    """p ∝ exp(−ε (L + guess)); a member whose loss is infinite has weight 0, and all cannot be.
+
+    With a guess of the next losses this is optimistic Hedge, with guess = 0 Hedge (Freund and Schapire 1997).
+    """
+    return torch.softmax(-epsilon * (L + guess), 0)
+
+
+def cumulated(L: Tensor, losses: Tensor, discount: float) -> Tensor:
+    """discount · L + losses; a loss that is not a number counts as infinite."""
+    return discount * L + losses.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def effective_members(p: Tensor) -> float:
+    """exp(entropy of p): N for uniform weights, 1 for a single member."""
+    return float(torch.special.entr(p).sum().exp())
+
+
+def mean_of(p: Tensor, vectors: list[Tensor]) -> Tensor:
+    """Σ p_i w_i; members without weight are left out, so that a lone one comes back bit for bit."""
+    parts = [
+        vector if share == 1 else share * vector for share, vector in zip(p.tolist(), vectors, strict=True) if share
+    ]
+    return sum(parts[1:], parts[0])

@@ -1,0 +1,111 @@
+"""An update that does harm is taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specctl.adaptation.ensemble import Outcome
+from specctl.adaptation.learners import Learner
+from specctl.adaptation.objective import Objective
+from specctl.recipe.online import LearnerRecipe
+
+Z = 3.0  # standard errors by which acceptance must have fallen: one false suspicion in 700 updates
+
+Ruling = Literal["keep", "drift", "rollback"]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of a chunk: accepted draft tokens among the verified positions, accepted + rejections."""
+
+    accepted: int
+    verified: int
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.verified if self.verified else 0.0
+
+
+def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
+    """Whether acceptance fell by more than the share `tolerance`, and by more than chance (two proportions)."""
+    if not before.verified or not after.verified:
+        return False
+    pooled = (before.accepted + after.accepted) / (before.verified + after.verified)
+    error = math.sqrt(pooled * (1 - pooled) * (1 / before.verified + 1 / after.verified))
+    return before.rate - after.rate > max(tolerance * before.rate, Z * error)
+
+
+class Watchdog:
+    """Judges every update by the chunk that was decoded after it, before the next one is made.
+
+    A stream that turns to another domain lowers acceptance as a bad update does. So a fall alone is a suspicion; it is
+    confirmed where the weights from before the update have the lower loss on the very chunk that was just decoded.
+
+    Those weights are kept until then, and are part of this object's state.
+    """
+
+    def __init__(self, options: LearnerRecipe):
+        self._options = options
+        self._before: Acceptance | None = None  # of the last chunk that was decoded with weights that stayed
+        self._kept: dict[str, Tensor] = {}
+
+    def learn(
+        self, learner: Learner, objective: Objective, chunk: Iterable[Any], acceptance: Acceptance
+    ) -> tuple[Ruling, Outcome]:
+        """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
+        the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
+        """
+        ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, chunk, kept))
+        if ruling == "rollback":
+            learner.restore(self._kept)
+            learner.slow(self._options.backoff)
+        else:
+            self._before = acceptance
+        self._kept = learner.state() if self._options.rollback else {}
+        outcome = learner.learn(chunk)
+        if outcome.status == "refused":
+            learner.slow(self._options.backoff)
+        return ruling, outcome
+
+    def judge(self, acceptance: Acceptance, losses: Callable[[dict[str, Tensor]], tuple[float, float]]) -> Ruling:
+        """keep; drift, the update stays and the stream has changed; or rollback.
+
+        Args:
+            losses: mean loss of the chunk under (a state from before, the present one), asked for on suspicion only.
+        """
+        if not self._options.rollback or self._before is None or not self._kept:
+            return "keep"
+        if not fell(self._before, acceptance, self._options.tolerance):
+            return "keep"
+        old, new = losses(self._kept)
+        return "drift" if new <= old else "rollback"  # a loss that is not a number is never <=
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next ruling needs."""
+        before = [] if self._before is None else [self._before.accepted, self._before.verified]
+        return {"before": torch.tensor(before, dtype=torch.int64)} | {f"kept.{k}": v for k, v in self._kept.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        before = state["before"].tolist()
+        self._before = Acceptance(*before) if before else None
+        self._kept = {name.removeprefix("kept."): value for name, value in state.items() if name.startswith("kept.")}
+
+
+def _compared(
+    learner: Learner, objective: Objective, chunk: Iterable[Any], kept: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Mean loss of the chunk under what the learner played in the state `kept`, and under what it plays now."""
+    now, new = learner.state(), learner.play()
+    learner.restore(kept)
+    old = learner.play()
+    learner.restore(now)
+    losses = objective.losses([*old.vectors, *new.vectors], chunk)
+    shares = torch.tensor([*old.weights, *new.weights], dtype=losses.dtype)
+    before, after = (shares * losses).split([len(old.vectors), len(new.vectors)])
+    return float(before.sum()), float(after.sum())

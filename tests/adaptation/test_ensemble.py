@@ -1,0 +1,147 @@
+"""Hedge over learners of different rates, on quadratic losses."""
+
+import math
+
+import pytest
+import torch
+
+
+def weights_of(losses, epsilon):
+    """softmax(−ε Σ losses) in plain Python."""
+    total = [math.exp(-epsilon * sum(column)) for column in zip(*losses, strict=True)]
+    return [value / sum(total) for value in total]
+
+
+def test_weights_and_mean_by_hand(quadratic, played, chunk):
+    """η = ¼, ½, 1 from 2 to c = 0: w = 1.5, 1, 0, and their losses on the next chunk ½ w²."""
+    _, learner = quadratic([2.0], algo="ensemble", lr=0.25, epsilon=0.7)
+    first = learner.learn(chunk([0.0]))
+    assert first.losses == (2.0, 2.0, 2.0) and first.weights == pytest.approx((1 / 3,) * 3)
+    assert played(learner).item() == pytest.approx((1.5 + 1 + 0) / 3)
+    second = learner.learn(chunk([0.0]))
+    assert second.losses == (1.125, 0.5, 0.0)
+    assert second.weights == pytest.approx((1 / 3,) * 3), "those the chunk was decoded with"
+    assert second.loss == pytest.approx((1.125 + 0.5) / 3)
+    p = weights_of([first.losses, second.losses], 0.7)
+    assert learner.p.tolist() == pytest.approx(p)
+    assert played(learner).item() == pytest.approx(p[0] * 1.125 + p[1] * 0.5)
+
+
+def test_losses_are_measured_before_the_update(quadratic, chunk):
+    """The largest rate jumps onto each chunk's centre: judged after the update its loss would be 0 and it would win.
+    Judged before, on centres that alternate, it is the worst of all."""
+    objective, learner = quadratic([0.0], algo="ensemble", lr=0.1, spacing=math.sqrt(10), epsilon=1.0)
+    for t in range(12):
+        centre = chunk([1.0 if t % 2 else -1.0])
+        expected = objective.losses([member.w for member in learner.members], centre)
+        assert learner.learn(centre).losses == tuple(expected.tolist())
+    assert learner.p.argmin() == 2
+
+
+def test_losses_that_cost_no_pass_of_their_own(quadratic, chunk):
+    """With one step a chunk they are those of the pass; else each batch is judged before the step on it."""
+
+    def first(**options):
+        _, learner = quadratic([2.0], algo="ensemble", lr=0.25, **options)
+        passes = []
+        measure = learner._objective.losses
+        learner._objective.losses = lambda *args: passes.append(0) or measure(*args)
+        return learner.learn(chunk([0.0], [2.0])).losses, len(passes)
+
+    assert first() == ((1.0, 1.0, 1.0), 1)
+    assert first(step="chunk", epochs=2) == ((1.0, 1.0, 1.0), 0)
+    # η = ¼, ½, 1 are at 1.5, 1, 0 when they see the second batch: losses (2 + ½ (w − 2)²) / 2
+    assert first(measure="batch", epochs=2) == ((1.0625, 1.25, 2.0), 0)
+
+
+def test_the_loss_is_per_token(quadratic, chunk):
+    """A chunk of ten times as many tokens must not count ten times as much in the weights."""
+    short, long = (quadratic([2.0], algo="ensemble")[1] for _ in range(2))
+    for _ in range(2):
+        assert short.learn(chunk([0.0], tokens=1)).losses == long.learn(chunk([0.0], tokens=10)).losses
+
+
+def test_discount(quadratic, chunk):
+    _, learner = quadratic([2.0], algo="ensemble", lr=0.25, discount=0.5)
+    learner.learn(chunk([0.0]))
+    learner.learn(chunk([0.0]))
+    assert learner.L.tolist() == pytest.approx([1 + 1.125, 1 + 0.5, 1.0])
+
+
+def test_collapse_is_reported(quadratic, chunk):
+    _, learner = quadratic([4.0], algo="ensemble", lr=0.1, epsilon=10.0)
+    outcomes = [learner.learn(chunk([0.0])) for _ in range(6)]
+    assert not outcomes[0].collapsed and outcomes[0].effective == pytest.approx(3.0)
+    assert outcomes[-1].collapsed and outcomes[-1].effective == pytest.approx(1.0, abs=0.05)
+
+
+def test_resync(quadratic, chunk):
+    """Every second chunk all members are where their mean was, and stay apart in between."""
+    _, learner = quadratic([4.0], algo="ensemble", lr=0.1, epsilon=0.5, resync=2)
+    learner.learn(chunk([0.0]))
+    assert len({member.w.item() for member in learner.members}) == 3
+    learner.learn(chunk([0.0]))
+    twin = quadratic([4.0], algo="ensemble", lr=0.1, epsilon=0.5)[1]
+    twin.learn(chunk([0.0]))
+    twin.learn(chunk([0.0]))
+    mean = float(sum(p * member.w for p, member in zip(twin.p, twin.members, strict=True)))
+    assert [member.w.item() for member in learner.members] == pytest.approx([mean] * 3)
+    assert learner.L.tolist() == twin.L.tolist(), "what was learnt about the rates is kept"
+
+
+def test_a_diverging_member_is_left_behind(quadratic, chunk, played):
+    """η = 32 overflows after some chunks: it is refused and has no weight, the others go on; resync takes it back."""
+    for resync in (0, 40):
+        _, learner = quadratic([1.0], algo="ensemble", lr=0.02, spacing=40.0, resync=resync)
+        outcomes = [learner.learn(chunk([0.0])) for _ in range(40)]
+        assert outcomes[-1].refused == (2,) and outcomes[-1].status == "updated"
+        assert outcomes[-1].weights[2] == 0 and math.isfinite(outcomes[-1].loss)
+        assert abs(played(learner).item()) < 0.1
+        assert learner.L.isfinite().all() == bool(resync)
+
+
+def test_combine(quadratic, chunk):
+    """`probs` gives all members with their weights; `sample` one of them, by a draw that a seed repeats."""
+    _, probs = quadratic([2.0], algo="ensemble", lr=0.25, combine="probs", epsilon=0.1)
+    probs.learn(chunk([0.0]))
+    play = probs.play()
+    assert [vector.item() for vector in play.vectors] == [1.5, 1.0, 0.0]
+    assert play.weights == pytest.approx((1 / 3,) * 3)
+    drawn = []
+    for seed in (5, 5, 6):
+        _, learner = quadratic([2.0], seed=seed, algo="ensemble", lr=0.25, combine="sample", epsilon=1e-9)
+        places = []
+        for _ in range(40):
+            learner.learn(chunk([0.0]))
+            (vector,) = learner.play().vectors
+            places.append([torch.equal(vector, member.w) for member in learner.members].index(True))
+            assert torch.equal(learner.play().vectors[0], vector), "one draw a chunk, however often it is asked for"
+        drawn.append(places)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert set(drawn[0]) == {0, 1, 2}  # misses one with probability 3 (2/3)^40 < 1e-6
+
+
+def test_opt_ensemble_without_hints_is_the_ensemble(quadratic, chunk):
+    learners = [quadratic([2.0, -1.0], algo=algo, hint="none")[1] for algo in ("ensemble", "opt-ensemble")]
+    for t in range(5):
+        outcomes = [learner.learn(chunk([0.3 * t, 0.0])) for learner in learners]
+        assert outcomes[0] == outcomes[1]
+    assert torch.equal(*(learner.play().vectors[0] for learner in learners))
+
+
+def test_the_meta_learner_guesses_too(quadratic, chunk):
+    """p ∝ exp(−ε (L + last losses)): the last losses count twice until others come."""
+    _, learner = quadratic([2.0], algo="opt-ensemble", lr=0.1, epsilon=0.2)
+    rounds = [learner.learn(chunk([0.0])).losses for _ in range(3)]
+    assert learner.p.tolist() == pytest.approx(weights_of([*rounds, rounds[-1]], 0.2))
+
+
+def test_an_ensemble_comes_close_to_its_best_member(quadratic, chunk):
+    """Hedge's promise: Σ Σ_i p_i f_i ≤ min_i Σ f_i + ln N/ε + ε/8 Σ (range of losses)²."""
+    random = torch.Generator().manual_seed(0)
+    _, learner = quadratic([3.0, 3.0], algo="ensemble", lr=0.02, spacing=5.0, epsilon=0.5)
+    outcomes = [learner.learn(chunk(torch.randn(2, generator=random).tolist())) for _ in range(100)]
+    suffered = sum(outcome.loss for outcome in outcomes)
+    best = min(map(sum, zip(*(outcome.losses for outcome in outcomes), strict=True)))
+    ranges = sum((max(outcome.losses) - min(outcome.losses)) ** 2 for outcome in outcomes)
+    assert suffered <= best + math.log(3) / 0.5 + 0.5 / 8 * ranges

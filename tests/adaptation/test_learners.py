@@ -1,0 +1,215 @@
+"""Learners on quadratic losses, whose iterates are written down by hand: gradient of f at w is w − c."""
+
+import pytest
+import torch
+
+from specctl.adaptation.learners import feedback
+from specctl.errors import CheckpointError
+from specctl.recipe import LearnerRecipe
+
+ALGOS = ["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
+
+
+def follow(learner, played, chunk, centres):
+    """w_1, w_2, … as chunks of one batch go by."""
+    path = [played(learner).tolist()]
+    for centre in centres:
+        learner.learn(chunk(centre))
+        path.append(played(learner).tolist())
+    return path
+
+
+def test_ogd_by_hand(quadratic, played, chunk):
+    """w ← w − ½ (w − c): half of the way to c."""
+    _, learner = quadratic([8.0, 0.0], algo="ogd")
+    path = follow(learner, played, chunk, [[0.0, 0.0], [0.0, 4.0], [2.0, 2.0]])
+    assert path == [[8.0, 0.0], [4.0, 0.0], [2.0, 2.0], [2.0, 2.0]]
+
+
+def test_optimistic_by_hand(quadratic, played, chunk):
+    """ŵ: 8, 8 − ½·8 = 4, 4 − ½·0 = 4, 4 + ½·4 = 6;  w = ŵ − ½ h: 8, 4 − ½·8 = 0, 4 − ½·0 = 4, 6 + ½·4 = 8 …
+    with g_t the gradient at w_t, not at ŵ_t, which is what sets this apart from OGD."""
+    _, learner = quadratic([8.0], algo="optimistic", hint="last")
+    # c: 0 → g_1 = 8;  0 → g_2 = w_2 − 0 = 0;  8 → g_3 = 4 − 8 = −4
+    path = follow(learner, played, chunk, [[0.0], [0.0], [8.0]])
+    assert path == [[8.0], [0.0], [4.0], [8.0]]
+
+
+def test_the_mean_hint_by_hand(quadratic, played, chunk):
+    """g_1 = 8, h_2 = 8: ŵ = 4, w = 0;  g_2 = 0, h_3 = 4: ŵ = 4, w = 2."""
+    _, learner = quadratic([8.0], algo="optimistic", hint="mean")
+    assert follow(learner, played, chunk, [[0.0], [0.0]]) == [[8.0], [0.0], [2.0]]
+
+
+def test_without_a_hint_optimistic_is_ogd(quadratic, played, chunk):
+    centres = [[1.0, 3.0], [-2.0, 0.3], [0.7, 0.1]]
+    paths = [
+        follow(quadratic([8.0, 1.0], algo=algo, hint="none")[1], played, chunk, centres)
+        for algo in ("ogd", "optimistic")
+    ]
+    assert paths[0] == paths[1]
+
+
+def test_momentum_by_hand(quadratic, played, chunk):
+    """v: 8, 4.8 (= ½·8 + 0.8 …): with μ = ½, η = ½: w: 8 → 4 → 4 − ½(4 + 4) = 0 → 0 − ½(0 + 4) = −2."""
+    _, learner = quadratic([8.0], algo="momentum", momentum=0.5)
+    assert follow(learner, played, chunk, [[0.0]] * 3) == [[8.0], [4.0], [0.0], [-2.0]]
+    _, matched = quadratic([8.0], algo="momentum", momentum=0.5, matched=True)
+    assert follow(matched, played, chunk, [[0.0]]) == [[8.0], [6.0]], "η (1 − μ) is the first step"
+
+
+def test_a_good_guess_beats_none(quadratic, chunk):
+    """What optimism is for: where gradients hardly change from chunk to chunk the last one is a near perfect guess.
+    Losses of both at the same small η, on a centre that moves away at a constant speed."""
+    suffered = {}
+    for algo in ("ogd", "optimistic"):
+        _, learner = quadratic([0.0, 0.0], algo=algo, lr=0.05)
+        losses = [learner.learn(chunk([0.1 * t, -0.2 * t])).loss for t in range(60)]
+        suffered[algo] = sum(losses)
+    assert suffered["optimistic"] < 0.98 * suffered["ogd"]
+
+
+def test_regret_of_ogd_is_within_its_bound(quadratic, played, chunk):
+    """Σ f_t(w_t) − Σ f_t(u) ≤ D²/2η + η/2 Σ ‖g_t‖² for every u in the ball (Zinkevich 2003), also with projection."""
+    random = torch.Generator().manual_seed(3)
+    centres = torch.randn(200, 3, generator=random) + torch.tensor([2.0, 0.0, -1.0])
+    radius, eta = 1.5, 0.1
+    _, learner = quadratic([0.0, 0.0, 0.0], algo="ogd", lr=eta, radius=radius)
+    suffered, squares = 0.0, 0.0
+    for centre in centres:
+        w = played(learner)
+        assert w.norm() <= radius * 1.00001
+        squares += float((w - centre).square().sum())
+        suffered += learner.learn(chunk(centre.tolist())).loss
+    mean = centres.mean(0)
+    best = mean * min(1.0, radius / float(mean.norm()))
+    regret = suffered - 0.5 * float((centres - best).square().sum())
+    assert 0 < regret <= float(best.norm()) ** 2 / (2 * eta) + eta / 2 * squares
+
+
+def test_several_batches_and_epochs(quadratic, played, chunk):
+    """One step per batch: 8 → 4 → 2; per chunk, on the mean over tokens: c = (0 + 2·3)/3 = 2: 8 → 5."""
+    _, by_batch = quadratic([8.0], algo="ogd")
+    assert by_batch.learn(chunk([0.0], [0.0])).steps == 2 and played(by_batch).tolist() == [2.0]
+    _, by_chunk = quadratic([8.0], algo="ogd", step="chunk")
+    by_chunk.learn(chunk([0.0], tokens=1) + chunk([3.0], tokens=2))
+    assert played(by_chunk).tolist() == [5.0]
+    _, epochs = quadratic([8.0], algo="ogd", step="chunk", epochs=3)
+    epochs.learn(chunk([0.0]))
+    assert played(epochs).tolist() == [1.0]
+
+
+def test_the_hint_is_the_whole_displacement(quadratic, played, chunk):
+    """Two inner steps, 8 → 4 → 2, are g = 6/η: ŵ = 2, and w = 2 − 6 = −4. The last inner gradient alone gives 0."""
+    _, learner = quadratic([8.0], algo="optimistic", epochs=2)
+    learner.learn(chunk([0.0]))
+    assert played(learner).tolist() == [-4.0]
+
+
+def test_projection_is_of_what_is_played_too(quadratic, played, chunk):
+    """ŵ = 4 lies in the ball around 8 with D = 5, w = ŵ − 4 does not."""
+    _, learner = quadratic([8.0], algo="optimistic", radius=5.0)
+    learner.learn(chunk([0.0]))
+    assert played(learner).tolist() == [3.0]
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_state_in_the_middle(quadratic, chunk, algo, optimizer):
+    """A fresh learner that is given the state goes on to the same bits: nothing that matters is missing from it."""
+    random = torch.Generator().manual_seed(1)
+    chunks = [chunk(*torch.randn(2, 3, generator=random).tolist()) for _ in range(8)]
+    options = dict(
+        algo=algo, optimizer=optimizer, lr=0.07, epochs=2, radius=1.3, hint="mean", discount=0.9, resync=3
+    ) | ({"combine": "sample"} if algo == "ensemble" else {})
+    _, whole = quadratic([0.5, -0.5, 2.0], seed=4, **options)
+    for part in chunks[:4]:
+        whole.learn(part)
+    state = {name: value.clone() for name, value in whole.state().items()}
+    _, resumed = quadratic([0.0, 0.0, 0.0], seed=4, **options)
+    if algo == "static":  # weights that never change are not its to keep
+        assert state == {}
+        return
+    resumed.restore(state)
+    for part in chunks[4:]:
+        assert resumed.play().weights == whole.play().weights
+        assert all(map(torch.equal, resumed.play().vectors, whole.play().vectors))
+        assert resumed.learn(part) == whole.learn(part)
+    theirs = whole.state()
+    assert all(torch.equal(value, theirs[name]) for name, value in resumed.state().items())
+
+
+def test_a_state_of_another_learner_is_refused(quadratic):
+    """Else it would fail somewhere inside, or go on with half of a state."""
+    _, ogd = quadratic([0.0], algo="ogd")
+    for other in (dict(algo="ensemble"), dict(algo="optimistic"), dict(algo="ogd", optimizer="adam")):
+        with pytest.raises(CheckpointError, match="does not fit its recipe"):
+            quadratic([0.0], **other)[1].restore(ogd.state())
+    with pytest.raises(CheckpointError, match="does not fit its recipe"):
+        quadratic([0.0, 0.0], algo="ogd")[1].restore(ogd.state())
+
+
+@pytest.mark.parametrize("algo", ["ogd", "momentum", "optimistic", "ensemble", "opt-ensemble"])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_changes_nothing(quadratic, chunk, algo, at, bad):
+    """Neither weights nor the optimizer's state, also where it comes after sound steps on the same chunk."""
+    _, learner = quadratic([1.0, 2.0], algo=algo, optimizer="adam", lr=0.1, epochs=1)
+    learner.learn(chunk([0.0, 0.0]))
+    before = {name: value for name, value in learner.state().items() if name != "t"}
+    vectors = learner.play().vectors
+    centres = [[0.0, 0.0], [0.0, 0.0]]
+    centres[at] = [bad, 0.0]
+    outcome = learner.learn(chunk(*centres))
+    assert outcome.status == "refused" and outcome.refused == tuple(range(3 if "ensemble" in algo else 1))
+    after = learner.state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(map(torch.equal, vectors, learner.play().vectors))
+    assert learner.learn(chunk([0.0, 0.0])).status == "updated", "it goes on afterwards"
+
+
+def test_a_gradient_whose_norm_overflows_is_refused(quadratic, played, chunk):
+    """Clipped by an infinite norm it would be 0, and the chunk would pass as learnt."""
+    _, learner = quadratic([1e25], algo="ogd", clip=0.5)
+    assert learner.learn(chunk([0.0])).status == "refused"
+    assert played(learner).item() == pytest.approx(1e25)
+
+
+def test_members_that_were_all_refused_are_not_weighed(quadratic, chunk):
+    """Their losses before the inner loop, which overflows, are finite: still nothing may change."""
+    _, learner = quadratic([8.0], algo="ensemble", lr=1e30, epochs=3)
+    assert learner.learn(chunk([0.0])).status == "refused"
+    assert learner.L.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_chunk_without_tokens_changes_nothing(quadratic, played, chunk):
+    """OSD where every draft was accepted; a stream that ends: 0/0 would poison the weights."""
+    for algo in ("osd", "ensemble"):
+        _, learner = quadratic([1.0], algo=algo)
+        for nothing in ([], chunk([0.0], tokens=0)):
+            assert learner.learn(nothing).status == "empty"
+        assert played(learner).tolist() == [1.0]
+
+
+def test_static_never_changes(quadratic, played, chunk):
+    _, learner = quadratic([1.0], algo="static")
+    assert learner.learn(chunk([0.0])).status == "static"
+    assert played(learner).tolist() == [1.0]
+
+
+def test_osd_learns_from_other_positions_by_the_same_rule(quadratic, played, chunk):
+    assert [feedback(algo) for algo in ("ogd", "osd", "ensemble")] == ["committed", "rejected", "committed"]
+    paths = [follow(quadratic([3.0], algo=algo)[1], played, chunk, [[0.0], [5.0]]) for algo in ("ogd", "osd")]
+    assert paths[0] == paths[1]
+
+
+def test_settings_of_the_families():
+    """The papers' numbers, and that what the recipe says is not overruled."""
+    eagle3 = LearnerRecipe().resolved("eagle3", 4096)
+    assert (eagle3.optimizer, eagle3.lr, eagle3.epochs, eagle3.clip) == ("adam", 1e-4, 2, 0.5)
+    assert LearnerRecipe().resolved("eagle3", 256).lr == pytest.approx(16e-4), "narrow heads take larger steps"
+    hydra = LearnerRecipe().resolved("hydra", 256)
+    assert (hydra.optimizer, hydra.lr, hydra.dropout, hydra.clip) == ("sgd", 0.1, 0.1, 0.0)
+    assert LearnerRecipe(algo="momentum").resolved("eagle", 4096).lr == 0.1, "the heavy ball takes no rate of Adam's"
+    own = LearnerRecipe(lr=0.3, clip=0.0, epochs=4, dropout=0.0).resolved("eagle3", 256)
+    assert (own.lr, own.clip, own.epochs, own.dropout) == (0.3, 0.0, 4, 0.0)

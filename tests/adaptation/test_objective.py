@@ -1,0 +1,141 @@
+"""Losses of real heads as functions of one vector, and a real head that learns."""
+
+import pytest
+import torch
+
+from specctl.adaptation.learners import make_learner
+from specctl.adaptation.objective import Objective, with_distributions
+from specctl.drafters import lm, pool
+from specctl.errors import RecipeError
+from specctl.recipe import DrafterRecipe, LearnerRecipe, TrainRecipe
+from specctl.training.data import Example
+from specctl.training.features import FeatureStore, slot_batch
+
+FAMILIES = ["eagle", "eagle3", "hydra", "medusa", "lm"]
+SIZES = ((40, 12), (33, 20), (31, 3))
+
+
+class Lesson:
+    """A head of a family, batches for it, and how it is run on one."""
+
+    def __init__(self, target, arch, **options):
+        torch.manual_seed(1)
+        sizes = {"vocab_size": 256} if arch in ("eagle3", "hydra", "medusa") else {}
+        sizes |= {"hidden_size": 48, "num_layers": 1} if arch == "lm" else {}
+        recipe = TrainRecipe(arch=arch, ttt_steps=2, drafter=DrafterRecipe(**sizes), **options)
+        family = pool.trainable(arch)
+        self.head = family.build(recipe, target, lambda size: list(range(size)))
+        family.prepare(self.head, recipe)
+        random = torch.Generator().manual_seed(0)
+        tokens = [torch.randint(5, 250, (size,), generator=random).tolist() for size, _ in SIZES]
+        examples = [Example(i, str(i), tokens[i], prompt) for i, (_, prompt) in enumerate(SIZES)]
+        if arch == "lm":
+            width = max(len(row) for row in tokens)
+            padded = torch.tensor([row + [0] * (width - len(row)) for row in tokens])
+            mask = torch.tensor([[i >= prompt and i < size for i in range(width)] for size, prompt in SIZES])
+            self.chunk = [lm.LMBatch(padded, mask)]
+            self.run = lambda module, batch: module(batch)
+            return
+        store, steps = FeatureStore(target, self.head.taps), self.head.steps
+        head = self.target_head = target.head_weight[self.head.draft_ids].contiguous()
+        self.chunk = [slot_batch(part, store.get(part), steps, self.head.t2d) for part in (examples[:2], examples[2:])]
+        self.run = lambda module, batch: module(batch, target.model.embedding, head)
+        self.run_on_distributions = lambda module, batch: module(batch, target.model.embedding, None)
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_gradients_are_those_of_the_module(target, arch):
+    """Every family passes through functional_call: custom autograd functions, tied and repeated modules, transformers'
+    own. At other weights than the module holds, so that one that was not replaced would show."""
+    lesson = Lesson(target, arch)
+    objective = Objective(lesson.head, lesson.run, seed=5)
+    held = objective.start()
+    w = held + 0.01 * torch.randn(held.shape, generator=torch.Generator().manual_seed(2))
+    total, weight, gradient = objective.gradient(w, lesson.chunk[0], draw=7)
+    assert torch.equal(objective.start(), held), "the module itself is left alone"
+    again = objective.gradient(w, lesson.chunk[0], draw=7)
+    assert torch.equal(again[2], gradient)
+    objective.load(w)
+    assert torch.equal(objective.start(), w)
+    lesson.head.eval()  # no noise of eagle's; nothing else here differs between the modes
+    theirs, count, *_ = lesson.run(lesson.head, lesson.chunk[0])
+    mean = float(theirs.detach() / count)
+    measured = objective.losses([w, held], lesson.chunk[:1])
+    assert measured[0].item() == pytest.approx(mean, rel=1e-6)
+    assert measured[1].item() != pytest.approx(mean, rel=1e-6)
+    if arch == "eagle":
+        return
+    assert total.item() == pytest.approx(theirs.item()) and weight == count
+    theirs.backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in lesson.head.parameters() if p.requires_grad])
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("arch", ["eagle3", "hydra", "medusa"])
+def test_distributions_that_are_made_once(target, arch):
+    """The same losses and gradients as from the teacher's states, without a product for every member and depth."""
+    lesson = Lesson(target, arch)
+    plain, shared = (Objective(lesson.head, run) for run in (lesson.run, lesson.run_on_distributions))
+    w = plain.start()
+    batch = with_distributions(lesson.chunk[0], lesson.target_head, lesson.head.squash)
+    for ours, theirs in zip(shared.gradient(w, batch, 0), plain.gradient(w, lesson.chunk[0], 0), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_a_function_of_seed_and_draw(target):
+    """It resumes without a generator's state, leaves the global one alone, and is off where losses are measured."""
+    lesson = Lesson(target, "hydra", dropout=0.3)
+    objective, other = Objective(lesson.head, lesson.run, seed=0), Objective(lesson.head, lesson.run, seed=1)
+    w, batch = objective.start(), lesson.chunk[0]
+    generator = torch.get_rng_state()
+    first = objective.gradient(w, batch, 3)[0]
+    assert torch.equal(torch.get_rng_state(), generator)
+    torch.rand(5)
+    assert objective.gradient(w, batch, 3)[0] == first
+    assert objective.gradient(w, batch, 4)[0] != first
+    assert other.gradient(w, batch, 3)[0] != first
+    assert torch.equal(*(objective.losses([w], lesson.chunk) for _ in range(2)))
+
+
+def test_frozen_parameters_are_not_learnt(target):
+    """Of an adapter's module only the adapter: the base is shared."""
+    head = Lesson(target, "eagle3").head
+    head.fc.requires_grad_(False)
+    frozen = Objective(head, lambda module, batch: module(batch)).start()
+    assert len(frozen) == sum(p.numel() for p in head.parameters()) - head.fc.weight.numel()
+    with pytest.raises(RecipeError, match="no trainable weights"):
+        Objective(head.requires_grad_(False), lambda module, batch: module(batch))
+
+
+@pytest.mark.parametrize("algo", ["ogd", "optimistic", "ensemble"])
+def test_a_real_head_learns(target, algo):
+    """The loss of what is played falls on the chunk that it was shown: a fifth within three."""
+    lesson = Lesson(target, "eagle3")
+    objective = Objective(lesson.head, lesson.run)
+    options = LearnerRecipe(algo=algo, lr=2e-4).resolved("eagle3", target.hidden_size)
+    learner = make_learner(objective, options, objective.start())
+
+    def loss():
+        return float(objective.losses(learner.play().vectors, lesson.chunk))
+
+    before = loss()
+    for _ in range(3):
+        assert learner.learn(lesson.chunk).status == "updated"
+    assert loss() < 0.8 * before
+
+
+def test_resuming_in_the_middle_is_bit_for_bit(target):
+    """Of a real head with dropout, from a state that went through safetensors."""
+    from safetensors.torch import load, save
+
+    lesson = Lesson(target, "hydra", dropout=0.1)
+    options = LearnerRecipe(algo="opt-ensemble", members=2, combine="sample", optimizer="adam").resolved("hydra", 256)
+    objective = Objective(lesson.head, lesson.run, seed=3)
+    whole, resumed = (make_learner(objective, options, objective.start(), seed=3) for _ in range(2))
+    whole.learn(lesson.chunk[:1])
+    resumed.restore(load(save(whole.state())))
+    for learner in (whole, resumed):
+        learner.learn(lesson.chunk[1:])
+    theirs = whole.state()
+    assert all(torch.equal(value, theirs[name]) for name, value in resumed.state().items())
+    assert torch.equal(whole.play().vectors[0], resumed.play().vectors[0])
