@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specctl import kernels
 from specctl.decoding.draft import DraftTree
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
@@ -110,15 +109,16 @@ class ReplayBuffer(FeatureStore):
             hidden, logits = (verdict.predicting(states, counts) for states in (verdict.hidden, verdict.logits))
             for text, states, scores in zip(memory.rows, hidden, logits, strict=True):
                 text.hidden.append(states)
-                text.best.append(kernels.argmax(scores))
+                text.best.append(scores.float().argmax(-1))
         for b, (text, row, count) in enumerate(zip(memory.rows, state.rows, counts, strict=True)):
+            if not count:  # a slot that stands idle
+                continue
             if row.rejections > text.rejections:
                 text.rejections = row.rejections
                 text.rejected.append(len(row.ids) - row.prompt_length - 2)  # the last token, which is the target's own
-            if count and row.stop is not None:
+            if row.stop is not None:
                 self._add(state, b, text)
-                memory.renew(b)
-                memory.rows[b].end = len(row.ids)  # the slot may stand idle
+                memory.rows[b] = _Open(end=len(row.ids))
 
     def _add(self, state: DecodeState, b: int, text: _Open) -> None:
         row = state.rows[b]

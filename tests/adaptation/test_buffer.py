@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from specctl.adaptation.buffer import ReplayBuffer
-from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode, stream
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
@@ -72,7 +71,19 @@ def trainees(target):
     return make
 
 
-def run(target, prompts, buffer, *, sampling=GREEDY, drafter=None, slots=3, lengths=LENGTHS, watch=None):
+def run(
+    target,
+    prompts,
+    buffer,
+    *,
+    sampling=GREEDY,
+    drafter=None,
+    slots=3,
+    lengths=LENGTHS,
+    taps=TAPS,
+    exact=False,
+    watch=None,
+):
     """Decode; what the buffer has seen."""
     buffer.open([f"prompt {n}" for n in range(len(prompts))])
 
@@ -83,36 +94,46 @@ def run(target, prompts, buffer, *, sampling=GREEDY, drafter=None, slots=3, leng
 
     return decode(
         target, prompts, sampling=sampling, max_new_tokens=lengths, seeds=SEEDS[: len(prompts)], drafter=drafter,
-        slots=slots, taps=TAPS, on_round=observe,
+        slots=slots, taps=taps, exact=exact, on_round=observe,
     )  # fmt: skip
 
 
-DRAFTERS = {
-    "plain": (GREEDY, lambda target, texts, head: NoDraft()),
-    "chain": (GREEDY, lambda target, texts, head: ragged(texts, 0, target.vocab_size)),
-    "tree": (GREEDY, lambda target, texts, head: bushes(texts, 0, target.vocab_size)),
-    "hot tree": (HOT, lambda target, texts, head: bushes(texts, 1, target.vocab_size)),
-    "eagle3": (GREEDY, lambda target, texts, head: Eagle3Drafter(head, target, Shape(3, 2, 8, 2, 0.0))),
-    "ratio rule": (HOT, lambda target, texts, head: LMDrafter(own_weights(target, 0.1), target, LMShape(4, 0.0, True))),
-}
+def drafter_of(name, target, texts, head):
+    if name == "eagle3":
+        return Eagle3Drafter(head, target, Shape(3, 2, 8, 2, 0.0))
+    if name == "ratio rule":
+        return LMDrafter(own_weights(target, 0.1), target, LMShape(4, 0.0, True))
+    script = {"chain": ragged, "tree": bushes}.get(name)
+    return script(texts, 0, target.vocab_size) if script else None
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainees, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plain", {}),
+        ("chain", {}),
+        ("chain", {"exact": True}),
+        ("tree", {}),
+        ("tree", {"sampling": HOT}),
+        ("eagle3", {}),
+        ("ratio rule", {"sampling": HOT, "taps": ()}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainees, name, options):
     """Five texts through three slots. Catches rows of rejected nodes, an off-by-one between states and tokens, rows of
-    the text that was in the slot before, and tokens behind the end of a text that are counted."""
-    sampling, drafter = DRAFTERS[name]
-    buffer = ReplayBuffer(target, (2, 7), max_bytes=ROOM)  # fewer taps than the loop keeps for others
-    decoded = run(
-        target, five, buffer, sampling=sampling, drafter=drafter(target, plain(sampling), trainees("eagle3").module)
-    )
+    the text that was in the slot before, and taps of other drafters taken for one's own."""
+    taps = () if "taps" in options else (2, 7)  # fewer than the loop keeps
+    buffer = ReplayBuffer(target, taps, max_bytes=ROOM)
+    drafter = drafter_of(name, target, plain(options.get("sampling", GREEDY)), trainees("eagle3").module)
+    decoded = run(target, five, buffer, drafter=drafter, **options)
     examples = buffer.examples()
     assert buffer.passes == 0 == buffer.dropped
     assert sorted(example.prompt_id for example in examples) == [f"prompt {n}" for n in range(5)]
     for example, found in zip(examples, buffer.get(examples), strict=True):
         one = decoded[int(example.prompt_id[-1])]
         assert (example.tokens, example.prompt_length) == (one.prompt_ids + one.output_ids, len(one.prompt_ids))
-        (again,) = FeatureStore(target, (2, 7)).get([example])
+        (again,) = FeatureStore(target, taps).get([example])
         for ours, theirs in zip(vars(found).values(), vars(again).values(), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         copies = vars(buffer.kept[example.index]).values()
@@ -275,10 +296,11 @@ def test_heads_learn_from_rejected_tokens_only(target, trainees, online):
     assert torch.equal(whole.inside, trainee.batch(examples, 0).inside), "the batch itself is left as it was"
 
 
-def test_the_oldest_texts_make_room(target, five):
+def test_the_oldest_texts_make_room(target, five, plain):
     """Bytes are those of the tensors, and never more than the cap, also between the texts."""
+    fast = perfect(plain(GREEDY))
     sizes = ReplayBuffer(target, TAPS, max_bytes=ROOM)
-    run(target, five, sizes)
+    run(target, five, sizes, drafter=fast)
     order = list(sizes.texts)
     real = {
         n: sum(x.nbytes for x in vars(sizes.kept[n]).values()) + 8 * len(sizes.texts[n].example.tokens) for n in order
@@ -287,18 +309,18 @@ def test_the_oldest_texts_make_room(target, five):
     cap = real[order[-1]] + real[order[-2]] + 1
     seen = []
     buffer = ReplayBuffer(target, TAPS, max_bytes=cap)
-    run(target, five, buffer, watch=lambda *round: seen.append(buffer.bytes))
+    run(target, five, buffer, drafter=fast, watch=lambda *round: seen.append(buffer.bytes))
     assert list(buffer.texts) == order[-2:] == list(buffer.kept)
     assert buffer.dropped == 3 and max(seen) <= cap and buffer.bytes == cap - 1
     (gone,) = buffer.get([sizes.texts[order[0]].example])  # somebody still asks for it
     torch.testing.assert_close(gone.teacher, sizes.kept[order[0]].teacher, atol=1e-4, rtol=1e-4)
     assert list(buffer.kept) == order[-2:]
     tiny = ReplayBuffer(target, TAPS, max_bytes=100)
-    run(target, five, tiny)
+    run(target, five, tiny, drafter=fast)
     assert (tiny.examples(), tiny.bytes, tiny.dropped) == ([], 0, 5)
 
 
-def test_a_text_broken_off_leaves_nothing(target, five):
+def test_a_text_broken_off_leaves_nothing(target, five, plain):
     """As SIGTERM in the middle of a chunk: what had ended is there, and the next decoding begins anew."""
     buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     options = dict(sampling=GREEDY, max_new_tokens=LENGTHS, seeds=SEEDS, taps=TAPS, on_round=buffer.observe)
@@ -306,7 +328,7 @@ def test_a_text_broken_off_leaves_nothing(target, five):
     first = next(decoding)
     decoding.close()
     assert [example.tokens for example in buffer.examples()] == [first.prompt_ids + first.output_ids]
-    run(target, five, buffer)
+    run(target, five, buffer, drafter=perfect(plain(GREEDY)))
     assert len(buffer.examples()) == 6
     buffer.clear()
     assert (buffer.bytes, buffer.examples(), buffer.kept) == (0, [], {})
