@@ -125,6 +125,9 @@ class ReplayBuffer(FeatureStore):
         name = self._names[row.index] if self._names else str(row.index)
         example = Example(self._next, name, list(row.ids), row.prompt_length)
         self._next += 1
+        if self.size(example) > self.max_bytes:
+            self.dropped += 1
+            return
         if self.feedback == "verdict":
             teacher = torch.cat(text.hidden)
             slots = len(row.ids) - 2
@@ -172,9 +175,8 @@ class ReplayBuffer(FeatureStore):
 
     def only_rejected(self, batch: Any, examples: list[Example]) -> Any:
         """A trainee's batch of `examples` that counts only tokens at which a draft was rejected, at every draft depth
-        (Liu et al. 2024, Online Speculative Decoding). Fully accepted rounds teach nothing.
-
-        Of heads the target's distributions are the labels (any objective but "ce").
+        (Liu et al. 2024, Online Speculative Decoding). Fully accepted rounds teach nothing. Heads must learn from
+        distributions (any objective but "ce"). Raises KeyError where a text is gone.
         """
         found = []
         for example in examples:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["abrupt", "mix", "drift"]
+from specctl.recipe.stream import Kind
 
 
 def order(counts: list[int], kind: Kind, seed: int) -> NDArray[np.int64]:

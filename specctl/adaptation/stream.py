@@ -1,7 +1,8 @@
 """The stream of prompts that `specctl online` answers, in chunks.
 
-A source is read as far as its prompts are asked for: a file line by line, stdin as the lines come. The stream is a
-function of sources, schedule and seed, so a run goes on at any chunk by reading again what it had taken before.
+Sources are read line by line and never held: a file once to see what it has and once to give it out, stdin as the
+lines come. The stream is a function of sources, schedule and seed, so a run goes on at any chunk by reading again what
+it had taken before.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ class Position:
 class PromptStream:
     """Chunks of prompts, given out once.
 
-    A line that is no prompt, and a prompt that leaves the target no room for an answer, goes to `rejections`. Too many
-    of them stop the stream where it is, from the hundredth line on. Repeated prompts stay: so do users.
+    A line that is no prompt, and a prompt that leaves the target no room for an answer, goes to `rejections`. A file
+    with too many of the first is refused; else too many stop the stream where it is, from the hundredth line on.
+    Repeated prompts stay: so do users.
+
+    Attributes:
+        total: prompts that are to come in all; None where only the end of stdin or of a generator tells.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class PromptStream:
 
         Raises:
             UsageError: an unknown domain, one file for several domains, a schedule and data.limit at once.
-            DataError: a file is missing or has fewer prompts than the schedule asks for.
+            DataError: a file is missing, has no prompts, too many lines that are none, or fewer prompts than the
+                schedule asks for.
         """
         segments: list[tuple[str, int | None]] = [*recipe.segments]
         if segments and data.limit is not None:
@@ -85,9 +91,10 @@ class PromptStream:
         self.recipe, self.target, self.rejections, self.size = recipe, target, rejections, size
         self.options = chat_template_kwargs or {}
         self.stdin = data.prompts == "-"
-        if not self.stdin and (recipe.schedule or recipe.kind != "abrupt"):
-            segments = self._counted(segments)
-        self.segments = segments
+        self.counted = not self.stdin and bool(data.prompts or recipe.schedule or recipe.kind != "abrupt")
+        self.segments = self._count(segments) if self.counted else segments
+        counts = [count for _, count in self.segments if count is not None]
+        self.total = sum(counts) if len(counts) == len(self.segments) else None
         self._at, self._resumed = Position(), Position()
 
     def position(self) -> dict[str, Any]:
@@ -135,9 +142,8 @@ class PromptStream:
         if not self._at.prompts:
             names = ", ".join(self.data.prompts_of(domain) or domain for domain in self.data.domain)
             raise DataError(f"no prompts in {names}", hint=f"expected {EXPECTED}")
-        asked = sum(count for _, count in self.recipe.segments)
-        if self._at.prompts < asked:
-            warn(f"the schedule asks for {asked} prompts, {self._at.prompts} came that the target can answer")
+        if self.recipe.schedule and self._at.prompts < (self.total or 0):
+            warn(f"the schedule asks for {self.total} prompts, {self._at.prompts} came that the target can answer")
 
     def _close(self, chunk: list[Arrival]) -> list[Arrival]:
         self._at = self._at.behind(chunk)
@@ -164,16 +170,17 @@ class PromptStream:
             yield from islice(sources[domain], count)
 
     def _runs(self) -> Iterable[tuple[str, int | None]]:
-        counts = [count for _, count in self.segments if count is not None]
-        if self.recipe.kind == "abrupt" or len(counts) < len(self.segments):
+        if self.recipe.kind == "abrupt" or self.total is None:
             return self.segments
+        counts = [count or 0 for _, count in self.segments]
         return ((self.segments[at][0], 1) for at in order(counts, self.recipe.kind, self.data.seed).tolist())
 
     def _source(self, domain: str, needed: int | None) -> Iterator[Arrival]:
         """The prompts of one domain that can be answered."""
         rejections = self.rejections
-        for prompt in self._candidates(domain, needed, rejections):
-            rejections.seen += 1
+        lines = Rejections(None, 1) if self.counted else rejections  # counting has told of bad lines already
+        for prompt in self._candidates(domain, needed, lines):
+            rejections.seen += not self.counted
             ids = None if prompt is None else render(self.target, prompt, rejections, self.options)
             if prompt is not None and ids is not None:
                 yield Arrival(prompt, ids)
@@ -185,20 +192,23 @@ class PromptStream:
         data = self.data.model_copy(update={"limit": needed})
         return candidates(data, domain, self.recipe.split, rejections)
 
-    def _counted(self, segments: list[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
-        """The segments with their counts, where there are as many prompts.
-
-        Sources are read once for that, and nothing is kept.
-        """
+    def _count(self, segments: list[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+        """The segments with their counts, after a first reading that keeps nothing."""
         found: list[tuple[str, int | None]] = []
         for domain in self.data.domain:
             wanted = sum(count or 0 for name, count in segments if name == domain) or None
-            there = sum(1 for _ in islice(filter(None, self._candidates(domain, wanted, Rejections(None, 1))), wanted))
+            there = 0
+            for prompt in self._candidates(domain, wanted, self.rejections):
+                interrupts.check()
+                self.rejections.seen += 1
+                there += prompt is not None
+                if there == wanted:
+                    break
+            self.rejections.check()
             if there < (wanted if wanted and self.recipe.schedule else 1):
+                asked = f", the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""
                 raise DataError(
-                    f"{self.data.prompts_of(domain) or domain} has {there} prompts"
-                    + (f", the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""),
-                    "lower the count, or bring more prompts",
+                    f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}", f"expected {EXPECTED}"
                 )
             found.append((domain, there))
         return segments if self.recipe.schedule else found

@@ -8,16 +8,20 @@ from pydantic import PositiveInt, field_validator
 
 from specctl.recipe.sections import Names, Section
 
-CHUNKS = {"hydra": 80, "medusa": 80}  # families with one head a depth; all others take 40
+Kind = Literal["abrupt", "mix", "drift"]
+
+CHUNKS = {"hydra": 80, "medusa": 80}  # families with one head a depth
+CHUNK = 40  # of all others
 
 
 class StreamRecipe(Section):
     """What comes in which order, and how many prompts are answered between two updates."""
 
-    schedule: Names = []  # sql:400,math:400 = so many prompts of each; empty = those of data.domain, data.limit of each
+    # sql:400,math:400 = so many prompts of each; empty = those of data.domain, the first data.limit of each.
+    schedule: Names = []
     # Of several domains: one after the other; shuffled; or the mixture moves linearly from each to the next. The
     # prompts of one domain keep their order.
-    kind: Literal["abrupt", "mix", "drift"] = "abrupt"
+    kind: Kind = "abrupt"
     chunk: PositiveInt | None = None  # None = that of the drafter's family
     split: Literal["train", "test"] = "test"  # of generators and public data sets
 
@@ -37,4 +41,4 @@ class StreamRecipe(Section):
 
     def chunk_of(self, family: str) -> int:
         """Prompts in a chunk for a drafter of this family."""
-        return self.chunk or CHUNKS.get(family, 40)
+        return self.chunk or CHUNKS.get(family, CHUNK)

@@ -68,7 +68,7 @@ def test_chunks_of_a_file_in_its_order(make, file, target):
     found = list(stream.chunks())
     assert texts(found) == [[f"What is {n} + 1?" for n in part] for part in (range(4), range(4, 8), range(8, 10))]
     assert found[0][0].ids == target.render(found[0][0].prompt.messages)
-    assert stream.position()["prompts"] == 10 and stream.position()["chunks"] == 3
+    assert (stream.total, stream.position()["prompts"], stream.position()["chunks"]) == (10, 10, 3)
 
 
 def test_repeated_prompts_of_users_stay(make, tmp_path):
@@ -178,7 +178,7 @@ def test_the_rest_after_a_resumption(make, kind):
 
 
 def test_resuming_a_file_rejects_no_line_twice(make, tmp_path):
-    """Lines are read again: `rejected.jsonl` and the counts are those of one reading."""
+    """Lines are read twice, and again: `rejected.jsonl` and the counts are those of one reading."""
     file = write(
         tmp_path / "p.jsonl", line("a"), b"{\n", line("b"), line("word " * 3000), line("c"), b"[]\n", line("d")
     )
@@ -188,8 +188,8 @@ def test_resuming_a_file_rejects_no_line_twice(make, tmp_path):
     again.resume(first.position())
     assert texts(again.chunks()) == [["c", "d"]]
     rows = [json.loads(row) for row in (tmp_path / "rejected.jsonl").read_text().splitlines()]
-    assert [row["where"] for row in rows] == [f"{file}:{n}" for n in (2, 4, 6)]
-    assert "do not fit the target's context" in rows[1]["reason"]
+    assert [row["where"] for row in rows] == [f"{file}:{n}" for n in (2, 6, 4)]
+    assert "do not fit the target's context" in rows[2]["reason"]
     assert (again.rejections.count, again.rejections.seen) == (3, 7)
 
 
@@ -233,13 +233,11 @@ def test_sigterm_between_prompts(make, file):
 
 
 def test_empty_streams(make, tmp_path, monkeypatch):
-    empty = write(tmp_path / "p.jsonl", b"\n  \n")
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"")))
-    for source in (empty, "-"):
-        with pytest.raises(DataError, match="no prompts in"):
-            list(make(DataRecipe(prompts=source)).chunks())
     with pytest.raises(DataError, match="has 0 prompts"):
-        make(DataRecipe(prompts=empty), kind="mix")
+        make(DataRecipe(prompts=write(tmp_path / "p.jsonl", b"\n  \n")))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\n")))
+    with pytest.raises(DataError, match="no prompts in -"):
+        list(make(DataRecipe(prompts="-")).chunks())
 
 
 def test_a_schedule_asks_for_more_than_there_is(make, file):
@@ -273,16 +271,29 @@ def test_one_file_is_one_domain(make, file):
 
 
 def test_too_many_rejected_lines_end_the_stream_early(make, monkeypatch):
-    """A stream of nonsense would otherwise wait for ever for its first chunk; one bad line at its beginning is none."""
+    """A stream of nonsense would otherwise wait for ever for its first chunk."""
     garbage = Endless(line("a") + b"{\n" * 150)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=garbage))
     with pytest.raises(DataError, match="99 of 100 prompts rejected"):
         list(make(DataRecipe(prompts="-"), allowed=0.01).chunks())
 
 
-def test_a_bad_line_among_few(make, tmp_path):
-    file = write(tmp_path / "p.jsonl", b"{\n", *(line(f"{n}") for n in range(120)))
-    assert len(domains(make(DataRecipe(prompts=file), allowed=0.01).chunks())) == 120
+def test_a_file_with_too_many_bad_lines_is_refused(make, tmp_path):
+    """Before its first prompts are answered, though they are good."""
+    file = write(tmp_path / "p.jsonl", *(line(f"{n}") for n in range(50)), b"{\n")
+    with pytest.raises(DataError, match="1 of 51 prompts rejected"):
+        make(DataRecipe(prompts=file), allowed=0.01)
+
+
+@pytest.mark.parametrize("source", ["-", "file"])
+def test_a_bad_line_among_few(make, monkeypatch, tmp_path, source):
+    """One bad line at the beginning of a stream says nothing about the stream."""
+    lines = b"{\n" + b"".join(line(f"{n}") for n in range(120))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    prompts = source if source == "-" else write(tmp_path / "p.jsonl", lines)
+    stream = make(DataRecipe(prompts=prompts), allowed=0.01)
+    assert len(domains(stream.chunks())) == 120
+    assert (stream.rejections.count, stream.rejections.seen) == (1, 121)
 
 
 @pytest.mark.parametrize("part", ["sql", "sql:", ":4", "sql:0", "sql:-1", "sql:many"])
