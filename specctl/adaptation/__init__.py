@@ -1,1 +1,1 @@
-"""Drafters that keep learning while they are used: `specctl online`."""
+"""Drafters that go on learning while they draft: the stream of prompts, the feedback, the update rules."""

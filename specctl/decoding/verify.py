@@ -44,6 +44,19 @@ class Verdict:
     tapped: Tensor | None
     chain: bool
 
+    def predicting(self, states: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+        """Of `states` [B, 1 + n, ·] (logits, hidden) the rows that the first `counts[b]` tokens of each sequence's
+        `committed` were drawn from, [counts[b], ·] each."""
+        pairs = zip(counts, self.paths, strict=True)
+        assert all(0 <= count <= len(path) + 1 for count, path in pairs), "a round was not kept"
+        width = states.shape[1]
+        places = [
+            b * width + node
+            for b, (path, count) in enumerate(zip(self.paths, counts, strict=True))
+            for node in [0, *(node + 1 for node in path)][:count]
+        ]
+        return states.flatten(0, 1)[torch.tensor(places, dtype=torch.long, device=states.device)].split(counts)
+
 
 def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     """Run the target once over the last committed tokens and their drafts, and decide what is committed."""

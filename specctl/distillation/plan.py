@@ -50,7 +50,7 @@ def plan(recipe: DistillRecipe, target: Target, prompts: list[Prompt], rejection
         if int(prompt.id, 16) % count != index:
             continue
         progress.interrupts.check()
-        prompt_ids = _render(recipe, target, prompt, rejections)
+        prompt_ids = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
         if prompt_ids is not None:
             jobs += _jobs(recipe, target, number, prompt, prompt_ids)
     rejections.check()
@@ -62,12 +62,13 @@ def plan(recipe: DistillRecipe, target: Target, prompts: list[Prompt], rejection
     return _ordered(jobs, recipe.batch_size)
 
 
-def _render(recipe: DistillRecipe, target: Target, prompt: Prompt, rejections: Rejections) -> list[int] | None:
-    """Prompt ids; None, and a rejection, where the template refuses the messages or no room is left for an answer."""
+def render(target: Target, prompt: Prompt, rejections: Rejections, options: dict[str, Any]) -> list[int] | None:
+    """Prompt ids, by the chat template with its `options`; None, and a rejection, where the template refuses the
+    messages or no room is left for an answer."""
     if not prompt.messages:
         return target.opening()
     try:
-        ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
+        ids = target.render(prompt.messages, **options)
     except TemplateError as error:
         reason = f"the chat template refuses it: {error}"
     else:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import io
 import json
+import os
+import select
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ MAX_LINE_BYTES = 1 << 20
 GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no number; it could go on for ever
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_REASONS = 5
+POLL_S = 0.2  # how long a signal waits while stdin is silent
 SAMPLE_SLACK = 4  # prompts held at once while a file is sampled, as a multiple of the limit
 EXPECTED = 'one JSON object a line, {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
 
@@ -60,10 +64,15 @@ class Rejections:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"where": where, "reason": reason, "text": text[:200]}) + "\n")
 
+    @property
+    def too_many(self) -> bool:
+        """More than the allowed share of the lines was rejected."""
+        return self.count > self.allowed * self.seen
+
     def check(self) -> None:
         """DataError when more than the allowed share of the lines was rejected; fewer are reported in one line."""
         kept = f"all of them are in {self.path}" if self.path else ""
-        if self.count > self.allowed * self.seen:
+        if self.too_many:
             share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
             hint = f"expected {EXPECTED}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
@@ -119,7 +128,7 @@ def read_prompts(
     prompts: dict[str, Prompt] = {}
     repeated = 0
     sampled = sample and data.prompts_of(domain) not in (None, "-")
-    for candidate in _candidates(data, domain, split, rejections):
+    for candidate in candidates(data, domain, split, rejections):
         rejections.seen += 1
         if candidate is not None:
             repeated += candidate.id in prompts
@@ -153,8 +162,12 @@ def prompt_id(messages: list[dict[str, str]]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
-def _candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections) -> Iterator[Prompt | None]:
-    """One item per line of the source; None where the line was rejected."""
+def candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections) -> Iterator[Prompt | None]:
+    """The prompts of a domain as they stand in its source, one item per line; None where the line was rejected.
+
+    Nothing is held but the line that was read. Generators and unconditional samples end at `data.limit`, files and
+    public data sets at their end.
+    """
     if data.source == "unconditional":
         numbers = range(data.limit or GENERATED_PROMPTS)
         return (Prompt(prompt_id([{split: f"{data.seed}/{n}"}]), [], domain, f"sample {n}") for n in numbers)
@@ -200,11 +213,36 @@ def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Reje
 
 def _open(name: str) -> IO[bytes]:
     if name == "-":
-        return sys.stdin.buffer
+        return _stdin()
     try:
         return open(name, "rb")
     except OSError as error:
         raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint=f"expected {EXPECTED}") from error
+
+
+def _stdin() -> IO[bytes]:
+    try:
+        return io.BufferedReader(_Interruptible(sys.stdin.buffer.fileno()))
+    except OSError:  # something else in its place, without a descriptor
+        return sys.stdin.buffer
+
+
+class _Interruptible(io.RawIOBase):
+    """A descriptor whose reader leaves on SIGTERM: Python goes on with a read that a signal has broken off, and the
+    next line of `tail -f` may never come."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not select.select([self.descriptor], [], [], POLL_S)[0]:
+            progress.interrupts.check()
+        data = os.read(self.descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes | None]:

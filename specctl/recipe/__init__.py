@@ -23,6 +23,7 @@ from specctl.recipe.sections import (
     WriterRecipe,
 )
 from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.recipe.stream import StreamRecipe
 from specctl.recipe.train import (
     Arch,
     CheckpointRecipe,
@@ -64,6 +65,7 @@ __all__ = [
     "SamplingRecipe",
     "Section",
     "SelectRecipe",
+    "StreamRecipe",
     "TargetRecipe",
     "TrainRecipe",
     "WriterRecipe",

@@ -105,19 +105,12 @@ class Scorer:
 
     def keep(self, state: DecodeState, verdict: Verdict) -> None:
         """Retain the target's rows of the tokens that this round has committed; to be called after every commit."""
-        width = verdict.logits.shape[1]
-        places: list[int] = []
-        sizes: list[int] = []
-        for b, (kept, row) in enumerate(zip(self._texts(state), state.rows, strict=True)):
+        counts: list[int] = []
+        for kept, row in zip(self._texts(state), state.rows, strict=True):
             start = kept.end or row.prompt_length + 1  # the token of the prefill pass has no row here
-            path = [0, *(node + 1 for node in verdict.paths[b])]
-            count = len(row.ids) - start
-            assert 0 <= count <= len(path), "a round was not kept"
-            places += [b * width + node for node in path[:count]]
-            sizes.append(count)
+            counts.append(len(row.ids) - start)
             kept.end = len(row.ids)
-        rows = verdict.logits.flatten(0, 1)[torch.tensor(places, dtype=torch.long, device=verdict.logits.device)]
-        for kept, part in zip(self._texts(state), rows.split(sizes), strict=True):
+        for kept, part in zip(self._texts(state), verdict.predicting(verdict.logits, counts), strict=True):
             kept.rows.extend(part.unbind())
 
     def pending(self, state: DecodeState) -> list[int]:

@@ -1,0 +1,216 @@
+"""The replay buffer: what verification says about committed tokens, kept as training data.
+
+Training needs the target's states of a text: tapped features of its positions, and the final hidden states that its
+distributions come from. Decoding has computed all of them, so learning from it needs no further pass of the target
+(the interactive feedback of online speculative decoding; algorithms.md §3). `feedback="rerun"` is that further pass,
+to compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.draft import DraftTree
+from specctl.decoding.state import DecodeState, PerText
+from specctl.decoding.target import Target
+from specctl.decoding.verify import Verdict
+from specctl.drafters.feature_layer import own_features
+from specctl.drafters.head import SlotBatch
+from specctl.drafters.lm import LMBatch
+from specctl.training.data import Example
+from specctl.training.feature_files import Features
+from specctl.training.features import FeatureStore
+
+ID_BYTES = 8
+
+
+@dataclass
+class _Open:
+    """A text that is being decoded: hidden states and most probable tokens, a tensor a round, of the tokens from the
+    second of the response up to `end`; at which of them a draft was rejected."""
+
+    hidden: list[Tensor] = field(default_factory=list)  # [n, H]
+    best: list[Tensor] = field(default_factory=list)  # [n]
+    rejected: list[int] = field(default_factory=list)
+    rejections: int = 0
+    end: int | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A finished text. `rejected`: at which of the tokens behind the response's first one a draft was rejected."""
+
+    example: Example
+    rejected: list[int]
+
+
+class ReplayBuffer(FeatureStore):
+    """Finished texts with their features, as a trainee's `store` knows them; the oldest make room for new ones.
+
+    `observe` is the loop's `on_round`, or part of a controller's. A text comes in when it ends; one whose decoding is
+    broken off leaves nothing.
+
+    Attributes:
+        texts: by the index of their examples, oldest first.
+        bytes: of all texts and their features, at most `max_bytes`. Texts being decoded are not among them: of these
+            the states of the tokens so far are held where the target is.
+        dropped: texts that had to go, or were too large to come in.
+        passes: tokens that the target was run over again; 0 while all feedback comes from verdicts.
+    """
+
+    kept: dict[int, Features]
+
+    def __init__(
+        self,
+        target: Target,
+        taps: tuple[int, ...],
+        *,
+        max_bytes: int,
+        feedback: Literal["verdict", "rerun"] = "verdict",
+        device: torch.device | None = None,
+    ):
+        """
+        Args:
+            taps: of the drafters that learn; those that the loop retains include them.
+            device: where features are kept; None = in the memory of the host, pinned where the target is on a GPU.
+        """
+        super().__init__(target, taps)
+        self.max_bytes, self.feedback = max_bytes, feedback
+        self.place = device or torch.device("cpu")
+        self.pinned = self.place.type == "cpu" and target.device.type == "cuda"
+        self.texts: dict[int, Text] = {}
+        self.bytes = self.dropped = 0
+        self._next = 0
+        self._names: Sequence[str] = ()
+
+    def open(self, names: Sequence[str]) -> None:
+        """Names, one each, of the prompts that are decoded next: their examples' `prompt_id`."""
+        self._names = names
+
+    def examples(self, only: Literal["all", "rejected"] = "all") -> list[Example]:
+        """What can be learnt from, oldest first; with "rejected" texts in which a draft was."""
+        return [text.example for text in self.texts.values() if text.rejected or only == "all"]
+
+    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+        """Take in what a round has committed; to be called after every commit of a decoding."""
+        memory: PerText[_Open] | None = state.memory.get(self)
+        if memory is None:
+            memory = state.memory[self] = PerText(_Open, state.batch)
+        counts = []
+        for text, row in zip(memory.rows, state.rows, strict=True):
+            counts.append(len(row.ids) - (text.end or row.prompt_length + 1))  # the prefill's token is of no round
+            text.end = len(row.ids)
+        if self.feedback == "verdict":
+            hidden, logits = (verdict.predicting(states, counts) for states in (verdict.hidden, verdict.logits))
+            for text, states, scores in zip(memory.rows, hidden, logits, strict=True):
+                text.hidden.append(states)
+                text.best.append(scores.float().argmax(-1))
+        for b, (text, row, count) in enumerate(zip(memory.rows, state.rows, counts, strict=True)):
+            if not count:  # a slot that stands idle
+                continue
+            if row.rejections > text.rejections:
+                text.rejections = row.rejections
+                text.rejected.append(len(row.ids) - row.prompt_length - 2)  # the last token, which is the target's own
+            if row.stop is not None:
+                self._add(state, b, text)
+                memory.rows[b] = _Open(end=len(row.ids))
+
+    def _add(self, state: DecodeState, b: int, text: _Open) -> None:
+        row = state.rows[b]
+        name = self._names[row.index] if self._names else str(row.index)
+        example = Example(self._next, name, list(row.ids), row.prompt_length)
+        self._next += 1
+        if self.size(example) > self.max_bytes:
+            self.dropped += 1
+            return
+        if self.feedback == "verdict":
+            teacher = torch.cat(text.hidden)
+            slots = len(row.ids) - 2
+            taps = teacher.new_empty(slots, 0)
+            if self.taps:
+                assert state.features is not None, "the loop retains no features: pass it the drafter's taps"
+                taps = own_features(state.features[b, :slots], state, self.taps)
+            self.kept[example.index] = self._stored(Features(taps, teacher, torch.cat(text.best).int()))
+        self.texts[example.index] = Text(example, text.rejected)
+        self.bytes += self.size(example)
+        while self.bytes > self.max_bytes:
+            self._drop(next(iter(self.texts)))
+
+    def size(self, example: Example) -> int:
+        """Bytes that a text and its features take."""
+        return self.estimate([example]) + ID_BYTES * len(example.tokens)
+
+    def _drop(self, index: int) -> None:
+        self.bytes -= self.size(self.texts.pop(index).example)
+        self.kept.pop(index, None)
+        self.dropped += 1
+
+    def clear(self) -> None:
+        """Forget all texts, as after a chunk of which nothing is replayed."""
+        self.texts.clear()
+        self.kept.clear()
+        self.bytes = 0
+
+    def _stored(self, features: Features) -> Features:
+        """A copy that holds no tensor of the decoding alive."""
+
+        def copy(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, device=self.place, pin_memory=self.pinned).copy_(x)
+
+        return Features(*(copy(x) for x in vars(features).values()))
+
+    def get(self, examples: list[Example]) -> list[Features]:
+        """Features of `examples`, in order, on the target's device. A text that has been dropped is run again, and so
+        is, the first time, every text with `feedback="rerun"`."""
+        fresh = [example for example in examples if example.index in self.texts and example.index not in self.kept]
+        for group in self._groups(fresh):
+            for example, features in zip(group, self._compute(group), strict=True):
+                self.kept[example.index] = self._stored(features)
+        return super().get(examples)
+
+    def only_rejected(self, batch: Any, examples: list[Example]) -> Any:
+        """A trainee's batch of `examples` that counts only tokens at which a draft was rejected, at every draft depth
+        (Liu et al. 2024, Online Speculative Decoding). Fully accepted rounds teach nothing. Heads must learn from
+        distributions (any objective but "ce"). Raises KeyError where a text is gone.
+        """
+        found = []
+        for example in examples:
+            counted = torch.zeros(example.response_length - 1, dtype=torch.bool)
+            counted[self.texts[example.index].rejected] = True
+            found.append(counted)
+        if isinstance(batch, SlotBatch):
+            inside = batch.inside.clone()
+            rows = torch.cat(found).to(inside.device)
+            inside[: len(rows)] &= rows
+            return replace(batch, inside=inside)
+        assert isinstance(batch, LMBatch)
+        mask = torch.zeros_like(batch.mask)
+        for row, example, counted in zip(mask, examples, found, strict=True):
+            row[example.prompt_length + 1 : len(example.tokens)] = counted.to(mask.device)
+        teacher = None if batch.teacher is None else batch.teacher[mask[batch.mask]]
+        return LMBatch(batch.tokens, mask & batch.mask, teacher)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(what JSON can say, tensors): all that `restore` needs."""
+        texts = [vars(text.example) | {"rejected": text.rejected} for text in self.texts.values()]
+        tensors = {f"{i}.{name}": x for i, features in self.kept.items() for name, x in vars(features).items()}
+        return {"next": self._next, "dropped": self.dropped, "texts": texts}, tensors
+
+    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `state` has told."""
+        self.clear()
+        self._next, self.dropped = facts["next"], facts["dropped"]
+        for values in facts["texts"]:
+            fields = dict(values)
+            rejected = fields.pop("rejected")
+            example = Example(**fields)
+            self.texts[example.index] = Text(example, rejected)
+            self.bytes += self.size(example)
+            if f"{example.index}.teacher" in tensors:
+                parts = (tensors[f"{example.index}.{name}"] for name in ("taps", "teacher", "best"))
+                self.kept[example.index] = self._stored(Features(*parts))

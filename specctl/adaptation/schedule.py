@@ -1,0 +1,40 @@
+"""In which order the segments of a stream come."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specctl.recipe.stream import Kind
+
+
+def order(counts: list[int], kind: Kind, seed: int) -> NDArray[np.int64]:
+    """The segment of every prompt [Σ counts]; segment i comes `counts[i]` times, however they are mixed.
+
+    abrupt: one after the other. mix: shuffled. drift: around every change from one segment to the next, as far as half
+    of the shorter of the two, the share of the next rises linearly from 0 to 1. With segments of one size the mixture
+    is then always on its way, from the middle of one to the middle of the next.
+    """
+    segments = np.repeat(np.arange(len(counts)), counts)
+    random = np.random.default_rng(seed)
+    if kind == "mix":
+        random.shuffle(segments)
+    elif kind == "drift":
+        # The k-th prompt of a segment comes when its share has added up to something between k and k + 1.
+        shown = np.concatenate(([0.0], np.ones(len(segments)))).cumsum() - 0.5
+        times = []
+        for count, share in zip(counts, _shares(counts), strict=True):
+            reached = np.concatenate(([0.0], share.cumsum() * (count / share.sum())))
+            times.append(np.interp(np.arange(count) + random.random(count), reached, shown))
+        segments = segments[np.argsort(np.concatenate(times), kind="stable")]
+    return segments
+
+
+def _shares(counts: list[int]) -> list[NDArray[np.float64]]:
+    """Of every segment its share of the mixture at every prompt; they add up to 1, and each to its count."""
+    middle = np.arange(sum(counts)) + 0.5
+    gone = [np.ones(len(middle))]  # how far the change from the segment before is through
+    for before, after, change in zip(counts, counts[1:], np.cumsum(counts), strict=False):
+        width = min(before, after) / 2
+        gone.append(np.clip((middle - change + width) / (2 * width), 0, 1))
+    return [came - went for came, went in zip(gone, [*gone[1:], np.zeros(len(middle))], strict=True)]

@@ -1,0 +1,214 @@
+"""The stream of prompts that `specctl online` answers, in chunks.
+
+Sources are read line by line and never held: a file once to see what it has and once to give it out, stdin as the
+lines come. The stream is a function of sources, schedule and seed, so a run goes on at any chunk by reading again what
+it had taken before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from specctl import data_prep
+from specctl.adaptation.schedule import order
+from specctl.decoding.target import Target
+from specctl.distillation.plan import render
+from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files
+from specctl.errors import DataError, Interrupted, UsageError
+from specctl.progress import interrupts, warn
+from specctl.recipe import DataRecipe, StreamRecipe
+
+JUDGED = 100  # lines from which on the share of rejected ones says something
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A prompt and its ids."""
+
+    prompt: Prompt
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How much of a stream has been given out. `digest` chains the prompts' ids: it tells another stream's."""
+
+    chunks: int = 0
+    prompts: int = 0
+    digest: str = ""
+
+    def behind(self, chunk: Iterable[Arrival]) -> Position:
+        """After this chunk."""
+        prompts, digest = self.prompts, self.digest
+        for one in chunk:
+            prompts, digest = prompts + 1, hashlib.sha256((digest + one.prompt.id).encode()).hexdigest()[:16]
+        return Position(self.chunks + 1, prompts, digest)
+
+
+class PromptStream:
+    """Chunks of prompts, given out once.
+
+    A line that is no prompt, and a prompt that leaves the target no room for an answer, goes to `rejections`. A file
+    with too many of the first is refused; else too many stop the stream where it is, from the hundredth line on.
+    Repeated prompts stay: so do users.
+
+    Attributes:
+        total: prompts that are to come in all; None where only the end of stdin or of a generator tells.
+    """
+
+    def __init__(
+        self,
+        data: DataRecipe,
+        recipe: StreamRecipe,
+        target: Target,
+        rejections: Rejections,
+        *,
+        size: int,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ):
+        """
+        Args:
+            size: prompts in a chunk (`StreamRecipe.chunk_of`); the last one may have fewer.
+
+        Raises:
+            UsageError: an unknown domain, one file for several domains, a schedule and data.limit at once.
+            DataError: a file is missing, has no prompts, too many lines that are none, or fewer prompts than the
+                schedule asks for.
+        """
+        segments: list[tuple[str, int | None]] = [*recipe.segments]
+        if segments and data.limit is not None:
+            raise UsageError("a schedule says how many prompts come: leave data.limit out")
+        segments = segments or [(domain, data.limit) for domain in data.domain]
+        self.data = data.model_copy(update={"domain": list(dict.fromkeys(domain for domain, _ in segments))})
+        check_files(self.data)
+        if data.prompts is None and data.source != "unconditional":
+            for domain in self.data.domain:
+                data_prep.get(domain)
+        self.recipe, self.target, self.rejections, self.size = recipe, target, rejections, size
+        self.options = chat_template_kwargs or {}
+        self.stdin = data.prompts == "-"
+        self.counted = not self.stdin and bool(data.prompts or recipe.schedule or recipe.kind != "abrupt")
+        self.segments = self._count(segments) if self.counted else segments
+        counts = [count for _, count in self.segments if count is not None]
+        self.total = sum(counts) if len(counts) == len(self.segments) else None
+        self._at, self._resumed = Position(), Position()
+
+    def position(self) -> dict[str, Any]:
+        """Behind the last chunk that was given out; JSON-able, for `resume`."""
+        return asdict(self._at)
+
+    def resume(self, position: dict[str, Any], *, rewind: bool = True) -> None:
+        """Let `chunks` begin at a `position` that an equal stream has told.
+
+        With `rewind=False` nothing is read again: the next prompts are those that come, as stdin wants it.
+
+        Raises UsageError for stdin, which cannot be rewound.
+        """
+        if self.stdin and rewind:
+            raise UsageError(
+                f"stdin cannot be rewound to behind its first {position['prompts']} prompts",
+                "name the file with --prompts, or continue with the lines that come",
+            )
+        self._at = Position(**position)
+        self._resumed = self._at if rewind else Position()
+
+    def chunks(self) -> Iterator[list[Arrival]]:
+        """What is left.
+
+        Raises:
+            DataError: no prompts at all, too many rejected, or other prompts than before the resumption.
+            Interrupted: SIGTERM or SIGUSR1, between two prompts.
+        """
+        arrivals = self._arrivals()
+        self._skip(arrivals)
+        chunk: list[Arrival] = []
+        try:
+            for one in arrivals:
+                chunk.append(one)
+                if len(chunk) == self.size:
+                    yield self._close(chunk)
+                    chunk = []
+        except Interrupted:
+            if self.stdin:
+                warn(f"what came from stdin behind the first {self._at.prompts} prompts is not answered: send it again")
+            raise
+        if chunk:
+            yield self._close(chunk)
+        self.rejections.check()
+        if not self._at.prompts:
+            names = ", ".join(self.data.prompts_of(domain) or domain for domain in self.data.domain)
+            raise DataError(f"no prompts in {names}", hint=f"expected {EXPECTED}")
+        if self.recipe.schedule and self._at.prompts < (self.total or 0):
+            warn(f"the schedule asks for {self.total} prompts, {self._at.prompts} came that the target can answer")
+
+    def _close(self, chunk: list[Arrival]) -> list[Arrival]:
+        self._at = self._at.behind(chunk)
+        if self.rejections.seen >= JUDGED:
+            self.rejections.check()
+        return chunk
+
+    def _skip(self, arrivals: Iterator[Arrival]) -> None:
+        """Read again what had been given out."""
+        found = Position().behind(islice(arrivals, self._resumed.prompts))
+        if (found.prompts, found.digest) != (self._resumed.prompts, self._resumed.digest):
+            raise DataError(
+                f"the stream does not begin with the {self._resumed.prompts} prompts that this run has answered",
+                hint="resume with the prompts, schedule and seed it was started with, or start again",
+            )
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        """All prompts, in the order of the schedule."""
+        needed: dict[str, int | None] = {}
+        for domain, count in self.segments:
+            needed[domain] = None if count is None else (needed.get(domain) or 0) + count
+        sources = {domain: self._source(domain, count) for domain, count in needed.items()}
+        for domain, count in self._runs():
+            yield from islice(sources[domain], count)
+
+    def _runs(self) -> Iterable[tuple[str, int | None]]:
+        if self.recipe.kind == "abrupt" or self.total is None:
+            return self.segments
+        counts = [count or 0 for _, count in self.segments]
+        return ((self.segments[at][0], 1) for at in order(counts, self.recipe.kind, self.data.seed).tolist())
+
+    def _source(self, domain: str, needed: int | None) -> Iterator[Arrival]:
+        """The prompts of one domain that can be answered."""
+        rejections = self.rejections
+        lines = Rejections(None, 1) if self.counted else rejections  # counting has told of bad lines already
+        for prompt in self._candidates(domain, needed, lines):
+            rejections.seen += not self.counted
+            ids = None if prompt is None else render(self.target, prompt, rejections, self.options)
+            if prompt is not None and ids is not None:
+                yield Arrival(prompt, ids)
+            elif rejections.seen >= JUDGED and rejections.too_many:
+                rejections.check()
+            interrupts.check()
+
+    def _candidates(self, domain: str, needed: int | None, rejections: Rejections) -> Iterator[Prompt | None]:
+        data = self.data.model_copy(update={"limit": needed})
+        return candidates(data, domain, self.recipe.split, rejections)
+
+    def _count(self, segments: list[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
+        """The segments with their counts, after a first reading that keeps nothing."""
+        found: list[tuple[str, int | None]] = []
+        for domain in self.data.domain:
+            wanted = sum(count or 0 for name, count in segments if name == domain) or None
+            there = 0
+            for prompt in self._candidates(domain, wanted, self.rejections):
+                interrupts.check()
+                self.rejections.seen += 1
+                there += prompt is not None
+                if there == wanted:
+                    break
+            self.rejections.check()
+            if there < (wanted if wanted and self.recipe.schedule else 1):
+                asked = f", the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""
+                raise DataError(
+                    f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}", f"expected {EXPECTED}"
+                )
+            found.append((domain, there))
+        return segments if self.recipe.schedule else found

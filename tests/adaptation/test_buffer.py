@@ -1,0 +1,367 @@
+"""Feedback that comes free with decoding is what the target says when it is run again."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from specctl.adaptation.buffer import ReplayBuffer
+from specctl.decoding.loop import decode, stream
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.distillation.generate import distill
+from specctl.drafters.eagle3 import Eagle3Drafter
+from specctl.drafters.lm import LMDrafter
+from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.tree import Shape
+from specctl.recipe import DataRecipe, DistillRecipe, DrafterRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training.data import Corpus, Example, load_distilled
+from specctl.training.features import FeatureStore
+from specctl.training.trainees import make_trainee
+from tests.lossless.drafters import bushes, own_weights, perfect, ragged
+
+TAPS = (2, 5, 7)
+HOT = Sampling(1.0, 0, 1.0)
+ROOM = 2**30
+
+
+@pytest.fixture(scope="module")
+def five(prompts):
+    """More prompts than slots; the same one twice has another seed."""
+    return [*prompts, prompts[0], prompts[2]]
+
+
+@pytest.fixture(scope="module")
+def plain(target, five):
+    """`plain(sampling)`: whole texts by plain decoding, and what follows them behind their end."""
+    known = {}
+
+    def texts(sampling):
+        if sampling not in known:
+            found = decode(target, five, sampling=sampling, max_new_tokens=LENGTHS, seeds=SEEDS)
+            known[sampling] = [one.prompt_ids + one.output_ids for one in found]
+        return known[sampling]
+
+    return texts
+
+
+LENGTHS = [40, 17, 90, 26, 2]  # the third ends by itself
+SEEDS = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def trainees(target):
+    """`trainees(arch)`: one whose module is untrained."""
+    known = {}
+
+    def make(arch):
+        if arch not in known:
+            torch.manual_seed(0)
+            sizes = {"eagle3": DrafterRecipe(vocab_size=512, taps=list(TAPS)), "lm": DrafterRecipe(preset="tiny")}
+            recipe = TrainRecipe(
+                arch=arch, objective="soft_ce", ttt_steps=3, ttt_stride=2, drafter=sizes.get(arch, DrafterRecipe())
+            )
+            known[arch] = make_trainee(recipe, target, Corpus([Example(0, "", list(range(600)), 1)], [], "", []))
+        return known[arch]
+
+    return make
+
+
+def run(
+    target,
+    prompts,
+    buffer,
+    *,
+    sampling=GREEDY,
+    drafter=None,
+    slots=3,
+    lengths=LENGTHS,
+    taps=TAPS,
+    exact=False,
+    watch=None,
+):
+    """Decode; what the buffer has seen."""
+    buffer.open([f"prompt {n}" for n in range(len(prompts))])
+
+    def observe(*round):
+        if watch is not None:
+            watch(*round)
+        buffer.observe(*round)
+
+    return decode(
+        target, prompts, sampling=sampling, max_new_tokens=lengths, seeds=SEEDS[: len(prompts)], drafter=drafter,
+        slots=slots, taps=taps, exact=exact, on_round=observe,
+    )  # fmt: skip
+
+
+def drafter_of(name, target, texts, head):
+    if name == "eagle3":
+        return Eagle3Drafter(head, target, Shape(3, 2, 8, 2, 0.0))
+    if name == "ratio rule":
+        return LMDrafter(own_weights(target, 0.1), target, LMShape(4, 0.0, True))
+    script = {"chain": ragged, "tree": bushes}.get(name)
+    return script(texts, 0, target.vocab_size) if script else None
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plain", {}),
+        ("chain", {}),
+        ("chain", {"exact": True}),
+        ("tree", {}),
+        ("tree", {"sampling": HOT}),
+        ("eagle3", {}),
+        ("ratio rule", {"sampling": HOT, "taps": ()}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainees, name, options):
+    """Five texts through three slots. Catches rows of rejected nodes, an off-by-one between states and tokens, rows of
+    the text that was in the slot before, and taps of other drafters taken for one's own."""
+    taps = () if "taps" in options else (2, 7)  # fewer than the loop keeps
+    buffer = ReplayBuffer(target, taps, max_bytes=ROOM)
+    drafter = drafter_of(name, target, plain(options.get("sampling", GREEDY)), trainees("eagle3").module)
+    decoded = run(target, five, buffer, drafter=drafter, **options)
+    examples = buffer.examples()
+    assert buffer.passes == 0 == buffer.dropped
+    assert sorted(example.prompt_id for example in examples) == [f"prompt {n}" for n in range(5)]
+    for example, found in zip(examples, buffer.get(examples), strict=True):
+        one = decoded[int(example.prompt_id[-1])]
+        assert (example.tokens, example.prompt_length) == (one.prompt_ids + one.output_ids, len(one.prompt_ids))
+        (again,) = FeatureStore(target, taps).get([example])
+        for ours, theirs in zip(vars(found).values(), vars(again).values(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        copies = vars(buffer.kept[example.index]).values()
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in copies), "holds the decoding's own tensors"
+    assert buffer.passes == 0
+
+
+def test_accepted_tokens_behind_the_end_are_no_data(target, five, plain):
+    """The drafter knows what the target would write behind its end-of-sequence token, and is right."""
+    ends = [n for n, ids in enumerate(plain(GREEDY)) if ids[-1] in target.eos_ids]
+    assert ends, "no text that ends by itself"
+    text = plain(GREEDY)[ends[0]]
+    beyond = decode(target, [text], sampling=GREEDY, max_new_tokens=12, seeds=[0])[0]
+    buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
+    rounds = []
+    run(
+        target, [five[ends[0]]], buffer, drafter=perfect([text + beyond.output_ids]), slots=1, lengths=120,
+        watch=lambda state, draft, verdict: rounds.append(len(verdict.committed[0])),
+    )  # fmt: skip
+    (example,) = buffer.examples()
+    assert example.tokens == text and sum(rounds) > example.response_length - 1
+    (found,), (again,) = buffer.get([example]), FeatureStore(target, TAPS).get([example])
+    torch.testing.assert_close(found.teacher, again.teacher, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def offline(target, tmp_path_factory):
+    """What `distill` writes for a few prompts, as `train-drafter` reads it."""
+    place = tmp_path_factory.mktemp("distilled")
+    (place / "run").mkdir()
+    recipe = DistillRecipe(
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        data=DataRecipe(domain=["sql"], limit=4),
+        sampling=SamplingRecipe(max_new_tokens=24),
+        temperatures=[0.0],
+        output_dir=place / "sql",
+    )
+    distill(recipe, Run(place / "run"), target=target)
+    return load_distilled([place / "sql"], target, 2048, 1e-9, 1).train
+
+
+@pytest.fixture(scope="module")
+def online(target, offline):
+    """The same texts, decoded with drafts, by feedback of either kind."""
+    known = {}
+
+    def make(feedback):
+        if feedback not in known:
+            known[feedback] = buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM, feedback=feedback)
+            texts = [example.tokens for example in offline]
+            prompts = [example.tokens[: example.prompt_length] for example in offline]
+            run(target, prompts, buffer, drafter=ragged(texts, 0, target.vocab_size), slots=2, lengths=24)
+        return known[feedback]
+
+    return make
+
+
+def learn(trainee, store, examples, step=1, only=None):
+    """(loss, its weight, the same by draft step, the gradient) of a training step."""
+    trainee.store = store
+    batch = trainee.batch(examples, step)
+    if only is not None:
+        batch = only(batch, examples)
+    trainee.module.zero_grad()
+    total, weight, steps = trainee.loss(trainee.module, batch)
+    total.backward()
+    gradient = torch.cat([p.grad.flatten() for p in trainee.module.parameters() if p.grad is not None])
+    return total.detach(), weight, [pair for step in steps for pair in step], gradient
+
+
+@pytest.mark.parametrize("arch", ["eagle3", "lm"])
+@pytest.mark.parametrize("feedback", ["verdict", "rerun"])
+def test_a_step_on_feedback_is_that_on_distilled_data(target, trainees, offline, online, arch, feedback):
+    """Loss, weights and gradient, through the trainee that `train-drafter` has. The random sample of later rows goes by
+    the examples' index, which is the one thing that the two paths do not share."""
+    trainee, buffer = trainees(arch), online(feedback)
+    mine = buffer.examples()
+    places = {tuple(example.tokens): example for example in offline}
+    distilled = [replace(places[tuple(example.tokens)], index=example.index) for example in mine]
+    assert len(distilled) == 4 and [e.prompt_length for e in mine] == [e.prompt_length for e in distilled]
+    ours = learn(trainee, buffer, mine)
+    theirs = learn(trainee, FeatureStore(target, TAPS), distilled)
+    assert ours[1] > 0
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_rerun_runs_the_target_once_a_text(offline, online, target):
+    buffer = online("rerun")
+    examples = buffer.examples()
+    first, second = buffer.get(examples), buffer.get(examples)
+    assert buffer.passes == sum(len(example.tokens) - 1 for example in examples)
+    fresh = FeatureStore(target, TAPS).get(examples)
+    for other in (second, fresh):
+        for a, b in zip(first, other, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+
+
+@pytest.mark.parametrize("draw", [ragged, bushes])
+def test_rejected_positions(target, five, plain, draw):
+    """Where the draft had a token beside the target's own: no position of a round that was accepted to its leaf, that
+    was cut off by the end of the text, or that had no draft."""
+    buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
+    lengths: dict[int, int] = {}
+    expected: dict[int, list[int]] = {n: [] for n in range(len(five))}
+
+    def watch(state, draft, verdict):
+        for b, row in enumerate(state.rows):
+            new = len(row.ids) - lengths.get(row.index, row.prompt_length + 1)
+            lengths[row.index] = len(row.ids)
+            path = verdict.paths[b]
+            if new == len(path) + 1 and (path[-1] if path else -1) in draft.parents[b].tolist():
+                expected[row.index].append(len(row.ids) - 1)
+
+    run(target, five, buffer, drafter=draw(plain(GREEDY), 0, target.vocab_size, right=0.4), watch=watch)
+    found = {
+        int(text.example.prompt_id[-1]): [text.example.prompt_length + 1 + place for place in text.rejected]
+        for text in buffer.texts.values()
+    }
+    assert found == expected and sum(map(len, found.values())) > 10
+    assert [text.example for text in buffer.texts.values() if text.rejected] == buffer.examples("rejected")
+
+
+def test_a_draft_that_is_always_right_leaves_nothing_to_osd(target, five, plain):
+    buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
+    run(target, five, buffer, drafter=perfect(plain(GREEDY)))
+    assert len(buffer.examples()) == 5 and buffer.examples("rejected") == []
+
+
+def test_lm_learns_from_rejected_tokens_only(target, trainees, online):
+    """Against cross-entropies that are written out, token by token."""
+    trainee, buffer = trainees("lm"), online("verdict")
+    examples = buffer.examples()
+    total, weight, _, _ = learn(trainee, buffer, examples, only=buffer.only_rejected)
+    wanted = []
+    for example, features in zip(examples, buffer.get(examples), strict=True):
+        logits = trainee.module.model(torch.tensor([example.tokens])).logits[0]
+        for place in buffer.texts[example.index].rejected:
+            teacher = target.model.logits(features.teacher[place : place + 1])[0].softmax(-1)
+            wanted.append(F.cross_entropy(logits[example.prompt_length + place], teacher))
+    assert 0 < weight == len(wanted) < sum(example.response_length - 1 for example in examples)
+    torch.testing.assert_close(total, torch.stack(wanted).sum().detach(), atol=1e-2, rtol=1e-4)
+
+
+def test_heads_learn_from_rejected_tokens_only(target, trainees, online):
+    """At every draft depth the rows whose label is such a token, of those that count in all."""
+    trainee, buffer = trainees("eagle3"), online("verdict")
+    examples = buffer.examples()
+    trainee.store = buffer
+    whole = trainee.batch(examples, 0)
+    only = buffer.only_rejected(whole, examples)
+    places, start = [], 0
+    for example in examples:
+        places += [start + place for place in buffer.texts[example.index].rejected]
+        start += example.response_length - 1
+    assert only.inside.nonzero()[:, 0].tolist() == [place for place in places if whole.inside[place]] != []
+    rows, later = torch.arange(len(only.left)), only.later_rows
+    expected = [(only.inside[at + k] & (only.left[at] > k)).sum().item() for k, at in enumerate([rows, later, later])]
+    _, _, steps, _ = learn(trainee, buffer, examples, step=0, only=buffer.only_rejected)
+    assert [int(count) for count in steps[1::2]] == expected
+    assert torch.equal(whole.inside, trainee.batch(examples, 0).inside), "the batch itself is left as it was"
+
+
+def test_the_oldest_texts_make_room(target, five, plain):
+    """Bytes are those of the tensors, and never more than the cap, also between the texts."""
+    fast = perfect(plain(GREEDY))
+    sizes = ReplayBuffer(target, TAPS, max_bytes=ROOM)
+    run(target, five, sizes, drafter=fast)
+    order = list(sizes.texts)
+    real = {
+        n: sum(x.nbytes for x in vars(sizes.kept[n]).values()) + 8 * len(sizes.texts[n].example.tokens) for n in order
+    }
+    assert sizes.bytes == sum(real.values())
+    cap = real[order[-1]] + real[order[-2]] + 1
+    seen = []
+    buffer = ReplayBuffer(target, TAPS, max_bytes=cap)
+    run(target, five, buffer, drafter=fast, watch=lambda *round: seen.append(buffer.bytes))
+    assert list(buffer.texts) == order[-2:] == list(buffer.kept)
+    assert buffer.dropped == 3 and max(seen) <= cap and buffer.bytes == cap - 1
+    (gone,) = buffer.get([sizes.texts[order[0]].example])  # somebody still asks for it
+    torch.testing.assert_close(gone.teacher, sizes.kept[order[0]].teacher, atol=1e-4, rtol=1e-4)
+    assert list(buffer.kept) == order[-2:]
+    small = ReplayBuffer(target, TAPS, max_bytes=max(real.values()) - 1)
+    run(target, five, small, drafter=fast)
+    large = max(real, key=real.__getitem__)
+    assert large not in small.texts and small.texts, "a text that is too large drives out no other"
+
+
+def test_a_text_broken_off_leaves_nothing(target, five, plain):
+    """As SIGTERM in the middle of a chunk: what had ended is there, and the next decoding begins anew."""
+    buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
+    options = dict(sampling=GREEDY, max_new_tokens=LENGTHS, seeds=SEEDS, taps=TAPS, on_round=buffer.observe)
+    decoding = stream(target, five, slots=3, **options)
+    first = next(decoding)
+    decoding.close()
+    assert [example.tokens for example in buffer.examples()] == [first.prompt_ids + first.output_ids]
+    run(target, five, buffer, drafter=perfect(plain(GREEDY)))
+    assert len(buffer.examples()) == 6
+    buffer.clear()
+    assert (buffer.bytes, buffer.examples(), buffer.kept) == (0, [], {})
+
+
+def test_one_token_is_no_text(target, five):
+    """A response that ends with its prefill has no round and nothing to predict; its slot goes on to the next text."""
+    buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
+    run(target, five, buffer, lengths=[1, 9, 1, 7, 1], slots=2)
+    assert sorted(example.response_length for example in buffer.examples()) == [7, 9]
+
+
+def test_a_round_that_was_not_shown_is_noticed(target, five):
+    """A buffer that joins in the middle of a text would pair states with the wrong tokens."""
+    buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
+    rounds = itertools.count()
+    with pytest.raises(AssertionError, match="a round was not kept"):
+        decode(
+            target, five[:1], sampling=GREEDY, max_new_tokens=9, seeds=[0], taps=TAPS,
+            on_round=lambda *round: buffer.observe(*round) if next(rounds) != 3 else None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("feedback", ["verdict", "rerun"])
+def test_a_restored_buffer_goes_on_as_the_old_one(target, five, online, feedback, tmp_path):
+    buffer = online(feedback)
+    facts, tensors = buffer.state()
+    save_file(tensors, tmp_path / "buffer.safetensors")
+    again = ReplayBuffer(target, TAPS, max_bytes=ROOM, feedback=feedback)
+    again.restore(json.loads(json.dumps(facts)), load_file(tmp_path / "buffer.safetensors"))
+    assert (again.texts, again.bytes, again.dropped) == (buffer.texts, buffer.bytes, buffer.dropped)
+    for ours, theirs in zip(again.get(again.examples()), buffer.get(buffer.examples()), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(vars(ours).values(), vars(theirs).values(), strict=True))
+    run(target, five[:1], again, slots=1, lengths=[3])
+    assert [example.index for example in again.examples()] == [0, 1, 2, 3, 4]
