@@ -23,6 +23,7 @@ from specctl.runs import Run
 
 if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
+    from specctl.evaluation.adapting import OnlineResult
     from specctl.evaluation.bench import BenchResult
     from specctl.evaluation.compare import GenerateResult
     from specctl.evaluation.importing import ImportResult
@@ -38,6 +39,7 @@ FUNCTIONS = {
     "eval": ("specctl.evaluation.matrix", "evaluate"),
     "generate": ("specctl.evaluation.compare", "generate"),
     "select": ("specctl.evaluation.selecting", "select"),
+    "online": ("specctl.evaluation.adapting", "online"),
     "bench": ("specctl.evaluation.bench", "bench"),
     "export": ("specctl.formats.exporting", "export"),
     "import": ("specctl.evaluation.importing", "import_head"),
@@ -76,6 +78,11 @@ def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -
     resolved = _recipe("select", recipe, overrides)
     assert isinstance(resolved, SelectRecipe)
     return execute("select", with_domains_of_pool(resolved, members(resolved)))[0]
+
+
+def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult:
+    """Drafters that learn along a stream, from one that must be there: only the command line warms up first."""
+    return execute("online", _recipe("online", recipe, overrides))[0]
 
 
 def bench(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> BenchResult:

@@ -13,7 +13,7 @@ from specctl.adaptation import rules
 from specctl.adaptation.member import Descent, Member, inner_loop
 from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
-from specctl.recipe.online import LearnerRecipe
+from specctl.recipe.learner import LearnerRecipe
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
@@ -73,6 +73,11 @@ class Ensemble:
     def p(self) -> Tensor:
         """[N] fp64 weights of the members."""
         return rules.hedge_weights(self.L, self._guess, self._options.epsilon)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """η of every member."""
+        return tuple(member.eta for member in self.members)
 
     def play(self) -> Play:
         """The weights for the chunk to come, by `combine`: their mean, one member drawn, or all with their shares."""

@@ -10,11 +10,16 @@ from torch import Tensor
 from specctl.adaptation.ensemble import Ensemble, Outcome, Play
 from specctl.adaptation.member import Member
 from specctl.adaptation.objective import Objective
-from specctl.recipe.online import Algo, LearnerRecipe
+from specctl.recipe.learner import Algo, LearnerRecipe
 
 
 class Learner(Protocol):
     """`play` before a chunk is decoded, `learn` after it; `state` between chunks is all there is to keep."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """η of every member."""
+        ...
 
     def play(self) -> Play:
         """What the next chunk is decoded with."""
@@ -42,6 +47,8 @@ class Learner(Protocol):
 
 class Static:
     """`static`: the drafter as it was."""
+
+    rates: tuple[float, ...] = ()
 
     def __init__(self, start: Tensor):
         self._play = Play((1.0,), (start,))
@@ -81,7 +88,7 @@ def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor, se
     return Ensemble(objective, members, options, hint, seed)
 
 
-def feedback(algo: Algo) -> Literal["committed", "rejected"]:
+def feedback(algo: Algo) -> Literal["all", "rejected"]:
     """Positions that an algorithm learns from: all that were committed; of osd (Liu et al. 2023, arXiv 2310.07177) only
     those where a draft was rejected."""
-    return "rejected" if algo == "osd" else "committed"
+    return "rejected" if algo == "osd" else "all"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specctl.adaptation import rules
 from specctl.adaptation.objective import Objective
-from specctl.recipe.online import LearnerRecipe
+from specctl.recipe.learner import LearnerRecipe
 
 Buffers = dict[str, Tensor]
 Direction = Callable[[Tensor, Buffers, LearnerRecipe], tuple[Tensor, Buffers]]

@@ -16,8 +16,8 @@ from specctl.drafters.head import SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
 
-Run = Callable[[Callable[..., Any], Any], Sequence[Any]]
-"""(the module, a batch) → (Σ loss, Σ weight, …), as `training.trainees.Trainee.loss`."""
+Run = Callable[[Any, Any], Sequence[Any]]
+"""(the module or its like, a batch) → (Σ loss, Σ weight, …), as `training.trainees.Trainee.loss`."""
 
 
 class Objective:

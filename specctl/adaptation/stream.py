@@ -190,7 +190,8 @@ class PromptStream:
 
     def _candidates(self, domain: str, needed: int | None, rejections: Rejections) -> Iterator[Prompt | None]:
         data = self.data.model_copy(update={"limit": needed})
-        return candidates(data, domain, self.recipe.split, rejections)
+        found = candidates(data, domain, self.recipe.split, rejections)
+        return _shuffled(found, self.data.seed) if self.recipe.shuffle else found
 
     def _count(self, segments: list[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
         """The segments with their counts, after a first reading that keeps nothing."""
@@ -202,7 +203,7 @@ class PromptStream:
                 interrupts.check()
                 self.rejections.seen += 1
                 there += prompt is not None
-                if there == wanted:
+                if there == wanted and not self.recipe.shuffle:  # shuffled, all lines are read anyway
                     break
             self.rejections.check()
             if there < (wanted if wanted and self.recipe.schedule else 1):
@@ -210,5 +211,14 @@ class PromptStream:
                 raise DataError(
                     f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}", f"expected {EXPECTED}"
                 )
-            found.append((domain, there))
+            found.append((domain, min(there, wanted or there)))
         return segments if self.recipe.schedule else found
+
+
+def _shuffled(prompts: Iterable[Prompt | None], seed: int) -> Iterator[Prompt | None]:
+    """In an order of the seed's and their own: it is the same whatever else the file holds."""
+
+    def rank(prompt: Prompt | None) -> bytes:
+        return hashlib.sha256(f"{seed}/{prompt.id}".encode()).digest() if prompt is not None else b""
+
+    return iter(sorted(prompts, key=rank))

@@ -13,9 +13,11 @@ from torch import Tensor
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.learners import Learner
 from specctl.adaptation.objective import Objective
-from specctl.recipe.online import LearnerRecipe
+from specctl.recipe.learner import LearnerRecipe
 
 Z = 3.0  # standard errors by which acceptance must have fallen: one false suspicion in 700 updates
+
+BLAME = 0.5  # share of a rise of the loss that an update must be to blame for
 
 Ruling = Literal["keep", "drift", "rollback"]
 
@@ -45,7 +47,9 @@ class Watchdog:
     """Judges every update by the chunk that was decoded after it, before the next one is made.
 
     A stream that turns to another domain lowers acceptance as a bad update does. So a fall alone is a suspicion; it is
-    confirmed where the weights from before the update have the lower loss on the very chunk that was just decoded.
+    confirmed where the update is to blame for at least half of it: of the rise of the loss from the chunk before to the
+    one that was just decoded, that much would not have been with the weights from before the update. (That these are
+    a little better is no proof: the last step in the old domain was one away from the new one.)
 
     Those weights are kept until then, and are part of this object's state.
     """
@@ -54,6 +58,7 @@ class Watchdog:
         self._options = options
         self._before: Acceptance | None = None  # of the last chunk that was decoded with weights that stayed
         self._kept: dict[str, Tensor] = {}
+        self._loss = math.nan  # of the last chunk, before anything was learnt from it
 
     def learn(
         self, learner: Learner, objective: Objective, chunk: Iterable[Any], acceptance: Acceptance
@@ -69,6 +74,7 @@ class Watchdog:
             self._before = acceptance
         self._kept = learner.state() if self._options.rollback else {}
         outcome = learner.learn(chunk)
+        self._loss = math.nan if outcome.loss is None else outcome.loss
         if outcome.status == "refused":
             learner.slow(self._options.backoff)
         return ruling, outcome
@@ -84,16 +90,20 @@ class Watchdog:
         if not fell(self._before, acceptance, self._options.tolerance):
             return "keep"
         old, new = losses(self._kept)
-        return "drift" if new <= old else "rollback"  # a loss that is not a number is never <=
+        blame, rise = new - old, new - self._loss
+        harmless = blame <= 0 or (math.isfinite(rise) and blame <= BLAME * rise)
+        return "drift" if math.isfinite(new) and harmless else "rollback"
 
     def state(self) -> dict[str, Tensor]:
         """What the next ruling needs."""
         before = [] if self._before is None else [self._before.accepted, self._before.verified]
-        return {"before": torch.tensor(before, dtype=torch.int64)} | {f"kept.{k}": v for k, v in self._kept.items()}
+        numbers = {"before": torch.tensor(before, dtype=torch.int64), "loss": torch.tensor(self._loss).double()}
+        return numbers | {f"kept.{k}": v for k, v in self._kept.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         before = state["before"].tolist()
         self._before = Acceptance(*before) if before else None
+        self._loss = float(state["loss"])
         self._kept = {name.removeprefix("kept."): value for name, value in state.items() if name.startswith("kept.")}
 
 

@@ -79,7 +79,7 @@ FLAGS: dict[str, Flag] = {
     "top_p": Flag(("sampling.top_p",), float, "Nucleus; 1 is off."),
     "top_k": Flag(("sampling.top_k",), int, "0 is off."),
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
-    "arch": Flag(("arch",), str, "Drafter architecture: eagle3, eagle, hydra, medusa, lm or retrieval."),
+    "arch": Flag(("arch",), str, "Drafter family: eagle3, eagle, hydra, medusa, lm or retrieval."),
     "each": Flag(("each",), bool, "One drafter per domain, into one directory, instead of one for the mixture."),
     "init": Flag(("init",), Path, "Drafter to start from: fine-tunes it to the domain.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
@@ -95,6 +95,15 @@ FLAGS: dict[str, Flag] = {
     "metric": Flag(("metric",), str, "Cells of the matrix: mat, speedup or accept_rate."),
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
     "algo": Flag(("algo",), str, "Policy, or several with commas: hedgespec, hedge, ucbspec, metasd-ucb, …"),
+    "learner": Flag(
+        ("algo",), str, "Update rule, or with a family, or several: ogd, opt-hydra, ens-eagle3, osd-eagle, …"
+    ),
+    "schedule": Flag(("stream.schedule",), str, "Prompts of each domain in turn: sql:400,math:400."),
+    "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),
+    "chunk": Flag(("stream.chunk",), int, "Prompts between two updates."),
+    "lr": Flag(("learner.lr",), float, "Learning rate η, of the slowest member of an ensemble."),
+    "asynchronous": Flag(("asynchronous",), bool, "A process of its own learns while the decoder goes on."),
+    "online_baselines": Flag(("baselines",), str, "vanilla,static (default), one of them, or none.", _none_or_names),
     "strict": Flag(("strict",), bool, "Refuse a pool with a member that cannot be used."),
     "reset": Flag(("reset",), str, "When a policy forgets: query (default), session or stream."),
     "session": Flag(("session",), int, "Consecutive prompts of one domain."),
@@ -133,6 +142,9 @@ SPELLING = {
     "data_limit": "limit",
     "select_baselines": "baselines",
     "router_dir": "router",
+    "learner": "algo",
+    "online_baselines": "baselines",
+    "asynchronous": "async",
 }
 """Flags of other keys that look the same on the command line: `--drafter` is repeatable where several are measured."""
 

@@ -162,7 +162,7 @@ def measure(
         with progress.track(label, total=total, unit="prompts") as bar:
             for number, seed, turn in todo:
                 progress.interrupts.check()
-                records += _ask(recipe, turn, seed, _rotated(found, number))
+                records += ask(recipe.sampling, turn, seed, rotated(found, number))
                 bar.update(
                     len(turn), mat=metrics.mat([record.decoded for record in records if record.drafter in shown])
                 )
@@ -180,16 +180,18 @@ def measure(
     return records
 
 
-def _ask(recipe: EvalRecipe | SelectRecipe, turn: Turn, seed: int, found: Sequence[Contender]) -> list[Record]:
-    seeds = [case.seed(recipe.sampling.seed + seed) for case in turn]
+def ask(sampling: SamplingRecipe, turn: Turn, seed: int, found: Sequence[Contender]) -> list[Record]:
+    """Everybody's answers to a turn."""
+    seeds = [case.seed(sampling.seed + seed) for case in turn]
     return [
-        Record(case.prompt.id, case.prompt.domain, name, seed, recipe.sampling.temperature, decoded)
+        Record(case.prompt.id, case.prompt.domain, name, seed, sampling.temperature, decoded)
         for contender in found
         for case, answers in zip(turn, contender(turn, seeds), strict=True)
         for name, decoded in answers.items()
     ]
 
 
-def _rotated(found: Sequence[Contender], turn: int) -> Sequence[Contender]:
+def rotated(found: Sequence[Contender], turn: int) -> Sequence[Contender]:
+    """The contenders in another order at every turn."""
     first = turn % len(found)
     return [*found[first:], *found[:first]]

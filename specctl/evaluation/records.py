@@ -1,4 +1,4 @@
-"""What `eval` and `select` keep of every sequence: records.parquet always, outputs.jsonl when asked for.
+"""What `eval`, `select` and `online` keep of every sequence: records.parquet always, outputs.jsonl when asked for.
 
 Every number and interval of the result can be recomputed from the records, and a run that was cut short goes on from
 them: the file also says under which recipe, target and drafters they were made (its `stamp`).
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from specctl.decoding.loop import Decoded
 from specctl.errors import SpecctlError, UsageError
 from specctl.evaluation.lossless import Agreement
-from specctl.recipe import EvalRecipe
+from specctl.recipe import EvalRecipe, OnlineRecipe
 from specctl.runs import atomic_write, to_json
 
 RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
         ("decode_s", pa.float64()),
         ("stop", pa.string()),
         ("agreement", pa.string()),  # with plain decoding; null where texts may differ
-        ("session", pa.int64()),  # select: prompts that were learnt from together; null otherwise
+        ("session", pa.int64()),  # select: prompts that were learnt from together; online: the chunk; null otherwise
     ]
 )
 
@@ -85,13 +85,19 @@ def agreeing(record: Record, agreement: Agreement) -> Record:
     return dataclasses.replace(record, agreement=agreement)
 
 
-def write_records(directory: Path, records: Sequence[Record], stamp: Stamp) -> Path:
-    """Write records.parquet whole or not at all."""
+def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name: str = RECORDS) -> Path:
+    """Write records.parquet (or a part of them under another name) whole or not at all."""
     sink = pa.BufferOutputStream()
     schema = SCHEMA.with_metadata({STAMP: to_json(stamp)})
     pq.write_table(pa.Table.from_pylist([record.row() for record in records], schema=schema), sink)
-    atomic_write(directory / RECORDS, sink.getvalue().to_pybytes())
-    return directory / RECORDS
+    atomic_write(directory / name, sink.getvalue().to_pybytes())
+    return directory / name
+
+
+def read_parts(directory: Path) -> list[Record]:
+    """What the files in `directory` hold, in the order of their names; without the prompts' ids."""
+    rows = (row for path in sorted(directory.glob("*.parquet")) for row in pq.read_table(path).to_pylist())
+    return [dataclasses.replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
 
 
 def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]) -> list[Record]:
@@ -105,9 +111,10 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
     return [_record(row, prompts[row["id"]]) for row in rows if row["id"] in prompts]
 
 
-def recipe_stamp(recipe: EvalRecipe) -> Stamp:
+def recipe_stamp(recipe: EvalRecipe | OnlineRecipe) -> Stamp:
     """The recipe's part of a stamp."""
-    return {"recipe": dict(_flat(recipe.model_dump(mode="json", exclude=VIEWS)))}
+    views = VIEWS & type(recipe).model_fields.keys()
+    return {"recipe": dict(_flat(recipe.model_dump(mode="json", exclude=views)))}
 
 
 def check_stamp(directory: Path, stamp: Stamp) -> None:
@@ -122,6 +129,11 @@ def check_stamp(directory: Path, stamp: Stamp) -> None:
         kept = json.loads((pq.read_schema(path).metadata or {})[STAMP])
     except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
         raise SpecctlError(f"cannot continue from {path}: {error}", hint="--overwrite starts over") from error
+    check_same(kept, stamp, str(path))
+
+
+def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
+    """UsageError where what is there was made under another stamp; only the parts that `stamp` has are compared."""
     differing = [
         f"{key} was {kept[part].get(key)}, is {now.get(key)}"
         for part, now in stamp.items()
@@ -130,7 +142,7 @@ def check_stamp(directory: Path, stamp: Stamp) -> None:
     ]
     if differing:
         hint = "resume with the recipe of that run; --overwrite or another --output-dir starts a new one"
-        raise UsageError(f"{path} was measured otherwise: {'; '.join(differing)}", hint=hint)
+        raise UsageError(f"{what} was measured otherwise: {'; '.join(differing)}", hint=hint)
 
 
 def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) -> Path:

@@ -11,7 +11,7 @@ from specctl.evaluation.baselines import PLAIN
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.records import Question, Record, agreeing
-from specctl.recipe import EvalRecipe, SelectRecipe
+from specctl.recipe import EvalRecipe, OnlineRecipe, SelectRecipe
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def answers(records: Sequence[Record], name: str) -> dict[Question, Record]:
 
 
 def compared(
-    recipe: EvalRecipe | SelectRecipe, target: Target, records: Sequence[Record], drafters: set[str]
+    recipe: EvalRecipe | SelectRecipe | OnlineRecipe, target: Target, records: Sequence[Record], drafters: set[str]
 ) -> tuple[list[Record], Losslessness]:
     """Records with the drafters' agreement with plain decoding filled in, and the counts."""
     counts, found = Losslessness(), []

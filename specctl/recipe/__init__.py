@@ -9,7 +9,8 @@ from __future__ import annotations
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
-from specctl.recipe.online import FAMILY_LEARNING, LearnerRecipe
+from specctl.recipe.learner import FAMILY_LEARNING, LearnerOptions, LearnerRecipe
+from specctl.recipe.online import OnlineRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -55,8 +56,10 @@ __all__ = [
     "Gpu",
     "HeldOutRecipe",
     "ImportRecipe",
+    "LearnerOptions",
     "LearnerRecipe",
     "LoraRecipe",
+    "OnlineRecipe",
     "OptimizerRecipe",
     "Perturbation",
     "PolicyRecipe",
@@ -77,6 +80,7 @@ RECIPES: dict[str, type[CommandRecipe]] = {
     "train-drafter": TrainRecipe,
     "eval": EvalRecipe,
     "select": SelectRecipe,
+    "online": OnlineRecipe,
     "bench": BenchRecipe,
     "export": ExportRecipe,
     "import": ImportRecipe,

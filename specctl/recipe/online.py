@@ -1,77 +1,107 @@
-"""What `specctl online` can be told: how a drafter learns along a stream."""
+"""`specctl online`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from specctl.recipe.sections import Fraction, PositiveFloat, Section
+from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
+from specctl.recipe.sections import (
+    DataRecipe,
+    DraftingRecipe,
+    LocalPath,
+    Names,
+    PositiveFloat,
+    ResumableRecipe,
+    SamplingRecipe,
+    Section,
+)
+from specctl.recipe.stream import StreamRecipe
+from specctl.recipe.train import CheckpointRecipe
 
-Algo = Literal["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
+FAMILY = "eagle3"  # of an algo that names none
 
 
-class FamilyLearning(Section):
-    """How the heads of a family learn in OnlineSpec; medusa as hydra, lm as it is fine-tuned.
+class WarmupRecipe(Section):
+    """How the drafter that a stream starts with is trained, where there is none: offline, on one domain."""
 
-    Adam's rates are for hidden size 4,096: narrower heads take larger steps.
+    domain: str | None = None  # None = the stream's first
+    prompts: str | None = None  # file of its prompts, None = the domain's generator: never those of the stream
+    responses: PositiveInt = 1000
+    minutes: PositiveFloat | None = None  # of training
+
+
+class BufferRecipe(Section):
+    """The replay buffer: what verification said about the texts to learn from."""
+
+    max_mb: PositiveFloat = 512.0
+    feedback: Literal["verdict", "rerun"] = "verdict"  # rerun: a second pass of the target, to compare with
+    replay: NonNegativeFloat = 0.0  # texts of earlier chunks that are learnt from again, per text of the chunk
+
+
+class OnlineRecipe(ResumableRecipe):
+    """`specctl online`: drafters that learn along a stream; output_dir None = the run directory under ./runs.
+
+    Every prompt is answered by plain decoding, by the drafter that does not learn, and by one of each `algo`.
     """
 
-    optimizer: Literal["sgd", "adam"]
-    adam: PositiveFloat  # η of Adam
-    sgd: PositiveFloat = 0.1  # η of SGD and of the heavy ball
-    epochs: PositiveInt
-    clip: NonNegativeFloat
-    dropout: Fraction = 0.0
+    data: DataRecipe = DataRecipe()
+    stream: StreamRecipe = StreamRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # an update rule, or with its family: opt-hydra, ens-eagle3
+    arch: Literal["eagle", "eagle3", "hydra", "medusa", "lm"] | None = None  # of rules without one; None = init's
+    init: LocalPath | None = None  # drafter to start from; None = ./drafters/<domain>-<arch>, warmed up if missing
+    warmup: WarmupRecipe = WarmupRecipe()
+    learner: LearnerOptions = LearnerOptions()
+    buffer: BufferRecipe = BufferRecipe()
+    asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
+    learner_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # asynchronous: where it learns
+    baselines: list[Literal["vanilla", "static"]] = ["vanilla", "static"]
+    batch: PositiveInt = 1  # sequences at a time
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats of the whole stream
+    checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # in chunks
+    save_outputs: bool = False
 
+    @field_validator("algo")
+    @classmethod
+    def _known(cls, algo: list[str]) -> list[str]:
+        for name in algo:
+            rule_and_family(name)
+        if len(set(algo)) < len(algo):
+            raise ValueError("names an algo twice")
+        return algo
 
-FAMILY_LEARNING = {
-    "eagle": FamilyLearning(optimizer="adam", adam=3e-5, epochs=5, clip=0.5),
-    "eagle3": FamilyLearning(optimizer="adam", adam=1e-4, epochs=2, clip=0.5),
-    "hydra": FamilyLearning(optimizer="sgd", adam=5e-4, epochs=1, clip=0.0, dropout=0.1),
-    "medusa": FamilyLearning(optimizer="sgd", adam=1e-3, epochs=1, clip=0.0),
-    "lm": FamilyLearning(optimizer="adam", adam=2e-5, epochs=1, clip=1.0),
-}
+    @model_validator(mode="after")
+    def _consistent(self) -> OnlineRecipe:
+        if self.resume and self.output_dir is None:
+            raise ValueError("resume needs output_dir, the directory of the run to continue")
+        if self.data.prompts == "-" and len(self.seeds) > 1:
+            raise ValueError("stdin comes once: one seed")
+        if self.data.prompts == "-" and self.stream.shuffle:
+            raise ValueError("stdin is answered in its order: stream.shuffle is for files")
+        return self
 
+    def family_of(self, algo: str) -> str:
+        """Of the drafter that learns by `algo`."""
+        return rule_and_family(algo)[1] or self.arch or FAMILY
 
-class LearnerRecipe(Section):
-    """The update rule and its constants; None = the family's (`FAMILY_LEARNING`), which `resolved` fills in."""
+    @property
+    def families(self) -> list[str]:
+        return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
 
-    algo: Algo = "optimistic"
-    optimizer: Literal["sgd", "adam"] | None = None  # of the inner steps; algo momentum has its own
-    lr: PositiveFloat | None = None  # η, of the slowest member of an ensemble
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # algo momentum: μ of the heavy ball
-    matched: bool = False  # algo momentum: lr is the effective rate η / (1 − μ), to compare with the others
-    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of Adam
-    clip: NonNegativeFloat | None = None  # largest norm of a gradient; 0 = none
-    epochs: PositiveInt | None = None  # inner loop over a chunk
-    step: Literal["batch", "chunk"] = "batch"  # one inner step per batch, or per epoch on the whole chunk's gradient
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # hydra
-    radius: PositiveFloat | None = None  # D: weights stay within this distance of where they started; None = ∞
-    hint: Literal["last", "mean", "none"] = "last"  # optimistic, opt-ensemble: h_t, from the gradients before it
-    members: Annotated[int, Field(ge=2)] = 3  # ensemble: N
-    spacing: Annotated[float, Field(gt=1)] = 2.0  # ensemble: the members' rates are η · spacing^i, i < N
-    epsilon: PositiveFloat = 10.0  # ensemble: ε, rate of Hedge
-    # ensemble: f_s on the whole chunk before anything is learnt from it, or each batch just before the step on it. That
-    # is free (the pass is a sixth to a third of an update), and flatters members that learn fast within a chunk.
-    measure: Literal["chunk", "batch"] = "chunk"
-    discount: Annotated[float, Field(gt=0, le=1)] = 1.0  # ensemble: of the members' past losses, per chunk
-    resync: NonNegativeInt = 0  # ensemble: every so many chunks the members restart from their mean; 0 = never
-    combine: Literal["weights", "probs", "sample"] = "weights"  # ensemble: what is averaged, or one member drawn
-    rollback: bool = True  # take back an update that lowers acceptance
-    tolerance: Fraction = 0.1  # share of the acceptance rate that may go before an update is suspected
-    backoff: Annotated[float, Field(gt=0, le=1)] = 0.5  # factor of η after an update was taken back
+    def rule_of(self, algo: str) -> LearnerRecipe:
+        """The learner that `algo` names; constants of its family are still open."""
+        return LearnerRecipe(**self.learner.model_dump(), algo=rule_and_family(algo)[0])
 
-    def resolved(self, family: str, hidden_size: int) -> LearnerRecipe:
-        """With the settings of a drafter family, for heads of this width, where the recipe names none."""
-        own = FAMILY_LEARNING[family]
-        optimizer = self.optimizer or own.optimizer
-        sgd = optimizer == "sgd" or self.algo == "momentum"
-        found = {
-            "optimizer": optimizer,
-            "lr": own.sgd if sgd else own.adam * 4096 / hidden_size,
-            "clip": own.clip,
-            "epochs": own.epochs,
-            "dropout": own.dropout,
-        }
-        return self.model_copy(update={name: value for name, value in found.items() if getattr(self, name) is None})
+    @property
+    def first_domain(self) -> str:
+        """The domain that warm-up is for."""
+        stream = [domain for domain, _ in self.stream.segments] or self.data.domain
+        return self.warmup.domain or stream[0]
+
+    def start_of(self, family: str) -> Path:
+        """The drafter that learners of a family start from."""
+        return self.init or Path("drafters") / f"{self.first_domain}-{family}"

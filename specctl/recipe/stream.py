@@ -19,6 +19,7 @@ class StreamRecipe(Section):
 
     # sql:400,math:400 = so many prompts of each; empty = those of data.domain, the first data.limit of each.
     schedule: Names = []
+    shuffle: bool = False  # the prompts of each file in an order of the seed's; without, in that of the file
     # Of several domains: one after the other; shuffled; or the mixture moves linearly from each to the next. The
     # prompts of one domain keep their order.
     kind: Kind = "abrupt"

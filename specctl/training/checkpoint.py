@@ -2,6 +2,8 @@
 
     <output>.checkpoints/step-00000200/   the engine's files, trainer.json, manifest.json (sha256 of each, written last)
 
+and what `specctl online` needs, whose steps are chunks, its tensors in state.safetensors.
+
 A checkpoint is written beside its final place and renamed; resuming takes the newest one whose manifest verifies.
 """
 
@@ -14,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from specctl.errors import CheckpointError
-from specctl.formats.checkpoint import TRAINING
+from specctl.formats.checkpoint import TRAINING, separate
 from specctl.progress import warn
 from specctl.runs import atomic_write, make_dir, to_json
 
-MANIFEST, STATE = "manifest.json", "trainer.json"
+MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
 
 
 def directory(output: Path) -> Path:
@@ -30,22 +35,52 @@ def directory(output: Path) -> Path:
 
 def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int) -> None:
     """Save the engine and `state` (all ranks call this); the `keep` newest checkpoints stay."""
-    name, draft = f"step-{step:08d}", f".step-{step:08d}.tmp"
     lead = dist.get_rank() == 0
     if lead:
-        make_dir(root)
-        shutil.rmtree(root / draft, ignore_errors=True)
+        _prepare(root, step)
     dist.barrier()
-    engine.save_checkpoint(str(root), tag=draft, save_latest=False)
+    engine.save_checkpoint(str(root), tag=_draft(root, step).name, save_latest=False)
     dist.barrier()
     if lead:
-        atomic_write(root / draft / STATE, to_json(state, indent=2) + "\n")
-        atomic_write(root / draft / MANIFEST, to_json(_digests(root / draft), indent=2) + "\n")
-        shutil.rmtree(root / name, ignore_errors=True)
-        (root / draft).rename(root / name)
-        for old in _found(root)[keep:]:
-            shutil.rmtree(old, ignore_errors=True)
+        _finish(root, step, state, keep)
     dist.barrier()
+
+
+def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep: int) -> None:
+    """Save `state` and tensors of one process; the `keep` newest checkpoints stay. OSError leaves what was there."""
+    try:
+        _prepare(root, step)
+        save_file(separate(tensors), _draft(root, step) / TENSORS)
+        _finish(root, step, state, keep)
+    except SafetensorError as error:  # a full disk, in its words
+        raise OSError(str(error)) from error
+    finally:
+        shutil.rmtree(_draft(root, step), ignore_errors=True)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Those of a checkpoint that `save_tensors` wrote, on the CPU."""
+    return load_file(path / TENSORS)
+
+
+def _draft(root: Path, step: int) -> Path:
+    return root / f".step-{step:08d}.tmp"
+
+
+def _prepare(root: Path, step: int) -> None:
+    make_dir(root)
+    shutil.rmtree(_draft(root, step), ignore_errors=True)
+    _draft(root, step).mkdir()
+
+
+def _finish(root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+    draft, place = _draft(root, step), root / f"step-{step:08d}"
+    atomic_write(draft / STATE, to_json(state, indent=2) + "\n")
+    atomic_write(draft / MANIFEST, to_json(_digests(draft), indent=2) + "\n")
+    shutil.rmtree(place, ignore_errors=True)
+    draft.rename(place)
+    for old in _found(root)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def newest(root: Path) -> tuple[Path, dict[str, Any]] | None:

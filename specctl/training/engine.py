@@ -54,7 +54,7 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
                 "use zero_stage 0 or optimizer.type adamw",
             )
         optimizer = make_optimizer(module, recipe.optimizer_type, options, learning_rate)
-        _autocast(module, recipe)
+        autocast(module, recipe)
         try:
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(recipe))
         except (ValueError, AssertionError, KeyError) as error:
@@ -64,7 +64,7 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
     return engine
 
 
-def _autocast(module: nn.Module, recipe: TrainRecipe) -> None:
+def autocast(module: nn.Module, recipe: TrainRecipe) -> None:
     """Run the module's forward in the recipe's precision.
 
     Inside of the module, because on a GPU DeepSpeed switches off an autocast that its own configuration does not know,

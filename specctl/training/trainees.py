@@ -92,12 +92,12 @@ class Trainee:
             return {name: tensor.to(torch.bfloat16) for name, tensor in updates.items()}
         return self.family.published(state)
 
-    def drafter(self, state: dict[str, Tensor]) -> Drafter:
-        """A drafter with the weights of `state`, to decode with."""
+    def drafter(self, state: dict[str, Tensor], drafting: DraftingRecipe | None = None) -> Drafter:
+        """A drafter with the weights of `state`, to decode with; `drafting` None = the measured shape of the family."""
         if self.base is not None:
             return self.base.adapted(Adapter.of(self.config(), self.tensors(state)))
         module = self.family.restore(self.config(), self.tensors(state))
-        return self.family.drafter(module, self.target, DraftingRecipe())
+        return self.family.drafter(module, self.target, drafting or DraftingRecipe())
 
 
 class FeatureTrainee(Trainee):

@@ -198,7 +198,7 @@ def test_static_never_changes(quadratic, played, chunk):
 
 
 def test_osd_learns_from_other_positions_by_the_same_rule(quadratic, played, chunk):
-    assert [feedback(algo) for algo in ("ogd", "osd", "ensemble")] == ["committed", "rejected", "committed"]
+    assert [feedback(algo) for algo in ("ogd", "osd", "ensemble")] == ["all", "rejected", "all"]
     paths = [follow(quadratic([3.0], algo=algo)[1], played, chunk, [[0.0], [5.0]]) for algo in ("ogd", "osd")]
     assert paths[0] == paths[1]
 

@@ -46,6 +46,15 @@ def test_a_stream_that_turns_is_no_fault_of_the_update(quadratic, chunk):
     assert found == [("keep", "updated", 4.0), ("drift", "updated", -48.0)]
 
 
+def test_a_turn_is_no_fault_of_an_update_that_went_the_other_way(quadratic, chunk):
+    """From c = 0 to c = 100, η = 1/8: 7 is farther from 100 than 8 was, but of a loss that rose from 32 to 4,324 that
+    is 92. Taken back, every change of the domain would cost an update and half of the rate."""
+    found = steps(quadratic, chunk, [(0.0, GOOD), (100.0, BAD)], lr=0.125)
+    assert [ruling for ruling, _, _ in found] == ["keep", "drift"]
+    half = steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD)], lr=3.0)
+    assert [ruling for ruling, _, _ in half] == ["keep", "rollback"], "in the same domain it is to blame for all of it"
+
+
 def test_it_can_be_switched_off(quadratic, chunk):
     assert steps(quadratic, chunk, [(0.0, GOOD), (0.0, BAD)], lr=5.0, rollback=False)[1][0] == "keep"
 

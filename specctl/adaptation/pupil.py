@@ -1,0 +1,162 @@
+"""A drafter that learns: its module, what verification has said about its drafts, its learner, the weights in use."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl.adaptation.buffer import ReplayBuffer
+from specctl.adaptation.ensemble import Outcome
+from specctl.adaptation.learners import feedback, make_learner
+from specctl.adaptation.objective import Objective, seed_of
+from specctl.adaptation.watchdog import Acceptance, Ruling, Watchdog
+from specctl.decoding.draft import Drafter
+from specctl.decoding.target import Target
+from specctl.decoding.timing import synchronise
+from specctl.formats import checkpoint
+from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
+from specctl.training.data import Corpus, Example, batches
+from specctl.training.engine import autocast
+from specctl.training.schedule import batch_tokens
+from specctl.training.trainees import make_trainee
+
+NOTHING = Corpus([], [], "", [])
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a chunk has done: the watchdog's ruling on the update before, the new update, and what both cost."""
+
+    ruling: Ruling
+    outcome: Outcome
+    texts: int  # learnt from
+    tokens: int  # of their responses
+    dropped: int  # texts that the buffer had no room for, so far
+    rates: tuple[float, ...]  # η of the members afterwards
+    learn_s: float
+    swap_s: float  # making a drafter of the new weights
+
+
+class Pupil:
+    """One drafter along one stream.
+
+    Attributes:
+        drafter: what to decode the next chunk with.
+        buffer: its `observe` is the decoding loop's `on_round`.
+        rule: the update rule, with the constants of the family.
+    """
+
+    def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
+        """Of an `algo` of the recipe, for texts of `target`; `start` is the drafter's directory, None = the recipe's.
+
+        Raises CheckpointError where that is not a drafter of this family for this target.
+        """
+        family = recipe.family_of(algo)
+        self.rule: LearnerRecipe = recipe.rule_of(algo).resolved(family, target.hidden_size)
+        self.recipe, self.target, self.seed = recipe, target, seed
+        self.training = TrainRecipe(
+            target=recipe.target,
+            arch=family,  # type: ignore[arg-type]
+            init=start or recipe.start_of(family),
+            objective="soft_ce",  # free: the target's distributions are in the verdicts
+            dropout=self.rule.dropout or 0.0,
+            precision="bf16" if target.dtype == torch.bfloat16 else "fp32",
+        )
+        self.trainee = make_trainee(self.training, target, NOTHING)
+        autocast(self.trainee.module, self.training)
+        self.objective = Objective(self.trainee.module, self.trainee.loss, seed)
+        taps = getattr(self.trainee.module, "taps", ())
+        limit = int(recipe.buffer.max_mb * 2**20)
+        self.trainee.store = self.buffer = ReplayBuffer(target, taps, max_bytes=limit, feedback=recipe.buffer.feedback)
+        self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
+        self.watchdog = Watchdog(self.rule)
+        self.chunks = 0
+        self.drafter = self.play()
+
+    def play(self) -> Drafter:
+        """A drafter of the weights that the learner plays."""
+        return self._drafter_of(self.learner.play().vectors[0])
+
+    def _drafter_of(self, w: torch.Tensor) -> Drafter:
+        state = self.trainee.module.state_dict() | self.objective.parameters(w)
+        return self.trainee.drafter(state, self.recipe.drafting)
+
+    def learn(self, acceptance: Acceptance) -> Lesson:
+        """Learn from what `buffer` has taken in since the last time, and play the new weights from now on."""
+        began = time.perf_counter()
+        examples = self._examples()
+        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(examples), acceptance)
+        if not self.recipe.buffer.replay:
+            self.buffer.clear()
+        self.chunks += 1
+        synchronise(self.target.device)
+        learnt = time.perf_counter()
+        if outcome.status == "updated" or ruling == "rollback":
+            self.drafter = self.play()
+        synchronise(self.target.device)
+        return Lesson(
+            ruling,
+            outcome,
+            len(examples),
+            sum(example.response_length for example in examples),
+            self.buffer.dropped,
+            self.learner.rates,
+            learnt - began,
+            time.perf_counter() - learnt,
+        )
+
+    def _examples(self) -> list[Example]:
+        """The chunk's texts, and some older ones where the recipe replays them."""
+        found = self.buffer.examples(feedback(self.rule.algo))
+        if not self.recipe.buffer.replay:
+            return found
+        fresh = [example for example in found if example.index >= self._seen]
+        older = found[: len(found) - len(fresh)]
+        self._seen = 1 + max((example.index for example in found), default=self._seen - 1)
+        count = min(len(older), round(self.recipe.buffer.replay * len(fresh)))
+        return fresh + random.Random(seed_of(self.seed, self.chunks)).sample(older, count)
+
+    _seen = 0  # index of the first text that nothing was learnt from yet
+
+    def _batches(self, examples: Sequence[Example]) -> list[Any]:
+        """The texts as the module's input: made once for all epochs and members."""
+        if not examples:
+            return []
+        tokens = batch_tokens(self.training, self.target)
+        parts = batches(list(examples), tokens, seed=self.seed, epoch=self.chunks)
+        made = [self.trainee.batch(part, self.chunks + n) for n, part in enumerate(parts)]
+        if feedback(self.rule.algo) == "rejected":
+            made = [self.buffer.only_rejected(batch, part) for batch, part in zip(made, parts, strict=True)]
+        return made
+
+    def save(self, directory: Path, info: dict[str, Any]) -> Path:
+        """Write what is played as a drafter directory."""
+        state = self.trainee.module.state_dict() | self.objective.parameters(self.learner.play().vectors[0])
+        tensors = self.trainee.tensors(state)
+        return checkpoint.save(directory, config=self.trainee.config(), tensors=tensors, info=info, overwrite=True)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        facts, tensors = self.buffer.state()
+        tensors = {f"buffer.{name}": value for name, value in tensors.items()}
+        tensors |= {f"learner.{name}": value for name, value in self.learner.state().items()}
+        tensors |= {f"watchdog.{name}": value for name, value in self.watchdog.state().items()}
+        return {"buffer": facts, "chunks": self.chunks, "seen": self._seen}, tensors
+
+    def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from what `state` has told. CheckpointError where it is that of another learner."""
+
+        def part(name: str) -> dict[str, torch.Tensor]:
+            return {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
+
+        self.buffer.restore(facts["buffer"], part("buffer"))
+        self.learner.restore(part("learner"))
+        self.watchdog.restore(part("watchdog"))
+        self.chunks, self._seen = facts["chunks"], facts["seen"]
+        self.drafter = self.play()

@@ -1,0 +1,160 @@
+"""`specctl online`: drafters that learn along a stream; warms one up first when there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl import progress
+from specctl.cli.command import library_output, recipe_command
+from specctl.cli.eval import verdict
+from specctl.cli.options import SAMPLING, TARGET
+from specctl.cli.output import cell, output, table
+from specctl.cli.train_drafter import distil_first
+
+if TYPE_CHECKING:
+    from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
+
+FLAGS = (
+    *("learner", "arch", "init", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
+    *("asynchronous", "online_baselines", "batch", "seeds"),
+    *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
+)
+COLUMNS = {
+    "algo": "contender",
+    "mat": "mat",
+    "mat_first": "first chunk",
+    "mat_last": "last chunk",
+    "mat_over_static": "× static",
+    "speedup": "× plain",
+    "speedup_with_training": "× plain, net",
+    "over_static_with_training": "tokens/s × static, net",
+    "learn_share": "learning",
+}
+"""Fields of a row that people are shown, and their headings; net: the time of learning counts."""
+SHARES = {"learn_share"}
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "online", FLAGS)(online)
+
+
+def online(recipe: OnlineRecipe, dry_run: bool) -> None:
+    """Decode a stream with drafters that keep learning from what verification says about their drafts."""
+    from specctl import api
+    from specctl.cli import plan
+
+    plan.check_data(recipe.data)
+    recipe = of_init(recipe)
+    if recipe.output_dir:
+        plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    first = warm_ups(recipe)
+    data = {path: found for one in first for path, found in distil_first(one).items()}
+    if dry_run:
+        return plan.show("online", recipe, steps(recipe, first, data))
+    with library_output():
+        for one in first:
+            progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
+        for missing in data.values():
+            api.execute("distill", missing)
+        for one in first:
+            api.execute("train-drafter", one)
+        _, document = api.execute("online", recipe)
+    output.result(document, show, brief=document["run_dir"])
+
+
+def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
+    """The recipe with the family of the drafter it starts from, where it names none itself."""
+    from specctl.cli import plan
+    from specctl.errors import RecipeError
+    from specctl.formats import checkpoint
+    from specctl.recipe import FAMILY_LEARNING
+
+    if recipe.init is None:
+        return recipe
+    plan.check_directory(str(recipe.init))
+    family = checkpoint.family(recipe.init)
+    if family not in FAMILY_LEARNING:
+        raise RecipeError(f"init: {recipe.init} is of family {family}, which has no weights that could learn")
+    if recipe.arch is None:
+        recipe = recipe.model_copy(update={"arch": family})
+    other = next((name for name in recipe.families if name != family), None)
+    if other is not None:
+        raise RecipeError(f"init: {recipe.init} is of family {family}, the algo asks for {other}", "leave --init out")
+    return recipe
+
+
+def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
+    """The trainings of the drafters to start from that are missing."""
+    from specctl.recipe import DataRecipe, TrainRecipe
+    from specctl.recipe.train import FirstDataRecipe
+
+    options, found = recipe.warmup, []
+    for family in recipe.families:
+        place = recipe.start_of(family)
+        if (place / "config.json").is_file():
+            continue
+        found.append(
+            TrainRecipe(
+                target=recipe.target,
+                resources=recipe.resources,
+                data=DataRecipe(domain=[recipe.first_domain], prompts=options.prompts),
+                arch=family,  # type: ignore[arg-type]
+                distill=FirstDataRecipe(responses=options.responses),
+                max_minutes=options.minutes,
+                output_dir=place,
+                resume=recipe.resume,
+            )
+        )
+    return found
+
+
+def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
+    """What `online` would do, in words."""
+    from specctl.cli import plan
+
+    found = [plan.check_target(recipe.target)]
+    found += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
+    found += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
+    domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
+    stream = domains or f"those of {', '.join(recipe.data.domain)}"
+    chunk = max(recipe.stream.chunk_of(family) for family in recipe.families)
+    where = "a process of its own learns" if recipe.asynchronous else "learn"
+    return [
+        *found,
+        f"answer prompts ({stream}; {recipe.stream.kind}), {len(recipe.seeds)} time(s), "
+        f"with {', '.join([*recipe.baselines, *recipe.algo])}",
+        f"{where} after every {chunk} prompts: "
+        + ", ".join(f"{name} from {recipe.start_of(recipe.family_of(name))}" for name in recipe.algo),
+        "compare every text with plain decoding's, and save what was learnt",
+    ]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """One row per contender, then the domains of the stream, and the verdict on losslessness."""
+    from rich.console import Group
+
+    rows = document["learners"]
+    columns = {name: title for name, title in COLUMNS.items() if any(row[name] is not None for row in rows)}
+    parts = [table(*columns.values(), rows=[[_shown(name, row[name]) for name in columns] for row in rows])]
+    domains = list(dict.fromkeys(row["domain"] for row in document["per_domain"]))
+    if len(domains) > 1:
+        found = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
+        parts.append(
+            table(
+                "mat in",
+                *domains,
+                rows=[[row["algo"], *(found.get((row["algo"], domain)) for domain in domains)] for row in rows],
+            )
+        )
+    return Group(
+        *parts,
+        "all texts against plain decoding: " + verdict(document["lossless"]),
+        *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
+        f"run: {cell(document['run_dir'])}",
+    )
+
+
+def _shown(name: str, value: Any) -> Any:
+    return f"{100 * value:.0f} %" if name in SHARES and value is not None else value

@@ -1,0 +1,186 @@
+"""`specctl online`: drafters that learn along a stream of prompts, beside those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl import progress
+from specctl.adaptation.stream import PromptStream
+from specctl.decoding.target import Target, load_target
+from specctl.distillation.prompts import Rejections
+from specctl.drafters import pool
+from specctl.errors import Interrupted
+from specctl.evaluation import metrics
+from specctl.evaluation.journal import Journal, Mark
+from specctl.evaluation.lossless import Losslessness
+from specctl.evaluation.measure import VANILLA
+from specctl.evaluation.online_rows import DomainRow, LearnerRow, Passes, SeedRow
+from specctl.evaluation.online_stage import ChunkRow, Stage
+from specctl.evaluation.records import Record, recipe_stamp, write_outputs
+from specctl.evaluation.rows import compared
+from specctl.formats import checkpoint
+from specctl.recipe import OnlineRecipe
+from specctl.runs import Run
+
+OWN = ("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training")
+"""Fields of the first learner's row that the document has at its top, too."""
+
+
+@dataclass(frozen=True)
+class OnlineResult:
+    """The result document of `online`: the first learner's own numbers, then all contenders side by side.
+
+    `per_chunk` are those of the first learner on the first pass; all are in chunks.jsonl. `static` is the row of the
+    same drafter without learning, None where that was not asked for. `drafters`: where each learner's last weights are.
+    """
+
+    algo: str
+    family: str | None
+    chunks: int
+    prompts: int
+    mat: float | None
+    mat_first: float | None
+    mat_last: float | None
+    speedup: float | None
+    speedup_with_training: float | None
+    static: LearnerRow | None
+    per_chunk: list[ChunkRow]
+    learners: list[LearnerRow]
+    per_domain: list[DomainRow]
+    per_seed: list[SeedRow]
+    drafters: dict[str, str]
+    lossless: Losslessness
+    rejected: int
+
+
+def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult:
+    """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
+
+    `target` is given by callers that hold it already.
+
+    Raises:
+        DataError, CheckpointError, UsageError: unusable prompts, drafters, or a run that cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
+        SpecctlError: a learner learns nothing any more, or the disk is full.
+    """
+    target = target or load_target(**recipe.target.loading)
+    run.annotate(target=target.identity)
+    weights = {family: checkpoint.fingerprint(recipe.start_of(family)) for family in recipe.families}
+    journal = Journal(recipe, run, {**recipe_stamp(recipe), "drafters": weights})
+    if journal.start():
+        progress.log(f"resumed behind chunk {journal.mark.number}")
+    elif recipe.resume:
+        progress.log(f"nothing in {run.dir} to resume: from the beginning")
+    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
+    saved: dict[str, str] = {}
+    for place, seed in enumerate(recipe.seeds):
+        if place >= journal.mark.passed:
+            saved |= _pass(recipe, run, target, seed, journal, rejections if place == 0 else _silent(recipe))
+    records = journal.records()
+    journal.finish(records)
+    if recipe.save_outputs:
+        write_outputs(run.dir, records, target.tokenizer)
+    return _result(recipe, records, journal.rows(), saved or _found(recipe, run), rejections.count)
+
+
+def _silent(recipe: OnlineRecipe) -> Rejections:
+    """For later passes over the same prompts."""
+    return Rejections(None, recipe.data.max_rejected)
+
+
+def _pass(
+    recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Journal, rejections: Rejections
+) -> dict[str, str]:
+    """One pass over the stream. Returns where the learners' drafters are."""
+    data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
+    size = max(recipe.stream.chunk_of(family) for family in recipe.families)
+    options = recipe.target.chat_template_kwargs
+    stream = PromptStream(data, recipe.stream, target, rejections, size=size, chat_template_kwargs=options)
+    stage = Stage(recipe, target, seed)
+    mark = journal.mark
+    if mark.stage is not None and mark.stream is not None:
+        stage.restore(mark.stage, journal.tensors)
+        stream.resume(mark.stream, rewind=not stream.stdin)
+    label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
+    try:
+        with progress.track(label, total=stream.total, unit="prompts") as bar:
+            bar.update((mark.stream or {}).get("prompts", 0))
+            shown = recipe.algo[0]
+
+            def done(count: int, records: Sequence[Record]) -> None:
+                own = [record.decoded for record in records if record.drafter == shown]
+                bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(own))
+
+            for chunk in stream.chunks():
+                records = stage.answer(chunk, done)
+                rows = stage.learn(chunk, records)
+                records, _ = compared(recipe, target, records, {r.drafter for r in records} - {VANILLA})
+                for row in rows:
+                    run.metrics(
+                        **{key: getattr(row, key) for key in ("algo", "seed", "chunk", "mat", "loss", "learn_s")}
+                    )
+                facts, tensors = stage.state()
+                number, passed = journal.mark.number + 1, journal.mark.passed
+                journal.keep(records, rows, Mark(number, passed, stream.position(), facts), tensors)
+    except (Interrupted, KeyboardInterrupt) as stop:
+        journal.save()
+        if isinstance(stop, KeyboardInterrupt):
+            raise
+        hint = f"continue with --resume --output-dir {run.dir}"
+        raise Interrupted(f"{stop.message} after {journal.mark.number} chunks", hint=hint) from None
+    saved = {name: str(_save(recipe, run, stage, name)) for name in recipe.algo}
+    journal.passed()
+    return saved
+
+
+def _place(recipe: OnlineRecipe, run: Run, name: str, seed: int) -> Path:
+    return run.dir / "drafters" / (name if seed == recipe.seeds[0] else f"{name}-seed{seed}")
+
+
+def _save(recipe: OnlineRecipe, run: Run, stage: Stage, name: str) -> Path:
+    """Write a learner's drafter as it is after the stream."""
+    start = recipe.start_of(recipe.family_of(name))
+    info: dict[str, Any] = {
+        **checkpoint.read_info(start),
+        "domain": list(dict.fromkeys([*pool.domains_of(str(start)), *recipe.data.domain])),
+        "learnt": f"{name}, {stage.chunks} chunks, from {start}",
+        "mat": {},
+    }
+    return stage.pupils[name].save(_place(recipe, run, name, stage.seed), info)
+
+
+def _found(recipe: OnlineRecipe, run: Run) -> dict[str, str]:
+    """Where a finished run has left its drafters."""
+    places = {name: _place(recipe, run, name, recipe.seeds[0]) for name in recipe.algo}
+    return {name: str(place) for name, place in places.items() if place.is_dir()}
+
+
+def _result(
+    recipe: OnlineRecipe, records: Sequence[Record], chunks: Sequence[ChunkRow], drafters: dict[str, str], rejected: int
+) -> OnlineResult:
+    passes = Passes(recipe, records, chunks)
+    others = [name for name in passes.by_name if name not in recipe.algo]
+    learners = [passes.row(name) for name in [*recipe.algo, *others]]
+    first = learners[0]
+    static = next((row for row in learners if row.algo == passes.static_of(recipe.algo[0])), None)
+    counts = Losslessness()
+    for record in records:
+        if record.agreement is not None:
+            counts.add(record.agreement)
+    domains = dict.fromkeys(record.domain for record in records)
+    return OnlineResult(
+        **{name: getattr(first, name) for name in OWN},
+        chunks=len(chunks) // len(recipe.algo),
+        prompts=sum(row.prompts for row in chunks if row.algo == first.algo),
+        static=static,
+        per_chunk=[row for row in chunks if (row.algo, row.seed) == (first.algo, recipe.seeds[0])],
+        learners=learners,
+        per_domain=[passes.domain_row(name, domain) for domain in domains for name in passes.by_name],
+        per_seed=[passes.seed_row(name, seed) for seed in recipe.seeds for name in recipe.algo],
+        drafters=drafters,
+        lossless=counts,
+        rejected=rejected,
+    )

@@ -1,0 +1,97 @@
+"""How a drafter learns along a stream: the update rule of `specctl online` and its constants."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, cast, get_args
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from specctl.recipe.sections import Fraction, PositiveFloat, Section
+
+Algo = Literal["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
+
+
+class FamilyLearning(Section):
+    """How the heads of a family learn in OnlineSpec; medusa as hydra, lm as it is fine-tuned.
+
+    Adam's rates are for hidden size 4,096: narrower heads take larger steps.
+    """
+
+    optimizer: Literal["sgd", "adam"]
+    adam: PositiveFloat  # η of Adam
+    sgd: PositiveFloat = 0.1  # η of SGD and of the heavy ball
+    epochs: PositiveInt
+    clip: NonNegativeFloat
+    dropout: Fraction = 0.0
+
+
+FAMILY_LEARNING = {
+    "eagle": FamilyLearning(optimizer="adam", adam=3e-5, epochs=5, clip=0.5),
+    "eagle3": FamilyLearning(optimizer="adam", adam=1e-4, epochs=2, clip=0.5),
+    "hydra": FamilyLearning(optimizer="sgd", adam=5e-4, epochs=1, clip=0.0, dropout=0.1),
+    "medusa": FamilyLearning(optimizer="sgd", adam=1e-3, epochs=1, clip=0.0),
+    "lm": FamilyLearning(optimizer="adam", adam=2e-5, epochs=1, clip=1.0),
+}
+
+
+SHORT = {"opt": "optimistic", "ens": "ensemble", "opt-ens": "opt-ensemble"}
+"""As OnlineSpec writes its algorithms: opt-hydra, ens-eagle3."""
+
+
+def rule_and_family(name: str) -> tuple[Algo, str | None]:
+    """`opt-hydra` as ("optimistic", "hydra"); `ogd` names no family. ValueError for what is neither."""
+    family = next((family for family in FAMILY_LEARNING if name.endswith(f"-{family}")), None)
+    rule = name.removesuffix(f"-{family}")
+    rule = SHORT.get(rule, rule)
+    if rule not in get_args(Algo):
+        known = ", ".join(get_args(Algo))
+        raise ValueError(f"no algo {name!r}: there are {known}, or one with a family, such as opt-hydra, ens-eagle3")
+    return cast(Algo, rule), family
+
+
+class LearnerOptions(Section):
+    """Constants of the update rules; None = the family's (`FAMILY_LEARNING`)."""
+
+    optimizer: Literal["sgd", "adam"] | None = None  # of the inner steps; algo momentum has its own
+    lr: PositiveFloat | None = None  # η, of the slowest member of an ensemble
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # algo momentum: μ of the heavy ball
+    matched: bool = False  # algo momentum: lr is the effective rate η / (1 − μ), to compare with the others
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of Adam
+    clip: NonNegativeFloat | None = None  # largest norm of a gradient; 0 = none
+    epochs: PositiveInt | None = None  # inner loop over a chunk
+    step: Literal["batch", "chunk"] = "batch"  # one inner step per batch, or per epoch on the whole chunk's gradient
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # hydra
+    radius: PositiveFloat | None = None  # D: weights stay within this distance of where they started; None = ∞
+    hint: Literal["last", "mean", "none"] = "last"  # optimistic, opt-ensemble: h_t, from the gradients before it
+    members: Annotated[int, Field(ge=2)] = 3  # ensemble: N
+    spacing: Annotated[float, Field(gt=1)] = 2.0  # ensemble: the members' rates are η · spacing^i, i < N
+    epsilon: PositiveFloat = 10.0  # ensemble: ε, rate of Hedge
+    # ensemble: f_s on the whole chunk before anything is learnt from it, or each batch just before the step on it. That
+    # is free (the pass is a sixth to a third of an update), and flatters members that learn fast within a chunk.
+    measure: Literal["chunk", "batch"] = "chunk"
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0  # ensemble: of the members' past losses, per chunk
+    resync: NonNegativeInt = 0  # ensemble: every so many chunks the members restart from their mean; 0 = never
+    combine: Literal["weights", "probs", "sample"] = "weights"  # ensemble: what is averaged, or one member drawn
+    rollback: bool = True  # take back an update that lowers acceptance
+    tolerance: Fraction = 0.1  # share of the acceptance rate that may go before an update is suspected
+    backoff: Annotated[float, Field(gt=0, le=1)] = 0.5  # factor of η after an update was taken back
+
+
+class LearnerRecipe(LearnerOptions):
+    """An update rule with its constants; `resolved` fills in the family's."""
+
+    algo: Algo = "optimistic"
+
+    def resolved(self, family: str, hidden_size: int) -> LearnerRecipe:
+        """With the settings of a drafter family, for heads of this width, where the recipe names none."""
+        own = FAMILY_LEARNING[family]
+        optimizer = self.optimizer or own.optimizer
+        sgd = optimizer == "sgd" or self.algo == "momentum"
+        found = {
+            "optimizer": optimizer,
+            "lr": own.sgd if sgd else own.adam * 4096 / hidden_size,
+            "clip": own.clip,
+            "epochs": own.epochs,
+            "dropout": own.dropout,
+        }
+        return self.model_copy(update={name: value for name, value in found.items() if getattr(self, name) is None})
