@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ class Lesson:
     dropped: int  # texts that the buffer had no room for, so far
     rates: tuple[float, ...]  # η of the members afterwards
     learn_s: float
-    swap_s: float  # making a drafter of the new weights
+    swap_s: float = 0.0  # making a drafter of the new weights
+    behind: int = 0  # chunks that were answered and not learnt from yet
 
 
 class Pupil:
@@ -81,24 +83,46 @@ class Pupil:
 
     def play(self) -> Drafter:
         """A drafter of the weights that the learner plays."""
-        return self._drafter_of(self.learner.play().vectors[0])
+        return self.drafter_of(self.played())
 
-    def _drafter_of(self, w: torch.Tensor) -> Drafter:
+    def played(self) -> torch.Tensor:
+        """[P] the weights that the learner plays."""
+        return self.learner.play().vectors[0]
+
+    def drafter_of(self, w: torch.Tensor) -> Drafter:
+        """A drafter of the weights w [P]."""
         state = self.trainee.module.state_dict() | self.objective.parameters(w)
         return self.trainee.drafter(state, self.recipe.drafting)
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """While it is this pupil's turn to draft."""
+        yield
+
+    def finish(self) -> None:
+        """The stream has ended."""
+
+    def close(self) -> None:
+        """Free what it holds besides memory."""
+
+    def sit(self, acceptance: Acceptance) -> Lesson:
+        """Learn from the chunk that was just answered, and play the new weights from now on."""
+        lesson = self.learn(acceptance)
+        if lesson.outcome.status != "updated" and lesson.ruling != "rollback":
+            return lesson
+        began = time.perf_counter()
+        self.drafter = self.play()
+        synchronise(self.target.device)
+        return replace(lesson, swap_s=time.perf_counter() - began)
+
     def learn(self, acceptance: Acceptance) -> Lesson:
-        """Learn from what `buffer` has taken in since the last time, and play the new weights from now on."""
+        """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is."""
         began = time.perf_counter()
         examples = self._examples()
         ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(examples), acceptance)
         if not self.recipe.buffer.replay:
             self.buffer.clear()
         self.chunks += 1
-        synchronise(self.target.device)
-        learnt = time.perf_counter()
-        if outcome.status == "updated" or ruling == "rollback":
-            self.drafter = self.play()
         synchronise(self.target.device)
         return Lesson(
             ruling,
@@ -107,8 +131,7 @@ class Pupil:
             sum(example.response_length for example in examples),
             self.buffer.dropped,
             self.learner.rates,
-            learnt - began,
-            time.perf_counter() - learnt,
+            time.perf_counter() - began,
         )
 
     def _examples(self) -> list[Example]:
@@ -137,7 +160,7 @@ class Pupil:
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
         """Write what is played as a drafter directory."""
-        state = self.trainee.module.state_dict() | self.objective.parameters(self.learner.play().vectors[0])
+        state = self.trainee.module.state_dict() | self.objective.parameters(self.played())
         tensors = self.trainee.tensors(state)
         return checkpoint.save(directory, config=self.trainee.config(), tensors=tensors, info=info, overwrite=True)
 

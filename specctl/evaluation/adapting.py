@@ -125,12 +125,15 @@ def _pass(
                 facts, tensors = stage.state()
                 number, passed = journal.mark.number + 1, journal.mark.passed
                 journal.keep(records, rows, Mark(number, passed, stream.position(), facts), tensors)
+        stage.finish()
     except (Interrupted, KeyboardInterrupt) as stop:
         journal.save()
         if isinstance(stop, KeyboardInterrupt):
             raise
         hint = f"continue with --resume --output-dir {run.dir}"
         raise Interrupted(f"{stop.message} after {journal.mark.number} chunks", hint=hint) from None
+    finally:
+        stage.close()
     saved = {name: str(_save(recipe, run, stage, name)) for name in recipe.algo}
     journal.passed()
     return saved

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specctl import progress
 from specctl.adaptation.pupil import Lesson, Pupil
+from specctl.adaptation.remote import RemotePupil
 from specctl.adaptation.stream import Arrival
 from specctl.adaptation.watchdog import Acceptance
 from specctl.decoding.loop import Decoded
@@ -30,7 +31,9 @@ class ChunkRow:
     """A line of `chunks.jsonl`: one learner in one chunk, decoded with the weights from before it.
 
     `loss` is per token and from before learning; `losses` and `weights` are those of an ensemble's members, `rates` the
-    η of the next chunk. `learn_s` is spent on learning, `swap_s` on making a drafter of new weights.
+    η of the next chunk. `learn_s` is spent on learning (asynchronous: on handing the chunk over), `swap_s` on making a
+    drafter of new weights, `behind` counts chunks that are not learnt from yet. Asynchronous learning says what it knew
+    last.
     """
 
     algo: str
@@ -57,6 +60,7 @@ class ChunkRow:
     steps: int
     texts: int
     dropped: int
+    behind: int
 
 
 def static_name(recipe: OnlineRecipe, family: str) -> str:
@@ -71,7 +75,8 @@ class Stage:
         """Raises CheckpointError where a drafter to start from cannot be used."""
         self.recipe, self.target, self.seed = recipe, target, seed
         self.chunks = self._turns = 0
-        self.pupils = {algo: Pupil(recipe, algo, target, seed) for algo in recipe.algo}
+        kind = RemotePupil if recipe.asynchronous else Pupil
+        self.pupils: dict[str, Pupil] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
         self.fixed = {
             static_name(recipe, family): pool.load_drafter(str(recipe.start_of(family)), target, recipe.drafting)
             for family in (recipe.families if STATIC in recipe.baselines else ())
@@ -95,14 +100,9 @@ class Stage:
     def _answers(self, name: str, pupil: Pupil) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
             pupil.buffer.open([case.prompt.id for case in turn])
-            decoded = decode_turn(
-                self.target,
-                self.recipe.sampling,
-                turn,
-                seeds,
-                drafter=pupil.drafter,
-                on_round=pupil.buffer.observe,
-            )
+            with pupil.awake():
+                options = {"drafter": pupil.drafter, "on_round": pupil.buffer.observe}
+                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             return [{name: one} for one in decoded]
 
         return answer
@@ -137,7 +137,7 @@ class Stage:
             own = [record.decoded for record in records if record.drafter == name]
             static = static_name(self.recipe, self.recipe.family_of(name))
             accepted = sum(one.accepted for one in own)
-            lesson = pupil.learn(Acceptance(accepted, accepted + sum(one.rejections for one in own)))
+            lesson = pupil.sit(Acceptance(accepted, accepted + sum(one.rejections for one in own)))
             self._watch(name, lesson)
             outcome = lesson.outcome
             rows.append(
@@ -166,6 +166,7 @@ class Stage:
                     steps=outcome.steps,
                     texts=lesson.texts,
                     dropped=lesson.dropped,
+                    behind=lesson.behind,
                 )
             )
         self.chunks += 1
@@ -188,6 +189,16 @@ class Stage:
                 f"{name} has learnt nothing for {GIVE_UP} chunks: losses or gradients are not finite",
                 hint="lower learner.lr, or set learner.clip",
             )
+
+    def finish(self) -> None:
+        """The stream has ended: wait for those who still learn."""
+        for pupil in self.pupils.values():
+            pupil.finish()
+
+    def close(self) -> None:
+        """End what runs elsewhere."""
+        for pupil in self.pupils.values():
+            pupil.close()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
