@@ -45,6 +45,12 @@ class Lesson:
     behind: int = 0  # chunks that were answered and not learnt from yet
 
 
+def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
+    """An empty one, as large as the recipe allows."""
+    options = recipe.buffer
+    return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
+
+
 class Pupil:
     """One drafter along one stream.
 
@@ -59,13 +65,14 @@ class Pupil:
 
         Raises CheckpointError where that is not a drafter of this family for this target.
         """
-        family = recipe.family_of(algo)
+        self.start = start or recipe.start_of(recipe.family_of(algo))
+        family = recipe.family_of(algo) if start is None else checkpoint.family(start)
         self.rule: LearnerRecipe = recipe.rule_of(algo).resolved(family, target.hidden_size)
         self.recipe, self.target, self.seed = recipe, target, seed
         self.training = TrainRecipe(
             target=recipe.target,
             arch=family,  # type: ignore[arg-type]
-            init=start or recipe.start_of(family),
+            init=self.start,
             objective="soft_ce",  # free: the target's distributions are in the verdicts
             dropout=self.rule.dropout or 0.0,
             precision="bf16" if target.dtype == torch.bfloat16 else "fp32",
@@ -73,12 +80,24 @@ class Pupil:
         self.trainee = make_trainee(self.training, target, NOTHING)
         autocast(self.trainee.module, self.training)
         self.objective = Objective(self.trainee.module, self.trainee.loss, seed)
-        taps = getattr(self.trainee.module, "taps", ())
-        limit = int(recipe.buffer.max_mb * 2**20)
-        self.trainee.store = self.buffer = ReplayBuffer(target, taps, max_bytes=limit, feedback=recipe.buffer.feedback)
+        self.trainee.store = self.buffer = self._new_buffer()
         self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
         self.watchdog = Watchdog(self.rule)
         self.chunks = 0
+        self.drafter = self.play()
+
+    def _new_buffer(self) -> ReplayBuffer:
+        return new_buffer(self.recipe, self.target, getattr(self.trainee.module, "taps", ()))
+
+    def retarget(self, target: Target) -> None:
+        """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
+
+        What was learnt stays; texts of the old target are forgotten. CheckpointError where the drafter does not fit it.
+        """
+        checkpoint.check_target(self.trainee.config(), target)
+        self.target = target
+        self.trainee.retarget(target)
+        self.trainee.store = self.buffer = self._new_buffer()
         self.drafter = self.play()
 
     def play(self) -> Drafter:
@@ -93,6 +112,18 @@ class Pupil:
         """A drafter of the weights w [P]."""
         state = self.trainee.module.state_dict() | self.objective.parameters(w)
         return self.trainee.drafter(state, self.recipe.drafting)
+
+    def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
+        """The prompts that are decoded next."""
+        self.buffer.open(queries)
+
+    def forget(self) -> None:
+        """Let go of what was answered so far: nothing is learnt from it."""
+        self.buffer.clear()
+
+    def drafting(self) -> dict[str, Any]:
+        """Options of `decode`."""
+        return {"drafter": self.drafter, "on_round": self.buffer.observe}
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -68,7 +68,7 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     """
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
-    weights = {family: checkpoint.fingerprint(recipe.start_of(family)) for family in recipe.families}
+    weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, {**recipe_stamp(recipe), "drafters": weights})
     if journal.start():
         progress.log(f"resumed behind chunk {journal.mark.number}")
@@ -86,6 +86,13 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     return _result(recipe, records, journal.rows(), saved or _found(recipe, run), rejections.count)
 
 
+def _starts(recipe: OnlineRecipe) -> list[Path]:
+    """The drafters that learners start from."""
+    if recipe.pool is not None:
+        return pool.find_pool(recipe.pool)
+    return [recipe.start_of(family) for family in recipe.families]
+
+
 def _silent(recipe: OnlineRecipe) -> Rejections:
     """For later passes over the same prompts."""
     return Rejections(None, recipe.data.max_rejected)
@@ -96,18 +103,19 @@ def _pass(
 ) -> dict[str, str]:
     """One pass over the stream. Returns where the learners' drafters are."""
     data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
-    size = max(recipe.stream.chunk_of(family) for family in recipe.families)
     options = recipe.target.chat_template_kwargs
-    stream = PromptStream(data, recipe.stream, target, rejections, size=size, chat_template_kwargs=options)
+    stream = PromptStream(data, recipe.stream, target, rejections, size=recipe.chunk, chat_template_kwargs=options)
     stage = Stage(recipe, target, seed)
     mark = journal.mark
+    answered = (mark.stream or {}).get("prompts", 0)
     if mark.stage is not None and mark.stream is not None:
+        _use_target(recipe, stage, mark.stage["target"])
         stage.restore(mark.stage, journal.tensors)
         stream.resume(mark.stream, rewind=not stream.stdin)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     try:
         with progress.track(label, total=stream.total, unit="prompts") as bar:
-            bar.update((mark.stream or {}).get("prompts", 0))
+            bar.update(answered)
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:
@@ -115,9 +123,11 @@ def _pass(
                 bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(own))
 
             for chunk in stream.chunks():
+                _use_target(recipe, stage, recipe.target_at(answered), f"from prompt {answered + 1} on ")
+                answered += len(chunk)
                 records = stage.answer(chunk, done)
                 rows = stage.learn(chunk, records)
-                records, _ = compared(recipe, target, records, {r.drafter for r in records} - {VANILLA})
+                records, _ = compared(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
                 for row in rows:
                     run.metrics(
                         **{key: getattr(row, key) for key in ("algo", "seed", "chunk", "mat", "loss", "learn_s")}
@@ -139,19 +149,24 @@ def _pass(
     return saved
 
 
+def _use_target(recipe: OnlineRecipe, stage: Stage, name: str, since: str = "") -> None:
+    """Go on with the target of this name, where it is another one."""
+    if recipe.target_schedule and name != stage.target.name:
+        progress.log(f"{since}the target is {name}")
+        stage.retarget(load_target(**(recipe.target.loading | {"name": name})))
+
+
 def _place(recipe: OnlineRecipe, run: Run, name: str, seed: int) -> Path:
     return run.dir / "drafters" / (name if seed == recipe.seeds[0] else f"{name}-seed{seed}")
 
 
 def _save(recipe: OnlineRecipe, run: Run, stage: Stage, name: str) -> Path:
     """Write a learner's drafter as it is after the stream."""
-    start = recipe.start_of(recipe.family_of(name))
-    info: dict[str, Any] = {
-        **checkpoint.read_info(start),
-        "domain": list(dict.fromkeys([*pool.domains_of(str(start)), *recipe.data.domain])),
-        "learnt": f"{name}, {stage.chunks} chunks, from {start}",
-        "mat": {},
-    }
+    start = recipe.pool or recipe.start_of(recipe.family_of(name))
+    info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
+    if recipe.pool is None:
+        domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
+        info = {**checkpoint.read_info(start), "domain": list(domains), **info}
     return stage.pupils[name].save(_place(recipe, run, name, stage.seed), info)
 
 
