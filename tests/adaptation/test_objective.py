@@ -40,7 +40,7 @@ class Lesson:
         head = self.target_head = target.head_weight[self.head.draft_ids].contiguous()
         self.chunk = [slot_batch(part, store.get(part), steps, self.head.t2d) for part in (examples[:2], examples[2:])]
         self.run = lambda module, batch: module(batch, target.model.embedding, head)
-        self.run_on_distributions = lambda module, batch: module(batch, target.model.embedding, None)
+        self.prepare = lambda batch: with_distributions(batch, head, self.head.squash)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -71,15 +71,35 @@ def test_gradients_are_those_of_the_module(target, arch):
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("arch", ["eagle3", "hydra", "medusa"])
-def test_distributions_that_are_made_once(target, arch):
+@pytest.mark.parametrize("arch", ["eagle", "eagle3", "hydra", "medusa"])
+def test_distributions_that_are_made_once(target, arch, monkeypatch):
     """The same losses and gradients as from the teacher's states, without a product for every member and depth."""
     lesson = Lesson(target, arch)
-    plain, shared = (Objective(lesson.head, run) for run in (lesson.run, lesson.run_on_distributions))
-    w = plain.start()
-    batch = with_distributions(lesson.chunk[0], lesson.target_head, lesson.head.squash)
-    for ours, theirs in zip(shared.gradient(w, batch, 0), plain.gradient(w, lesson.chunk[0], 0), strict=True):
+    objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
+    w, batch = objective.start(), lesson.chunk[0]
+    plain, prepared = (objective.gradient(w, batch, 0) for batch in (batch, objective.prepare(batch)))
+    for ours, theirs in zip(prepared, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    prepared = objective.prepare(batch)
+    monkeypatch.setattr("specctl.kernels.distill.Teacher.known", None if arch == "never" else lambda t, at: t.rows[at])
+    objective.gradients([w, w], prepared, 0)
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_stacked_learners_are_those_that_take_turns(target, arch):
+    """Losses and gradients of three, with the dropout masks and noise that each would draw alone."""
+    lesson = Lesson(target, arch, **{"dropout": 0.3} if arch == "hydra" else {})
+    objective = Objective(lesson.head, lesson.run, seed=2)
+    random = torch.Generator().manual_seed(2)
+    start = objective.start()
+    vectors = [start + 0.01 * torch.randn(start.shape, generator=random) for _ in range(3)]
+    batch = lesson.chunk[0]
+    for w, found in zip(vectors, objective.gradients(vectors, batch, draw=4), strict=True):
+        for ours, theirs in zip(found, objective.gradient(w, batch, draw=4), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    alone = torch.cat([objective.losses([w], lesson.chunk) for w in vectors])
+    torch.testing.assert_close(objective.losses(vectors, lesson.chunk), alone, rtol=1e-6, atol=0)
+    assert len(set(alone.tolist())) == 3
 
 
 def test_dropout_is_a_function_of_seed_and_draw(target):
