@@ -15,7 +15,7 @@ import torch
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.learners import feedback, make_learner
-from specctl.adaptation.objective import Objective, seed_of
+from specctl.adaptation.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.watchdog import Acceptance, Ruling, Watchdog
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
@@ -25,7 +25,7 @@ from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, batches
 from specctl.training.engine import autocast
 from specctl.training.schedule import batch_tokens
-from specctl.training.trainees import make_trainee
+from specctl.training.trainees import FeatureTrainee, make_trainee
 
 NOTHING = Corpus([], [], "", [])
 
@@ -79,12 +79,18 @@ class Pupil:
         )
         self.trainee = make_trainee(self.training, target, NOTHING)
         autocast(self.trainee.module, self.training)
-        self.objective = Objective(self.trainee.module, self.trainee.loss, seed)
+        self.objective = Objective(self.trainee.module, self.trainee.loss, seed, self._prepare)
         self.trainee.store = self.buffer = self._new_buffer()
         self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
         self.watchdog = Watchdog(self.rule)
         self.chunks = 0
         self.drafter = self.play()
+
+    def _prepare(self, batch: Any) -> Any:
+        """The target's distributions are made once a batch, for all members and draft depths."""
+        if not isinstance(self.trainee, FeatureTrainee):
+            return batch
+        return with_distributions(batch, self.trainee.target_head, self.trainee.module.squash)
 
     def _new_buffer(self) -> ReplayBuffer:
         return new_buffer(self.recipe, self.target, getattr(self.trainee.module, "taps", ()))
