@@ -127,7 +127,7 @@ class Stage:
         policy = registry.build(name, arms, options)
         if self.recipe.warm_start and policy.learns == "losses":
             for _ in range(self.recipe.router.weight):  # as if so many tokens had been seen
-                policy.losses(1 - self._routed(text))
+                policy.losses((1 - self._routed(text)).tolist())
         return policy
 
     def _routed(self, text: Text) -> Array:

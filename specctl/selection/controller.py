@@ -226,7 +226,7 @@ class Selector:
                 entry.committed,
                 min(len(verdict.paths[b]), entry.committed),
                 verdict.depths[b],
-                [round(float(weight), 4) for weight in entry.weights],
+                [round(weight, 4) for weight in entry.weights],
                 learnt,
                 entry.regret,
                 entry.decide_us,

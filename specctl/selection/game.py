@@ -11,7 +11,7 @@ import numpy as np
 
 from specctl.selection.delay import Delay
 from specctl.selection.losses import usable
-from specctl.selection.policy import AnyArray, Arms, Array, Policy
+from specctl.selection.policy import AnyArray, Arms, Array, Numbers, Policy
 from specctl.selection.rules import Rules
 
 
@@ -28,7 +28,7 @@ class Round:
     """
 
     arm: int
-    weights: Array
+    weights: Numbers
     committed: int = 0
     reward: float | None = None
     losses: list[Array] = field(default_factory=list)
@@ -56,12 +56,12 @@ class Game:
         self._next_scoring = rules.warmup_rounds + rules.batch_rounds
         self._delay = Delay(arms.count, rules)
         self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
-        self._update: list[Array] = []  # vectors that wait to become one update
+        self._update: list[Numbers] = []  # vectors that wait to become one update
         self._best_rate = 0.0
         self._cost = np.zeros(arms.count)  # Σ losses of each arm
         self._own_cost = 0.0
 
-    def weights(self) -> Array:
+    def weights(self) -> Numbers:
         """[N] probabilities of the next choice."""
         return self.policy.weights()
 
@@ -174,7 +174,7 @@ class Game:
         losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1
         self._cost += losses.sum(axis=0)
         self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
-        self._update += list(losses)
+        self._update += losses.tolist()
         self._learn(1 if self._rounds <= self.rules.warmup_rounds else self.rules.tokens_per_update)
         if self.log:
             self.log[-1].losses.append(losses)
@@ -185,7 +185,7 @@ class Game:
         began = perf_counter_ns()
         while len(self._update) >= size:
             together, self._update = self._update[:size], self._update[size:]
-            self.policy.losses(together[0] if size == 1 else np.mean(together, axis=0))
+            self.policy.losses(together[0] if size == 1 else [sum(ones) / size for ones in zip(*together, strict=True)])
         if self.log:
             self.log[-1].decide_us += (perf_counter_ns() - began) / 1000
 
@@ -207,7 +207,7 @@ class Game:
             **{name: getattr(self, name) for name in _PLAIN},
             "owners": list(self._owners),
             "cost": self._cost.tolist(),
-            "update": [vector.tolist() for vector in self._update],
+            "update": list(self._update),
             "delay": self._delay.state(),
             "policy": self.policy.state(),
         }
@@ -218,7 +218,7 @@ class Game:
             setattr(self, name, state[name])
         self._owners = list(state["owners"])
         self._cost = np.array(state["cost"])
-        self._update = [np.array(vector) for vector in state["update"]]
+        self._update = list(state["update"])
         self._delay.restore(state["delay"])
         self.policy.restore(state["policy"])
 

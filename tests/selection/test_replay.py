@@ -144,7 +144,7 @@ class Spy:
         self.told = []
 
     def weights(self):
-        return np.array([0.0, 1.0])
+        return [0.0, 1.0]
 
     def choose(self):
         return 1
