@@ -32,7 +32,7 @@ def exponential_weights(L: Numbers, eta: float) -> Numbers:
     return normalized(exp(eta * (least - loss)) for loss in L)
 
 
-def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-12) -> float:
+def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-9) -> float:
     """The y ≥ 1 with mean exp(u y) = e, for N numbers u in [0, 1] whose maximum is 1; `start` is a guess.
 
     Zeros may be left out of `u`: exp(0 y) = 1, and mostly few arms of many have a positive regret.

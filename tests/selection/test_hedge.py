@@ -72,10 +72,10 @@ def test_the_normalizer_solves_its_equation_from_any_start():
             u = generator.random(N) ** 8
             u[generator.integers(N)] = 1.0
             y = normalizer(u.tolist(), N, start)
-            assert np.exp(u * y).mean() == pytest.approx(e, rel=1e-10)
+            assert np.exp(u * y).mean() == pytest.approx(e, rel=1e-8)
             u[u < 0.5] = 0
             some = normalizer([x for x in u.tolist() if x], N, start)
-            assert np.exp(u * some).mean() == pytest.approx(e, rel=1e-10), "zeros left out"
+            assert np.exp(u * some).mean() == pytest.approx(e, rel=1e-8), "zeros left out"
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e-9, 1.0, 1e9, 1e150])
