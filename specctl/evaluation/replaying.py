@@ -57,8 +57,8 @@ def record_table(
 ) -> Table:
     """Record the pool on the stream, into `recipe.record`. Raises as `selection.record.record`."""
     queries = [
-        record.Query(case.prompt.id, case.prompt.domain, case.ids, case.room, case.seed(recipe.sampling.seed))
-        for session in stream
+        record.Query(case.prompt.id, case.prompt.domain, case.ids, case.room, case.seed(recipe.sampling.seed), number)
+        for number, session in enumerate(stream)
         for case in session
     ]
     return record.record(

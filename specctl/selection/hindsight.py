@@ -31,17 +31,22 @@ def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def games(traces: list[Trace], reset: Reset, length: int) -> list[list[int]]:
-    """Indices of the traces between two resets; a session is a run of one domain, at most `length` traces long."""
+    """Indices of the traces between two resets; a session is that of the recording, or a run of one domain where the
+    table does not say, at most `length` traces long."""
     if reset == "stream":
         return [list(range(len(traces)))]
     parts: list[list[int]] = []
     for index, trace in enumerate(traces):
-        goes_on = parts and trace.domain == traces[index - 1].domain and len(parts[-1]) < length
+        goes_on = parts and _session(trace) == _session(traces[index - 1]) and len(parts[-1]) < length
         if reset == "session" and goes_on:
             parts[-1].append(index)
         else:
             parts.append([index])
     return parts
+
+
+def _session(trace: Trace) -> int | str:
+    return trace.domain if trace.session is None else trace.session
 
 
 def token_losses(trace: Trace, rules: Rules) -> Array:

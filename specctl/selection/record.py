@@ -40,13 +40,14 @@ CONTEXT, REPEATS = 192, 20  # of the steps that are timed
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt ready to be answered with at most `room` new tokens."""
+    """A prompt ready to be answered with at most `room` new tokens, and the number of its session in the stream."""
 
     id: str
     domain: str
     ids: list[int]
     room: int
     seed: int
+    session: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ def _recorded(
         overlap=known.overlap,
         hit=known.hit,
         ended=answer.stop == "eos",
+        session=query.session,
     )
     seconds = np.array([sum(one.seconds for one in drafts) for drafts in witness.drafts])
     nodes = np.array([sum(len(one.tokens) for one in drafts) for drafts in witness.drafts])

@@ -1,5 +1,7 @@
 """Replays against walks by hand, yardsticks that nothing may beat, and what HedgeSpec is built for."""
 
+from dataclasses import replace as changed
+
 import numpy as np
 import pytest
 
@@ -132,6 +134,15 @@ def test_games_end_where_the_domain_changes_or_the_session_is_full():
     assert games(traces, "session", 9) == [[0, 1, 2], [3, 4], [5]]
     assert games(traces, "query", 9) == [[0], [1], [2], [3], [4], [5]]
     assert games(traces, "stream", 1) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_sessions_are_those_of_the_recording_where_it_says():
+    """Of two domains (order=shift) one game; two sessions of one domain that follow each other are two."""
+    traces = [
+        changed(scripted(BY_HAND, domain), session=n) for domain, n in zip("abbbcc", [0, 0, 1, 1, 2, 2], strict=True)
+    ]
+    assert games(traces, "session", 8) == [[0, 1], [2, 3], [4, 5]]
+    assert games(traces, "session", 1) == games(traces, "query", 8)
 
 
 class Spy:
