@@ -41,6 +41,9 @@ class GameRecipe(Section):
     warmup_rounds: NonNegativeInt = 6  # rounds that are all scored
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
     batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
+    # Forget, and score again, where the arm that plays accepts less than it did: Page's test alarms after about so many
+    # rounds that are two standard deviations worse. null = HedgeSpec's, for stationary games.
+    drift: PositiveFloat | None = 4.0
     # Of a text that ends within a game, also score the tokens that no scoring has reached; else they are forgotten. A
     # text that is scored at all costs a prefill of each idle drafter.
     score_ends: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specctl.selection.delay import Delay
+from specctl.selection.drift import Drift
 from specctl.selection.losses import usable
 from specctl.selection.policy import AnyArray, Arms, Array, Numbers, Policy
 from specctl.selection.rules import Rules
@@ -52,8 +53,9 @@ class Game:
         self.dropped = 0  # rewards, and vectors of losses, that were not finite throughout
         self.unscored = 0  # committed tokens that no `scored` has covered
         self._rounds = 0
-        self._interval = float(rules.batch_rounds)
-        self._next_scoring = rules.warmup_rounds + rules.batch_rounds
+        self._begin_scoring(rules.warmup_rounds)
+        self._drift = Drift(arms.count, rules.drift) if rules.drift and policy.learns == "losses" else None
+        self._stale = 0  # so many of the next vectors are older than the change that was noticed
         self._delay = Delay(arms.count, rules)
         self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
         self._update: list[Numbers] = []  # vectors that wait to become one update
@@ -101,7 +103,13 @@ class Game:
         entry.committed = committed
         if self.policy.learns == "losses":
             self.unscored += committed
-            self._owners += [arm] * self._delay.committed(committed)
+            vectors = self._delay.committed(committed)
+            self._owners += [arm] * vectors
+            if self._drift is not None:
+                began = perf_counter_ns()
+                if self._drift.seen(arm, accepted if complete else None, vectors):
+                    self._begin_again(self._drift)
+                entry.decide_us += (perf_counter_ns() - began) / 1000
         elif self.policy.learns == "reward" and complete:
             unit = self._reward(arm, committed, accepted, overlap, seconds)
             if not isfinite(unit):
@@ -111,6 +119,20 @@ class Game:
             began = perf_counter_ns()
             self.policy.reward(arm, entry.reward)
             entry.decide_us += (perf_counter_ns() - began) / 1000
+
+    def _begin_scoring(self, rounds: int) -> None:
+        """So many rounds from now on are all scored, then some after ever longer intervals."""
+        self._warm_until = self._rounds + rounds
+        self._interval = float(self.rules.batch_rounds)
+        self._next_scoring = self._warm_until + self.rules.batch_rounds
+
+    def _begin_again(self, drift: Drift) -> None:
+        """An alarm: what was learnt before the change is forgotten, scoring begins now and anew."""
+        self._stale = max(len(self._owners) - drift.since, 0)
+        self._update.clear()
+        self.policy.forget()
+        drift.reset()
+        self._begin_scoring(0)
 
     def _reward(
         self, arm: int, committed: int, accepted: int, overlap: AnyArray | None, seconds: float | None
@@ -140,7 +162,7 @@ class Game:
         """How many of the oldest committed tokens without scores it wants scored now: all or none of them."""
         if self.policy.learns != "losses":
             return 0
-        if self._rounds <= self.rules.warmup_rounds:
+        if self._rounds <= self._warm_until:
             return self.unscored
         if self._rounds < self._next_scoring:
             return 0
@@ -164,6 +186,8 @@ class Game:
     def _feed(self, losses: Array) -> None:
         """[M, N] vectors, in the order of the text."""
         owners, self._owners = self._owners[: len(losses)], self._owners[len(losses) :]
+        stale = min(self._stale, len(losses))
+        self._stale -= stale
         broken = ~np.isfinite(losses).all(axis=1)
         if broken.any():
             self.dropped += int(broken.sum())
@@ -174,8 +198,8 @@ class Game:
         losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1
         self._cost += losses.sum(axis=0)
         self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
-        self._update += losses.tolist()
-        self._learn(1 if self._rounds <= self.rules.warmup_rounds else self.rules.tokens_per_update)
+        self._update += losses[stale:].tolist()
+        self._learn(1 if self._rounds <= self._warm_until else self.rules.tokens_per_update)
         if self.log:
             self.log[-1].losses.append(losses)
             self.log[-1].regret = self._own_cost - float(self._cost.min())
@@ -198,7 +222,7 @@ class Game:
         self._feed(self._delay.ended())
         if self._update:
             self._learn(len(self._update))
-        self.unscored = 0
+        self.unscored = self._stale = 0
         self._owners.clear()
 
     def state(self) -> dict[str, Any]:
@@ -209,6 +233,7 @@ class Game:
             "cost": self._cost.tolist(),
             "update": list(self._update),
             "delay": self._delay.state(),
+            "drift": self._drift and self._drift.state(),
             "policy": self.policy.state(),
         }
 
@@ -220,7 +245,12 @@ class Game:
         self._cost = np.array(state["cost"])
         self._update = list(state["update"])
         self._delay.restore(state["delay"])
+        if self._drift is not None:
+            self._drift.restore(state["drift"])
         self.policy.restore(state["policy"])
 
 
-_PLAIN = ("dropped", "unscored", "_rounds", "_interval", "_next_scoring", "_best_rate", "_own_cost")
+_PLAIN = (
+    *("dropped", "unscored", "_rounds", "_warm_until", "_interval", "_next_scoring", "_stale", "_best_rate"),
+    "_own_cost",
+)

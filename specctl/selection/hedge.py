@@ -6,6 +6,7 @@ having followed each arm, R_i = Σ (⟨p, ℓ⟩ − ℓ_i); C [N] = Σ |⟨p, �
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from math import exp, log, sqrt
 from operator import add
@@ -82,15 +83,28 @@ def adanormalhedge_weights(R: Numbers, C: Numbers) -> Numbers:
     return normalized(weights) if any(weights) else [1 / len(R)] * len(R)
 
 
-class FollowTheLeader(Weighted):
-    """`ftl`: the honest ablation of all that follows."""
+class Learner(Weighted):
+    """What all have in common: they begin with nothing learnt, and can begin again."""
 
     learns: ClassVar[Learns] = "losses"
-    learnt = ("L",)
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options.play)
-        self.L = [0.0] * arms.count
+        self.forget()
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Nothing was learnt."""
+
+
+class FollowTheLeader(Learner):
+    """`ftl`: the honest ablation of all that follows."""
+
+    learnt = ("L",)
+
+    def forget(self) -> None:
+        self.L = [0.0] * self.arms.count
+        self._changed()
 
     def losses(self, losses: Sequence[float]) -> None:
         self.L = list(map(add, self.L, losses))
@@ -100,17 +114,19 @@ class FollowTheLeader(Weighted):
         return leader_weights(self.L)
 
 
-class Hedge(Weighted):
+class Hedge(Learner):
     """`hedge`: exponential weights, with the rate that needs no horizon unless `eta` is given."""
 
-    learns: ClassVar[Learns] = "losses"
     learnt = ("L", "t")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
-        super().__init__(arms, options.play)
-        self.L = [0.0] * arms.count
-        self.t = 0
+        super().__init__(arms, options)
         self._eta = options.eta
+
+    def forget(self) -> None:
+        self.L = [0.0] * self.arms.count
+        self.t = 0
+        self._changed()
 
     def losses(self, losses: Sequence[float]) -> None:
         self.L = list(map(add, self.L, losses))
@@ -121,16 +137,15 @@ class Hedge(Weighted):
         return exponential_weights(self.L, self._eta or hedge_rate(self.t + 1, self.arms.count))
 
 
-class NormalHedge(Weighted):
+class NormalHedge(Learner):
     """`normalhedge`, the learner of `hedgespec`: no rate to choose."""
 
-    learns: ClassVar[Learns] = "losses"
     learnt = ("R", "y")
 
-    def __init__(self, arms: Arms, options: PolicyRecipe):
-        super().__init__(arms, options.play)
-        self.R = [0.0] * arms.count
+    def forget(self) -> None:
+        self.R = [0.0] * self.arms.count
         self.y = 1.0
+        self._changed()
 
     def losses(self, losses: Sequence[float]) -> None:
         own = dot(self.weights(), losses)
@@ -142,16 +157,15 @@ class NormalHedge(Weighted):
         return weights
 
 
-class AdaNormalHedge(Weighted):
+class AdaNormalHedge(Learner):
     """`adanormalhedge`: as NormalHedge, and adapts to how large each arm's regrets are."""
 
-    learns: ClassVar[Learns] = "losses"
     learnt = ("R", "C")
 
-    def __init__(self, arms: Arms, options: PolicyRecipe):
-        super().__init__(arms, options.play)
-        self.R = [0.0] * arms.count
-        self.C = [0.0] * arms.count
+    def forget(self) -> None:
+        self.R = [0.0] * self.arms.count
+        self.C = [0.0] * self.arms.count
+        self._changed()
 
     def losses(self, losses: Sequence[float]) -> None:
         own = dot(self.weights(), losses)

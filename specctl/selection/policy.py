@@ -67,6 +67,10 @@ class Policy(Protocol):
         """What one token has cost each arm, [N] in [0, 1]. Full information only."""
         ...
 
+    def forget(self) -> None:
+        """The world has changed: nothing was learnt. Full information only."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """All that it has learnt, and its generator, as JSON can hold it."""
         ...
@@ -121,6 +125,9 @@ class Weighted(ABC):
 
     def losses(self, losses: Sequence[float]) -> None:  # noqa: B027
         """Without full information: nothing to learn from losses."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Without full information: its rule has its own way to forget, or none."""
 
     def state(self) -> dict[str, Any]:
         held = {name: deepcopy(getattr(self, name)) for name in self.learnt}

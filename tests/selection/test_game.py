@@ -41,13 +41,19 @@ class Spy:
     def losses(self, losses):
         self.told.append(losses)
 
+    def forget(self):
+        self.told.append("forgot")
+
 
 def spied(learns="losses", scale="unit", costs=(), **options):
     spy = Spy(learns, scale)
     return Game(
         spy,
         rules_for(
-            "hedgespec", GameRecipe(**{"depth": None, "batch_growth": 1.0, "score_ends": True, **options}), K, costs
+            "hedgespec",
+            GameRecipe(**{"depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None, **options}),
+            K,
+            costs,
         ),
         ARMS,
     ), spy
@@ -311,3 +317,32 @@ def test_scorings_grow_apart():
             asked.append(number)
             game.scored(np.zeros((N, count, K)), np.zeros((N, count, K)))
     assert asked == [1, 2, 4, 8, 16]
+
+
+def test_a_change_is_forgotten_up_to_where_it_began():
+    """Twenty rounds of four accepted tokens, then none: an alarm after a few. The learner forgets, and of the tokens
+    that no scoring has reached it is told of those since the change only; scoring starts again from short intervals."""
+    game, spy = spied(
+        hybrid_rounds=0, warmup_rounds=1, batch_rounds=4, batch_growth=2.0, tokens_per_update=1, drift=4.0
+    )
+    text = trace(tokens=150)
+    at = scored = 0
+    asked = []
+    for number in range(1, 41):
+        game.choose()
+        accepted = 4 if number <= 20 else 0
+        game.played(0, accepted + 1, accepted, K, True)
+        at += accepted + 1
+        if count := game.due():
+            asked.append(number)
+            game.scored(text.gamma[:, at - count : at], text.hit[:, at - count : at])
+            scored = at
+    alarm = 20 + 1  # σ is its floor of half a token: one round is 8 σ
+    assert asked == [1, 5, 13, alarm, alarm + 4, alarm + 12]
+    forgot = next(n for n, one in enumerate(spy.told) if isinstance(one, str))
+    assert forgot == 13 * 5 - (K - 1), "tokens up to round 13, but for those that wait"
+    wanted = token_losses(text, game.rules)
+    assert np.array(spy.told[forgot + 1 :]) == pytest.approx(wanted[100 : scored - (K - 1)]), "token 100 began round 21"
+    assert len(np.concatenate([part for entry in game.log for part in entry.losses])) == scored - (K - 1), (
+        "regret is counted over all"
+    )

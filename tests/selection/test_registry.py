@@ -93,3 +93,15 @@ def test_an_unknown_policy_names_those_there_are():
     with pytest.raises(UsageError, match="no policy") as caught:
         made("ucb")
     assert "metasd-ucb" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["ftl", "hedge", "normalhedge", "adanormalhedge"])
+def test_a_learner_that_forgets_is_as_new(name):
+    policy, fresh = made(name), made(name)
+    losses = np.random.default_rng(3).random((30, N))
+    for vector in losses.tolist():
+        policy.losses(vector)
+    assert policy.weights() != fresh.weights()
+    policy.forget()
+    assert policy.weights() == fresh.weights()
+    assert {key: policy.state()[key] for key in policy.learnt} == {key: fresh.state()[key] for key in policy.learnt}

@@ -183,6 +183,7 @@ def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeyp
     monkeypatch.setattr("specctl.selection.replay.build", lambda *_: spy)
     table = specialists(3, 40, seed=0, N=2, K=3, bad=0.3)
     recipe = GameRecipe(hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True)
+    recipe = recipe.model_copy(update={"drift": None})
     replay("hedgespec", Hindsight(table), PolicyRecipe(), recipe, "stream")
     rules = rules_for("hedgespec", recipe, 3)
     wanted = np.concatenate([token_losses(trace, rules) for trace in table.traces[:2]])
