@@ -23,6 +23,7 @@ from specctl.evaluation.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection import registry
 from specctl.selection.arms import make_arms, named, reach
+from specctl.selection.clock import Clock
 from specctl.selection.combined import Guarded, Together
 from specctl.selection.controller import Round, Selector, Text
 from specctl.selection.feedback import Scorer
@@ -101,6 +102,7 @@ class Stage:
         deepest = max(1, *(reach(arm.drafter) for arm in self.arms))
         rules = rules_for(name, recipe.game, deepest)
         overlap = registry.learns(name) == "reward" and rules.reward == "bd"
+        clock = Clock.of(len(self.arms))
         scorer = None
         if registry.learns(name) == "losses" or overlap:
             drafters = list(dict.fromkeys(arm.drafter for arm in self.arms))
@@ -108,7 +110,7 @@ class Stage:
 
         def new_game(text: Text) -> Game:
             arms = Arms(len(self.arms), rules.depth, seed_of(recipe.sampling.seed + text.seed, text.query))
-            return Game(self._policy(name, arms, text), rules, arms)
+            return Game(self._policy(name, arms, text), rules, arms, clock)
 
         return Selector(
             [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures

@@ -34,7 +34,8 @@ class GameRecipe(Section):
     # well as four or eight, for half the cost.
     depth: PositiveInt | None = 2
     reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
-    loss: Literal["length", "acceptance"] = "length"  # of full information: expected length, or 1 - γ at depth 1
+    # Of full information: expected length, that a second of a round, or 1 - γ at depth 1.
+    loss: Literal["length", "throughput", "acceptance"] = "length"
     estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier
     unit: Literal["token", "chunk"] = "token"
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
 from math import inf, isfinite, nan
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 
+from specctl.selection.clock import Clock
 from specctl.selection.delay import Delay
 from specctl.selection.drift import Drift
-from specctl.selection.losses import usable
+from specctl.selection.losses import per_second, usable
 from specctl.selection.policy import AnyArray, Arms, Array, Numbers, Policy
 from specctl.selection.rules import Rules
 
@@ -43,7 +45,8 @@ class Game:
     A round is `choose`, `played`, then `scored` with the tokens that `due` asks for; `ended` closes a text.
     """
 
-    def __init__(self, policy: Policy, rules: Rules, arms: Arms):
+    def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: Clock | None = None):
+        """`clock`: what games before this one have measured, where costs are not declared."""
         if arms.depth != rules.depth or (rules.costs and len(rules.costs) != arms.count):
             raise ValueError(f"rules for other arms: {rules} and {arms}")
         self.policy = policy
@@ -60,6 +63,7 @@ class Game:
         self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
         self._update: list[Numbers] = []  # vectors that wait to become one update
         self._best_rate = 0.0
+        self._clock = clock or Clock.of(arms.count)
         self._cost = np.zeros(arms.count)  # Σ losses of each arm
         self._own_cost = 0.0
 
@@ -96,7 +100,7 @@ class Game:
             accepted, drafted: tokens of its draft.
             complete: False if the text ended inside the round, which a bandit is then not shown.
             overlap: [≤ K] 1 − TV(p, q) of each draft position (bd).
-            seconds: that the round took (throughput without declared costs).
+            seconds: that the round took (throughput, of reward or loss, without declared costs).
         """
         self._rounds += 1
         entry = self.log[-1]
@@ -105,6 +109,8 @@ class Game:
             self.unscored += committed
             vectors = self._delay.committed(committed)
             self._owners += [arm] * vectors
+            if seconds is not None:
+                self._clock.took(arm, seconds)
             if self._drift is not None:
                 began = perf_counter_ns()
                 if self._drift.seen(arm, accepted if complete else None, vectors):
@@ -196,6 +202,8 @@ class Game:
         if not owners:
             return
         losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1
+        if self.rules.loss == "throughput":
+            losses = per_second(losses, self.rules.costs or self._clock.costs())
         self._cost += losses.sum(axis=0)
         self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
         self._update += losses[stale:].tolist()
@@ -235,6 +243,7 @@ class Game:
             "delay": self._delay.state(),
             "drift": self._drift and self._drift.state(),
             "policy": self.policy.state(),
+            "clock": asdict(self._clock),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -248,6 +257,7 @@ class Game:
         if self._drift is not None:
             self._drift.restore(state["drift"])
         self.policy.restore(state["policy"])
+        self._clock = Clock(**deepcopy(state["clock"]))
 
 
 _PLAIN = (

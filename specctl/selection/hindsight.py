@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.errors import DataError
-from specctl.selection.losses import beyond_the_end, length_loss, usable
+from specctl.selection.losses import beyond_the_end, length_loss, per_second, usable
 from specctl.selection.policy import Array
 from specctl.selection.rules import Rules
 from specctl.selection.trace import Table, Trace
@@ -57,6 +57,8 @@ def token_losses(trace: Trace, rules: Rules) -> Array:
         values = trace.gamma if rules.estimator == "product" else trace.hit
         losses = length_loss(beyond_the_end(values[:, :, : rules.depth].astype(float)))
     losses, told = usable(losses)
+    if rules.loss == "throughput":
+        losses = per_second(losses, rules.costs)
     losses[~told] = 0
     return losses
 

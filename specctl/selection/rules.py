@@ -18,7 +18,8 @@ class Rules:
         reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of all K positions;
             throughput = committed a second, in units of the largest there can be (`costs`) or has been.
         costs: seconds of a round of each arm, declared; empty = as measured.
-        loss: of a position, for full information: length = 1 − AL/(K + 1); acceptance = 1 − γ at depth 1.
+        loss: of a position, for full information: length = 1 − AL/(K + 1); throughput = the same of AL a second, by
+            `costs` or as measured; acceptance = 1 − γ at depth 1.
         estimator: of acceptance in the length: product = γ, realised = hit.
         unit: token = every position is a start; chunk = only those where a round began, known as far as it committed.
         hybrid_rounds: so many vectors first have the loss `acceptance`, which is known at once.
@@ -32,7 +33,7 @@ class Rules:
 
     depth: int
     reward: Literal["tokens", "be", "bd", "throughput"]
-    loss: Literal["length", "acceptance"]
+    loss: Literal["length", "throughput", "acceptance"]
     estimator: Literal["product", "realised"]
     unit: Literal["token", "chunk"]
     hybrid_rounds: int

@@ -346,3 +346,22 @@ def test_a_change_is_forgotten_up_to_where_it_began():
     assert len(np.concatenate([part for entry in game.log for part in entry.losses])) == scored - (K - 1), (
         "regret is counted over all"
     )
+
+
+def test_the_loss_of_throughput_is_by_declared_or_measured_seconds():
+    """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds; before arm 0 was measured it is as cheap as the cheapest."""
+    text = trace()
+    wanted = token_losses(text, rules_for("hedgespec", GameRecipe(depth=None), K))
+    declared, spy = spied(**PLAIN, loss="throughput", costs=(1.0, 2.0, 4.0))
+    walk(declared, text, [5] * 6)
+    declared.ended()
+    relative = np.array([1, 1 / 2, 1 / 4])
+    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted) * relative)
+    assert token_losses(text, declared.rules) == pytest.approx(np.array(spy.told))
+    measured, spy = spied(**PLAIN, loss="throughput")
+    for at, seconds in ((0, 2.0), (5, 4.0), (10, 1.0)):
+        measured.played(measured.choose(), 5, 4, K, True, seconds=seconds)
+        measured.scored(text.gamma[:, at : at + 5], text.hit[:, at : at + 5])
+    first, second, third = [1, 1, 1], [1, 1, 1 / 2], relative
+    rates = np.array([first] * 2 + [second] * 5 + [third] * 5)  # K - 1 vectors wait for the next round's tokens
+    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted[:12]) * rates)
