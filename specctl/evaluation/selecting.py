@@ -44,9 +44,9 @@ class DomainMat:
 class SelectResult:
     """The result document of `select`: the first policy's own numbers, then all contenders side by side.
 
-    `mode` is live, replay or record. `oracle_mat` is the mat of playing each session's best arm throughout it; it,
-    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has (there it is each game's best
-    arm, from reset to reset). `curves` are by prompt; of a replay means over its games, by token since the reset.
+    `mode` is live, replay or record. `oracle_mat` is the mat of playing each game's best arm from reset to reset; it,
+    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
+    replay means over its games, by token since the reset.
     """
 
     mode: str
@@ -130,6 +130,7 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
     stream = Stream(
         {name: [found[question].decoded for question in questions] for name, found in by_name.items()},
         [stage.session_of[id] for _, id, _ in questions],
+        [stage.game_of(id, seed) for _, id, seed in questions],
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",
