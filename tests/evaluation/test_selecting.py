@@ -167,6 +167,14 @@ def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
     assert rows["good"].failures == rows["vanilla"].failures == found.lossless.mismatches == 0
 
 
+def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
+    made = recipe(prompts, record=tmp_path / "t.parquet", sampling={"max_new_tokens": 6})
+    found, _, _ = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False)
+    rows = {row.algo: row for row in found.policies}
+    assert rows["good"].failures == 0 and rows["broken"].mat == 1
+    assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
+
+
 def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
     """Sampled proposals give every arm a text of its own: to count passes against another text's is no regret."""
     made = recipe(
