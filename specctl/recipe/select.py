@@ -39,11 +39,12 @@ class GameRecipe(Section):
     estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier
     unit: Literal["token", "chunk"] = "token"
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
-    warmup_rounds: NonNegativeInt = 6  # rounds that are all scored
+    # Rounds that are all scored: 6 in HedgeSpec. Where `drift` mends a wrong beginning four choose as well, for less.
+    warmup_rounds: NonNegativeInt = 4
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
     batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
-    # Forget, and score again, where the arm that plays accepts less than it did: Page's test alarms after about so many
-    # rounds that are two standard deviations worse. null = HedgeSpec's, for stationary games.
+    # Threshold of Page's test for an arm that accepts less than it did: forget, score now and often again. At 4 it alarms
+    # after about 3 rounds that are two standard deviations worse, 8 one worse, 300 as ever. null = HedgeSpec's: never.
     drift: PositiveFloat | None = 4.0
     # Of a text that ends within a game, also score the tokens that no scoring has reached; else they are forgotten. A
     # text that is scored at all costs a prefill of each idle drafter.

@@ -201,6 +201,17 @@ def test_what_was_learnt_lasts_until_the_reset(hindsight, name):
     assert share["session"] > share["stream"]
 
 
+def test_a_change_of_domain_is_noticed_within_a_game(hindsight):
+    """A stream that is never reset changes its domain every 180 tokens; without the test scorings only grow apart."""
+    mat = {
+        drift: summarize(
+            replay("hedgespec", hindsight, PolicyRecipe(), GameRecipe(drift=drift), "stream"), hindsight
+        ).mat
+        for drift in (None, 4.0)
+    }
+    assert mat[4.0] > mat[None] + 0.5
+
+
 def test_hedgespec_beats_the_bandits_with_literal_constants(hindsight):
     """Seven specialists, a reset at every query, 45 tokens: the paired 95 % interval of the difference is positive."""
     hedge = played("hedgespec", hindsight)
