@@ -43,9 +43,9 @@ class GameRecipe(Section):
     warmup_rounds: NonNegativeInt = 4
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
     batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
-    # Threshold of Page's test for an arm that accepts less than it did: forget, score now and often again. At 4 it alarms
-    # after about 3 rounds that are two standard deviations worse, 8 one worse, 300 as ever. null = HedgeSpec's: never.
-    drift: PositiveFloat | None = 4.0
+    # Threshold of Page's test for an arm that accepts less than it did: forget, score now and often again. 5 alarms
+    # after about 4 rounds that are two standard deviations worse, 10 one worse, 400 as ever. null = HedgeSpec's: never.
+    drift: PositiveFloat | None = 5.0
     # Of a text that ends within a game, also score the tokens that no scoring has reached; else they are forgotten. A
     # text that is scored at all costs a prefill of each idle drafter.
     score_ends: bool = False

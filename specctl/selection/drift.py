@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from math import sqrt
 from typing import Any
 
@@ -19,11 +20,12 @@ class Drift:
     """Page's test on the rounds of a game: does the arm that plays accept less than it did?
 
     z is how far a round stays below the mean of the arm's earlier rounds, in their standard deviations; a round of an
-    arm that has hardly played says nothing.
+    arm that has hardly played says nothing. Rounds under suspicion, since S was last 0, are not yet part of that mean:
+    it would follow a change before the change is noticed.
 
     Attributes:
         S: the statistic; beyond the threshold h it is an alarm.
-        since: vectors of losses that the rounds since S was 0 are worth: the estimate of where the change is.
+        since: vectors of losses that the rounds under suspicion are worth: the estimate of where the change is.
     """
 
     def __init__(self, count: int, h: float):
@@ -35,37 +37,41 @@ class Drift:
         """Nothing was seen."""
         self.S = 0.0
         self.since = 0
+        self._suspects: list[tuple[int, int]] = []  # arm and accepted tokens of rounds
         self._n = [0] * self._count
         self._mean = [0.0] * self._count
         self._squares = [0.0] * self._count  # Σ (x − mean)², by Welford's recurrence
 
     def seen(self, arm: int, accepted: int | None, vectors: int) -> bool:
         """Whether this round is an alarm; `accepted` is None where the text ended inside the draft."""
+        self.since += vectors
         if accepted is not None:
-            self._test(arm, accepted)
-        self.since = self.since + vectors if self.S else 0
+            self._suspects.append((arm, accepted))
+            if self._n[arm] >= LEAST:
+                deviation = max(sqrt(self._squares[arm] / (self._n[arm] - 1)), FLOOR)
+                self.S = cusum(self.S, (self._mean[arm] - accepted) / deviation, SLACK)
+        if not self.S:
+            self._trust()
         return self.h < self.S
 
-    def _test(self, arm: int, accepted: int) -> None:
-        n, mean = self._n[arm], self._mean[arm]
-        if n >= LEAST:
-            deviation = max(sqrt(self._squares[arm] / (n - 1)), FLOOR)
-            self.S = cusum(self.S, (mean - accepted) / deviation, SLACK)
-        self._n[arm] = n + 1
-        self._mean[arm] = mean + (accepted - mean) / (n + 1)
-        self._squares[arm] += (accepted - mean) * (accepted - self._mean[arm])
+    def _trust(self) -> None:
+        """Whoever was suspected is as good as before."""
+        for arm, accepted in self._suspects:
+            off = accepted - self._mean[arm]
+            self._n[arm] += 1
+            self._mean[arm] += off / self._n[arm]
+            self._squares[arm] += off * (accepted - self._mean[arm])
+        self._suspects.clear()
+        self.since = 0
 
     def state(self) -> dict[str, Any]:
         """What was seen, as JSON can hold it."""
-        return {
-            "S": self.S,
-            "since": self.since,
-            "n": list(self._n),
-            "mean": list(self._mean),
-            "squares": list(self._squares),
-        }
+        return {name.lstrip("_"): deepcopy(getattr(self, name)) for name in _SEEN}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`."""
-        self.S, self.since = state["S"], state["since"]
-        self._n, self._mean, self._squares = list(state["n"]), list(state["mean"]), list(state["squares"])
+        for name in _SEEN:
+            setattr(self, name, deepcopy(state[name.lstrip("_")]))
+
+
+_SEEN = ("S", "since", "_suspects", "_n", "_mean", "_squares")

@@ -40,10 +40,24 @@ def test_an_arm_that_gets_worse_is_noticed_within_a_few_rounds():
 
 def test_without_a_change_alarms_are_rare():
     """h = 4, k = ½: 336 rounds on average where z is normal and its law is known (Montgomery's tables); estimated means
-    and the tails of counts cost some. The mean of 200 runs has a standard error of about 15."""
+    and the tails of counts cost some. The mean of 200 runs, here 190, has a standard error of 15."""
     generator = np.random.default_rng(1)
     lengths = [rounds_until(Drift(1, 4.0), 0, generator.binomial(6, 0.5, 1000).tolist()) or 1000 for _ in range(200)]
     assert np.mean(lengths) > 100
+
+
+def test_suspects_do_not_move_the_mean_until_they_are_trusted():
+    """A mean that follows the change would hide one of a single standard deviation for good."""
+    drift = Drift(1, 100.0)
+    rounds_until(drift, 0, [2, 4] * 10)
+    for count in range(1, 31):
+        drift.seen(0, 2, vectors=1)
+        assert drift.since == count
+    assert pytest.approx(30 * ((3 - 2) / (20 / 19) ** 0.5 - 0.5)) == drift.S
+    rounds_until(drift, 0, [9] * 10)
+    assert drift.S == drift.since == 0
+    rounds_until(drift, 0, [3] * 5)
+    assert drift.S == 0, "what had been suspected is part of the mean now"
 
 
 def test_better_is_no_alarm_and_neither_is_another_arm():

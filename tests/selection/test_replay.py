@@ -201,15 +201,14 @@ def test_what_was_learnt_lasts_until_the_reset(hindsight, name):
     assert share["session"] > share["stream"]
 
 
-def test_a_change_of_domain_is_noticed_within_a_game(hindsight):
+def test_a_change_of_domain_is_noticed_within_a_game():
     """A stream that is never reset changes its domain every 180 tokens; without the test scorings only grow apart."""
+    stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3))
     mat = {
-        drift: summarize(
-            replay("hedgespec", hindsight, PolicyRecipe(), GameRecipe(drift=drift), "stream"), hindsight
-        ).mat
-        for drift in (None, 4.0)
+        drift: summarize(replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), "stream"), stream).mat
+        for drift in (None, GAME.drift)
     }
-    assert mat[4.0] > mat[None] + 0.5
+    assert mat[GAME.drift] > mat[None] + 1
 
 
 def test_hedgespec_beats_the_bandits_with_literal_constants(hindsight):
