@@ -45,24 +45,25 @@ class Drift:
     def seen(self, arm: int, accepted: int | None, vectors: int) -> bool:
         """Whether this round is an alarm; `accepted` is None where the text ended inside the draft."""
         self.since += vectors
-        if accepted is not None:
+        if accepted is not None and self._n[arm] < LEAST:
+            self._trust(arm, accepted)
+        elif accepted is not None:
             self._suspects.append((arm, accepted))
-            if self._n[arm] >= LEAST:
-                deviation = max(sqrt(self._squares[arm] / (self._n[arm] - 1)), FLOOR)
-                self.S = cusum(self.S, (self._mean[arm] - accepted) / deviation, SLACK)
+            deviation = max(sqrt(self._squares[arm] / (self._n[arm] - 1)), FLOOR)
+            self.S = cusum(self.S, (self._mean[arm] - accepted) / deviation, SLACK)
         if not self.S:
-            self._trust()
+            for suspect in self._suspects:
+                self._trust(*suspect)
+            self._suspects.clear()
+            self.since = 0
         return self.h < self.S
 
-    def _trust(self) -> None:
-        """Whoever was suspected is as good as before."""
-        for arm, accepted in self._suspects:
-            off = accepted - self._mean[arm]
-            self._n[arm] += 1
-            self._mean[arm] += off / self._n[arm]
-            self._squares[arm] += off * (accepted - self._mean[arm])
-        self._suspects.clear()
-        self.since = 0
+    def _trust(self, arm: int, accepted: int) -> None:
+        """Let a round count in its arm's mean and deviation."""
+        off = accepted - self._mean[arm]
+        self._n[arm] += 1
+        self._mean[arm] += off / self._n[arm]
+        self._squares[arm] += off * (accepted - self._mean[arm])
 
     def state(self) -> dict[str, Any]:
         """What was seen, as JSON can hold it."""

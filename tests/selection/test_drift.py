@@ -60,6 +60,16 @@ def test_suspects_do_not_move_the_mean_until_they_are_trusted():
     assert drift.S == 0, "what had been suspected is part of the mean now"
 
 
+def test_an_arm_that_takes_over_from_a_suspect_is_tested_like_any_other():
+    """Its first rounds are its promise, whatever was suspected of the arm before it."""
+    drift = Drift(2, 9.0)
+    rounds_until(drift, 0, [3, 4] * 10)
+    drift.seen(0, 1, vectors=1)
+    assert drift.S > 0
+    assert rounds_until(drift, 1, [4] * LEAST) is None
+    assert rounds_until(drift, 1, [0] * 3) is not None
+
+
 def test_better_is_no_alarm_and_neither_is_another_arm():
     drift = Drift(2, 4.0)
     assert rounds_until(drift, 0, [1] * 30 + [5] * 30) is None and drift.S == 0
