@@ -199,6 +199,7 @@ class Game:
             self.dropped += int(broken.sum())
             losses, told = usable(losses)
             losses, owners = losses[told], [arm for arm, known in zip(owners, told.tolist(), strict=True) if known]
+            stale = int(told[:stale].sum())
         if not owners:
             return
         losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1
@@ -261,6 +262,13 @@ class Game:
 
 
 _PLAIN = (
-    *("dropped", "unscored", "_rounds", "_warm_until", "_interval", "_next_scoring", "_stale", "_best_rate"),
+    "dropped",
+    "unscored",
+    "_rounds",
+    "_warm_until",
+    "_interval",
+    "_next_scoring",
+    "_stale",
+    "_best_rate",
     "_own_cost",
 )
