@@ -23,6 +23,7 @@ from specctl.evaluation.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection import registry
 from specctl.selection.arms import make_arms, named, reach
+from specctl.selection.clock import Clock
 from specctl.selection.combined import Guarded, Together
 from specctl.selection.controller import Round, Selector, Text
 from specctl.selection.feedback import Scorer
@@ -90,8 +91,8 @@ class Stage:
         self.arms = make_arms(recipe, target, drafters)
         self.session_of = {case.prompt.id: n for n, session in enumerate(stream) for case in session}
         self.prompts = {case.prompt.id: prompt_text(case.prompt.messages) for session in stream for case in session}
-        # Session, arm and tokens of every round.
-        self.plays: dict[str, list[tuple[int, str, int]]] = {name: [] for name in recipe.algo}
+        # Game, arm and tokens of every round.
+        self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in recipe.algo}
         self.selectors = {name: self._selector(name) for name in recipe.algo}
         self.alone = self._alone()
         self._log: IO[str] | None = None
@@ -101,6 +102,7 @@ class Stage:
         deepest = max(1, *(reach(arm.drafter) for arm in self.arms))
         rules = rules_for(name, recipe.game, deepest)
         overlap = registry.learns(name) == "reward" and rules.reward == "bd"
+        clock = Clock.of(len(self.arms))
         scorer = None
         if registry.learns(name) == "losses" or overlap:
             drafters = list(dict.fromkeys(arm.drafter for arm in self.arms))
@@ -108,7 +110,7 @@ class Stage:
 
         def new_game(text: Text) -> Game:
             arms = Arms(len(self.arms), rules.depth, seed_of(recipe.sampling.seed + text.seed, text.query))
-            return Game(self._policy(name, arms, text), rules, arms)
+            return Game(self._policy(name, arms, text), rules, arms, clock)
 
         return Selector(
             [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures
@@ -127,7 +129,7 @@ class Stage:
         policy = registry.build(name, arms, options)
         if self.recipe.warm_start and policy.learns == "losses":
             for _ in range(self.recipe.router.weight):  # as if so many tokens had been seen
-                policy.losses(1 - self._routed(text))
+                policy.losses((1 - self._routed(text)).tolist())
         return policy
 
     def _routed(self, text: Text) -> Array:
@@ -181,13 +183,17 @@ class Stage:
         return answer
 
     def _text(self, name: str, case: Case, seed: int) -> Text:
-        reset = "query" if name == registry.ROUTER else self.recipe.reset
-        unit = {"query": case.prompt.id, "session": self.session_of[case.prompt.id], "stream": ""}[reset]
         repeat = seed - case.seed(self.recipe.sampling.seed)
-        return Text(case.prompt.id, case.prompt.domain, f"{repeat} {unit}", repeat)
+        key = self.game_of(case.prompt.id, repeat, "query" if name == registry.ROUTER else None)
+        return Text(case.prompt.id, case.prompt.domain, key, repeat)
+
+    def game_of(self, id: str, repeat: int, reset: str | None = None) -> str:
+        """What all texts between two resets have in common, by the recipe's reset or another one."""
+        unit = {"query": id, "session": self.session_of[id], "stream": ""}[reset or self.recipe.reset]
+        return f"{repeat} {unit}"
 
     def _note(self, algo: str, entry: Round) -> None:
-        self.plays[algo].append((self.session_of[entry.query], entry.arm, entry.committed))
+        self.plays[algo].append((self.game_of(entry.query, entry.seed), entry.arm, entry.committed))
         if self._log is not None:
             self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
 
@@ -195,7 +201,7 @@ class Stage:
         """What a contender did."""
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
-        hits = [stream.best[session] == arm for session, arm, _ in plays] if stream.best else []
+        hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
         kind = "policy" if selector else "baseline" if name in (VANILLA, DRAFT_ALL) else "arm"
         if name in named(self.recipe.rivals).values():
             kind = "rival"

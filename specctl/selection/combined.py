@@ -32,6 +32,15 @@ class Guarded:
             self._failed(state, error)
             return empty_draft(state.batch, state.device)
 
+    def advance(self, state: DecodeState) -> None:
+        """As of a `Drafter`; what fails here fails when it proposes, and is counted there."""
+        try:
+            self.drafter.advance(state)
+        except SpecctlError:
+            raise
+        except Exception:
+            self.drafter.invalidate(state)
+
     def forget(self) -> None:
         """As new: nothing has failed."""
         self.failures = 0

@@ -96,12 +96,12 @@ class Selector:
         for arm in self.arms:
             arm.forget()
         if self.scorer is not None:
-            self.scorer.failures = 0
+            self.scorer.forget()
 
     @property
     def failures(self) -> int:
         """Times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
-        return sum(arm.failures for arm in self.arms) + (self.scorer.failures if self.scorer is not None else 0)
+        return sum(arm.failures for arm in self.arms) + (sum(self.scorer.failures) if self.scorer is not None else 0)
 
     def open(self, texts: Sequence[Text]) -> None:
         """The texts that are decoded next, in the order of their prompts; games of other keys are over.
@@ -226,7 +226,7 @@ class Selector:
                 entry.committed,
                 min(len(verdict.paths[b]), entry.committed),
                 verdict.depths[b],
-                [round(float(weight), 4) for weight in entry.weights],
+                [round(weight, 4) for weight in entry.weights],
                 learnt,
                 entry.regret,
                 entry.decide_us,
