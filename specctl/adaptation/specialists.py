@@ -25,13 +25,10 @@ from specctl.drafters import pool
 from specctl.formats import checkpoint
 from specctl.recipe import FAMILY_LEARNING, OnlineRecipe
 from specctl.selection import registry
-from specctl.selection.arms import named, reach
+from specctl.selection.arms import named
+from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded
 from specctl.selection.controller import Round, Selector, Text
-from specctl.selection.feedback import Scorer
-from specctl.selection.game import Game
-from specctl.selection.policy import Arms, seed_of
-from specctl.selection.rules import rules_for
 from specctl.training.feature_files import Features
 
 
@@ -82,19 +79,17 @@ class Specialists:
 
     def _select(self) -> Selector:
         """A selector among the drafters as they are now."""
-        recipe, drafters = self.recipe, self._drafters()
-        rules = rules_for(recipe.policy.name, recipe.game, max(1, *map(reach, drafters.values())))
-        overlap = registry.learns(recipe.policy.name) == "reward" and rules.reward == "bd"
-        wanted = overlap or registry.learns(recipe.policy.name) == "losses"
-        scorer = Scorer(self.target, list(drafters.values()), rules.depth, overlap=overlap) if wanted else None
-
-        def new_game(text: Text) -> Game:
-            arms = Arms(len(drafters), rules.depth, seed_of(recipe.sampling.seed + self.seed, text.query))
-            return Game(registry.build(recipe.policy.name, arms, recipe.policy.options), rules, arms)
-
-        arms = [Guarded(name, drafter) for name, drafter in drafters.items()]
-        ends = recipe.policy.reset != "query" and rules.score_ends
-        return Selector(arms, new_game, scorer, chosen_only=overlap, ends=ends, on_round=self._note)
+        policy = self.recipe.policy
+        return make_selector(
+            self.target,
+            [Guarded(name, drafter) for name, drafter in self._drafters().items()],
+            policy.name,
+            self.recipe.game,
+            lambda arms, text: registry.build(policy.name, arms, policy.options),
+            seed=self.recipe.sampling.seed + self.seed,
+            within_query=policy.reset == "query",
+            on_round=self._note,
+        )
 
     def _note(self, entry: Round) -> None:
         self.rounds[entry.arm] += 1

@@ -22,16 +22,13 @@ from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.evaluation.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection import registry
-from specctl.selection.arms import make_arms, named, reach
-from specctl.selection.clock import Clock
+from specctl.selection.arms import make_arms, named
+from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded, Together
 from specctl.selection.controller import Round, Selector, Text
-from specctl.selection.feedback import Scorer
-from specctl.selection.game import Game
-from specctl.selection.policy import Arms, Array, Policy, seed_of
+from specctl.selection.policy import Arms, Array, Policy
 from specctl.selection.router import Router
 from specctl.selection.router_training import prompt_text
-from specctl.selection.rules import rules_for
 
 DRAFT_ALL = "draft-all"
 
@@ -98,26 +95,14 @@ class Stage:
         self._log: IO[str] | None = None
 
     def _selector(self, name: str) -> Selector:
-        recipe = self.recipe
-        deepest = max(1, *(reach(arm.drafter) for arm in self.arms))
-        rules = rules_for(name, recipe.game, deepest)
-        overlap = registry.learns(name) == "reward" and rules.reward == "bd"
-        clock = Clock.of(len(self.arms))
-        scorer = None
-        if registry.learns(name) == "losses" or overlap:
-            drafters = list(dict.fromkeys(arm.drafter for arm in self.arms))
-            scorer = Scorer(self.target, drafters, rules.depth, overlap=overlap)
-
-        def new_game(text: Text) -> Game:
-            arms = Arms(len(self.arms), rules.depth, seed_of(recipe.sampling.seed + text.seed, text.query))
-            return Game(self._policy(name, arms, text), rules, arms, clock)
-
-        return Selector(
+        return make_selector(
+            self.target,
             [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures
-            new_game,
-            scorer,
-            chosen_only=overlap,
-            ends=recipe.reset != "query" and rules.score_ends,
+            name,
+            self.recipe.game,
+            functools.partial(self._policy, name),
+            seed=self.recipe.sampling.seed,
+            within_query=self.recipe.reset == "query",
             on_round=functools.partial(self._note, name),
         )
 
