@@ -7,7 +7,8 @@ A cache row is written at `base + t` for row t of a step; what a sequence has *c
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ class Plan:
         causal: the T rows start at slot 0 and attend each other causally (prefill).
         contiguous: the positions are base .. base+T−1 (no tree).
         slots: [B, T] cache slots that the rows are written to, where only the device knows them.
+        blind: the mask hides more than what lies behind each row.
     """
 
     base: list[int]
@@ -44,6 +46,7 @@ class Plan:
     causal: bool
     contiguous: bool
     slots: Tensor | None = None
+    blind: bool = False
     _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     def blocks(self, groups: int) -> list[Block]:
@@ -68,9 +71,22 @@ class Plan:
         assert self.mask is not None
         rows = self.positions.shape[1]
         ends = [start + rows for start in self.base]
-        if rows == 1 and self.contiguous:
+        if rows == 1 and self.contiguous and not self.blind:
             return [(end, None) for end in ends]
         return [(end, _repeat(self.mask[b : b + 1, ..., :end], groups)) for b, end in enumerate(ends)]
+
+    def without(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
+        """The same, blind to slots that the sequences have `skipped`."""
+        if not any(skipped):
+            return self
+        assert not self.causal, "rows that begin at slot 0 have skipped nothing"
+        shape = (len(skipped), 1, self.positions.shape[1], self.span)
+        mask = torch.zeros(shape, dtype=dtype, device=self.positions.device)
+        if self.mask is not None:
+            mask += self.mask
+        for b, slots in enumerate(skipped):
+            mask[b, ..., slots.start : slots.stop] = MINUS_INF
+        return replace(self, mask=mask, blind=True)
 
 
 def _repeat(mask: Tensor | None, groups: int) -> Tensor | None:
@@ -166,6 +182,7 @@ class KVCache:
 
     The two lie side by side because a layer's projection makes them so: one copy stores both. `rope` is the model's
     rotary table for its positions: a graph over the cache reads that very one, also when the model makes a longer one.
+    `skipped` are the slots of each sequence that were left out (catch_up.py): `Plan.without` them.
     """
 
     rope: Rope | None = None
@@ -173,6 +190,7 @@ class KVCache:
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
         self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)
         self.heads = heads
+        self.skipped = [range(0)] * batch
         self._views()
 
     def _views(self) -> None:
@@ -222,10 +240,16 @@ class KVCache:
         """The cache of one sequence, over the same memory."""
         alone = copy.copy(self)
         alone.store = self.store[:, index : index + 1]
+        alone.skipped = self.skipped[index : index + 1]
         alone._views()
         return alone
 
     def select(self, index: Tensor) -> None:
         """Keep only the sequences in `index` (batch shrinking as sequences finish)."""
         self.store = self.store.index_select(1, index)
+        self.skipped = [self.skipped[b] for b in index.tolist()]
         self._views()
+
+    def filled(self, starts: list[int]) -> None:
+        """The slots from `starts` on to the end of each sequence have been, or are about to be, written."""
+        self.skipped = [range(s.start, min(s.stop, start)) for s, start in zip(self.skipped, starts, strict=True)]

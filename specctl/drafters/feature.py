@@ -144,7 +144,8 @@ class FeatureDrafter(FeatureLayer):
     ) -> list[list[Score]]:
         """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
         kinds = [(head.ids, head._children(state)) for head in heads]
-        memories = [head._ready(state) for head in heads]
+        asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
+        memories = [head._ready(state, asked) for head in heads]
         live = [b for b, span in enumerate(spans) if span]
         if not live:
             return [[Score(span, ids=ids, children=children) for span in spans] for ids, children in kinds]
@@ -162,6 +163,8 @@ class FeatureDrafter(FeatureLayer):
         keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
         values = [torch.cat([cache.values[0][index, :, :end] for cache in cached])]
         mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
+        for row, skipped in enumerate(cache.skipped[b] for cache in cached for b in live):
+            mask[row, ..., skipped.start : min(skipped.stop, end)] = float("-inf")
         vocabularies = torch.arange(many, device=state.device)[:, None] * len(self.embedding)  # of the stacked tables
         texts = [state.rows[b].ids for b in live]
         capacity, outputs = state.capacity, []
@@ -193,8 +196,11 @@ class FeatureDrafter(FeatureLayer):
             return (1,) * shape.depth
         return (shape.children,) * min(shape.depth, shape.nodes)
 
-    def _ready(self, state: DecodeState) -> Memory:
+    def _ready(self, state: DecodeState, asked: list[int] | None = None) -> Memory:
+        """The memory, up to the last committed token, with the slots from `asked` on."""
         self.advance(state)
+        if asked is not None:
+            self.cover(state, asked)
         return self.current(state)
 
     def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
