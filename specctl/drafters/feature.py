@@ -23,7 +23,13 @@ from specctl.recipe import DraftingRecipe
 
 
 class FeatureDrafter(FeatureLayer):
-    """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features."""
+    """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features.
+
+    Attributes:
+        stride: rows from one head's table of tokens to the next one's, where tables are stacked (`drafters.stacked`).
+    """
+
+    stride = 0
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: Shape):
         super().__init__(head, layer, target)
@@ -165,7 +171,7 @@ class FeatureDrafter(FeatureLayer):
         mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
         for row, skipped in enumerate(cache.skipped[b] for cache in cached for b in live):
             mask[row, ..., skipped.start : min(skipped.stop, end)] = float("-inf")
-        vocabularies = torch.arange(many, device=state.device)[:, None] * len(self.embedding)  # of the stacked tables
+        vocabularies = torch.arange(many, device=state.device)[:, None] * self.stride
         texts = [state.rows[b].ids for b in live]
         capacity, outputs = state.capacity, []
         for k in range(depths):
