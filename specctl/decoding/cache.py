@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 MINUS_INF = float("-inf")
 PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
 
-Block = tuple[int, Tensor | None]
-"""Slots that attention reads, and their mask [1 or B, 1, rows, slots]."""
+NOTHING = range(0)
+Block = tuple[int, Tensor | None, range]
+"""Attention reads this many slots, less those of the range; and the mask [1 or B, 1, rows, slots] of what it reads."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Plan:
         causal: the T rows start at slot 0 and attend each other causally (prefill).
         contiguous: the positions are base .. base+T−1 (no tree).
         slots: [B, T] cache slots that the rows are written to, where only the device knows them.
-        blind: the mask hides more than what lies behind each row.
+        skipped: slots of each sequence that hold nothing, if there are any; the mask hides them.
     """
 
     base: list[int]
@@ -46,7 +47,7 @@ class Plan:
     causal: bool
     contiguous: bool
     slots: Tensor | None = None
-    blind: bool = False
+    skipped: Sequence[range] = ()
     _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     def blocks(self, groups: int) -> list[Block]:
@@ -56,9 +57,8 @@ class Plan:
         CPU runs sequences one after another anyway; where lengths differ much it need not read the padding.
         """
         if groups not in self._blocks:
-            self._blocks[groups] = (
-                self._alone(groups) if self._wasteful() else [(self.span, _repeat(self.mask, groups))]
-            )
+            alone = len(self.skipped) == 1 or self._wasteful()
+            self._blocks[groups] = self._alone(groups) if alone else [(self.span, _repeat(self.mask, groups), NOTHING)]
         return self._blocks[groups]
 
     def _wasteful(self) -> bool:
@@ -71,9 +71,11 @@ class Plan:
         assert self.mask is not None
         rows = self.positions.shape[1]
         ends = [start + rows for start in self.base]
-        if rows == 1 and self.contiguous and not self.blind:
-            return [(end, None) for end in ends]
-        return [(end, _repeat(self.mask[b : b + 1, ..., :end], groups)) for b, end in enumerate(ends)]
+        gaps = self.skipped or [NOTHING] * len(ends)
+        if rows == 1 and self.contiguous:
+            return [(end, None, gap) for end, gap in zip(ends, gaps, strict=True)]
+        masks = [seen(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))]
+        return [(end, _repeat(mask, groups), gap) for end, mask, gap in zip(ends, masks, gaps, strict=True)]
 
     def without(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
         """The same, blind to slots that the sequences have `skipped`."""
@@ -86,7 +88,14 @@ class Plan:
             mask += self.mask
         for b, slots in enumerate(skipped):
             mask[b, ..., slots.start : slots.stop] = MINUS_INF
-        return replace(self, mask=mask, blind=True)
+        return replace(self, mask=mask, skipped=skipped)
+
+
+def seen(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
+    """The first `span` slots of x, which stand in dimension `dim`, less the skipped ones."""
+    if not skipped:
+        return x.narrow(dim, 0, span)
+    return torch.cat((x.narrow(dim, 0, skipped.start), x.narrow(dim, skipped.stop, span - skipped.stop)), dim)
 
 
 def _repeat(mask: Tensor | None, groups: int) -> Tensor | None:
