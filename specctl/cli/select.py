@@ -30,6 +30,7 @@ COLUMNS = {
     "over_best_arm": "× fastest arm",
     "decide_us_p50": "µs deciding",
     "score_share": "scoring",
+    "switch_ms": "ms a switch",
 }
 """Fields of a row that people are shown, and their headings."""
 MODELLED = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.device_round import device_rounds
 from specctl.decoding.draft import Controller, Drafter, DraftTree, Fixed, NoDraft
 from specctl.decoding.sampling import Sampling
@@ -76,6 +77,7 @@ def stream(
     exact: bool = False,
     slots: int | None = None,
     share_rows: bool = True,
+    catch_up: CatchUp = RECOMPUTE,
     on_round: OnRound | None = None,
 ) -> Iterator[Decoded]:
     """Generate texts, each given out when it is finished.
@@ -90,6 +92,7 @@ def stream(
         slots: so many sequences at a time; a finished one makes room for the next prompt at once. None = all.
         share_rows: on a CPU the sequences of a batch share the rows that cost little more than one: shorter drafts,
             more tokens a second. False: drafts as long as they are for one sequence, to measure those.
+        catch_up: how much of a text a drafter reads that has fallen behind, its beginning included.
         on_round: called after every commit.
 
     Raises:
@@ -100,7 +103,7 @@ def stream(
     if taps is None:
         taps = drafter.taps if drafter is not None else ()
     clock = Clock()
-    state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, EXACT_ROWS if exact else 0, slots)
+    state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, EXACT_ROWS if exact else 0, slots, catch_up)
     _prefill(target, state, list(range(state.batch)))
     _admit(target, state)
     state.shrink()
@@ -175,6 +178,7 @@ def _start(
     taps: tuple[int, ...],
     exact_rows: int,
     slots: int | None,
+    catch_up: CatchUp,
 ) -> DecodeState:
     """Check the prompts; the state that holds the first of them."""
     for prompt in prompts:
@@ -196,6 +200,7 @@ def _start(
         taps=taps,
         spare=max(MAX_NODES, exact_rows),
         exact_rows=exact_rows,
+        catch_up=catch_up,
     )
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class PolicyRow:
     pulls: dict[str, int]
     switches: int | None
     caught_up: int | None  # tokens that arms had to read when they were switched to
+    switch_ms: float | None  # that it took them, each time, on average
     decide_us_p50: float | None
     score_ms_p50: float | None
     score_share: float | None  # of the decode phase
@@ -174,6 +175,7 @@ class Stream:
             pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},
             switches=tally.switches if tally else None,
             caught_up=tally.caught_up if tally else None,
+            switch_ms=1000 * fmean(tally.switch_s) if tally and tally.switch_s else None,
             decide_us_p50=median(tally.decide_us) if tally and tally.decide_us else None,
             score_ms_p50=1000 * median(tally.score_s) if tally and tally.score_s else None,
             score_share=sum(tally.score_s) / sum(one.decode_s for one in mine) if tally and tally.score_s else None,

@@ -142,6 +142,7 @@ def _row(name: str, kind: str, played: Replay, yardstick: Hindsight, fastest: fl
         pulls={arm: count for arm, count in zip(yardstick.table.arms, found.pulls, strict=True) if count},
         switches=None,
         caught_up=None,
+        switch_ms=None,
         decide_us_p50=found.decide_us_p50 if kind == "policy" else None,
         score_ms_p50=None,
         score_share=None,

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import IO
 
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.draft import Controller, Drafter, Fixed
 from specctl.decoding.loop import Decoded
 from specctl.decoding.target import Target
@@ -31,6 +32,7 @@ from specctl.selection.router import Router
 from specctl.selection.router_training import prompt_text
 
 DRAFT_ALL = "draft-all"
+RECOMPUTING = "recompute"
 
 
 def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
@@ -88,9 +90,12 @@ class Stage:
         self.arms = make_arms(recipe, target, drafters)
         self.session_of = {case.prompt.id: n for n, session in enumerate(stream) for case in session}
         self.prompts = {case.prompt.id: prompt_text(case.prompt.messages) for session in stream for case in session}
+        self.algo = {name: name for name in recipe.algo}  # contender → its policy
+        if RECOMPUTING in recipe.baselines:
+            self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
         # Game, arm and tokens of every round.
-        self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in recipe.algo}
-        self.selectors = {name: self._selector(name) for name in recipe.algo}
+        self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
+        self.selectors = {name: self._selector(name) for name in self.algo}
         self.alone = self._alone()
         self._log: IO[str] | None = None
 
@@ -98,9 +103,9 @@ class Stage:
         return make_selector(
             self.target,
             [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures
-            name,
+            self.algo[name],
             self.recipe.game,
-            functools.partial(self._policy, name),
+            functools.partial(self._policy, self.algo[name]),
             seed=self.recipe.sampling.seed,
             within_query=self.recipe.reset == "query",
             on_round=functools.partial(self._note, name),
@@ -134,7 +139,7 @@ class Stage:
         if DRAFT_ALL in recipe.baselines:
             found[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}
-        twice = {*rivals, *recipe.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*recipe.algo}
+        twice = {*rivals, *self.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*self.algo}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
         loaded = {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
@@ -157,19 +162,26 @@ class Stage:
         return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
+        options = self.recipe.catch_up
+        # Only who is idle at times has something to save.
+        streams = options.name == "streaming" and name in self.recipe.algo
+        catch_up = CatchUp(options.sink, options.window) if streams else RECOMPUTE
+
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
             began = time.perf_counter()
             if isinstance(controller, Selector):
                 controller.open([self._text(name, case, seed) for case, seed in zip(turn, seeds, strict=True)])
             opening = (time.perf_counter() - began) / len(turn)  # a router reads the prompts
-            decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, controller=controller, taps=taps)
+            decoded = decode_turn(
+                self.target, self.recipe.sampling, turn, seeds, controller=controller, taps=taps, catch_up=catch_up
+            )
             return [{name: replace(one, decode_s=one.decode_s + opening)} for one in decoded]
 
         return answer
 
     def _text(self, name: str, case: Case, seed: int) -> Text:
         repeat = seed - case.seed(self.recipe.sampling.seed)
-        key = self.game_of(case.prompt.id, repeat, "query" if name == registry.ROUTER else None)
+        key = self.game_of(case.prompt.id, repeat, "query" if self.algo[name] == registry.ROUTER else None)
         return Text(case.prompt.id, case.prompt.domain, key, repeat)
 
     def game_of(self, id: str, repeat: int, reset: str | None = None) -> str:

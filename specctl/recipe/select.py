@@ -27,6 +27,15 @@ class PolicyRecipe(Section):
     window: PositiveInt = 100  # metasd-swucb: rounds that count (not in the paper)
 
 
+class CatchUpRecipe(Section):
+    """What drafters read that miss much of a text, when they are chosen or scored: everything (`recompute`), or the
+    first `sink` and the last `window` tokens (`streaming`, MetaSD F.11)."""
+
+    name: Literal["recompute", "streaming"] = "recompute"
+    sink: PositiveInt = 4
+    window: PositiveInt = 512
+
+
 class GameRecipe(Section):
     """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from specctl import progress
 from specctl.decoding.draft import PADDING, Drafter, DraftTree, Proposer, empty_draft, topology
 from specctl.decoding.state import DecodeState
+from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
 
 Tree = tuple[list[int], list[int]]  # tokens and parents
@@ -40,6 +42,13 @@ class Guarded:
             raise
         except Exception:
             self.drafter.invalidate(state)
+
+    def catch_up(self, state: DecodeState) -> float:
+        """Read what the drafter has missed of the texts: seconds."""
+        began = time.perf_counter()
+        self.advance(state)
+        synchronise(state.device)
+        return time.perf_counter() - began
 
     def forget(self) -> None:
         """As new: nothing has failed."""

@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from specctl import progress
 from specctl.distillation.prompts import Prompt
@@ -95,6 +96,25 @@ def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
     for name in made.algo:
         order = [0, 0, 1, 1] if batch == 1 else [0, 1, 0, 1]
         assert [row["session"] for row in kept if row["drafter"] == name] == order
+
+
+def test_policies_that_skip_beside_those_that_recompute(tmp_path, prompts, target, pool):
+    """The same choices, as `random` learns nothing; with a narrow window fewer tokens to read, and worse drafts."""
+    made = recipe(
+        prompts,
+        algo=["random", "hedgespec"],
+        baselines=["recompute"],
+        catch_up={"name": "streaming", "sink": 1, "window": 2},
+    )
+    found, _, _ = selected(tmp_path, made, target, {**pool, "again": pool["good"]})
+    rows = {row.algo: row for row in found.policies}
+    assert list(rows) == ["random", "hedgespec", "random recompute", "hedgespec recompute"]
+    assert {row.kind for row in found.policies} == {"policy"} and found.lossless.mismatches == 0
+    narrow, whole = rows["random"], rows["random recompute"]
+    assert narrow.caught_up / narrow.switches < whole.caught_up / whole.switches
+    assert narrow.mat < whole.mat and narrow.switch_ms > 0
+    with pytest.raises(ValidationError, match="catch_up=streaming"):
+        recipe(prompts, baselines=["recompute"])
 
 
 def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
