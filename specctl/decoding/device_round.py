@@ -33,6 +33,8 @@ def device_rounds(target: Target, state: DecodeState, drafter: Proposer, budget:
     wanted = mode == "eager" or (mode != "0" and graphs.available(state.device))
     if not wanted or target.path != "lean" or state.exact_rows or not isinstance(drafter, OnDevice):
         return None
+    if any(request.sampling.repetition_penalty != 1 for request in state.requests):
+        return None
     draft = drafter.on_device(state, budget)
     if draft is None or draft.reach > state.spare:
         return None

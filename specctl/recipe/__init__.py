@@ -9,6 +9,7 @@ from __future__ import annotations
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
+from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
 from specctl.recipe.online import FAMILY_LEARNING, LearnerRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
@@ -37,6 +38,7 @@ from specctl.recipe.train import (
 
 __all__ = [
     "FAMILY_LEARNING",
+    "LOOKAHEAD_CHUNK",
     "RECIPES",
     "Arch",
     "BenchRecipe",
@@ -55,11 +57,14 @@ __all__ = [
     "Gpu",
     "HeldOutRecipe",
     "ImportRecipe",
+    "JudgeRecipe",
     "LearnerRecipe",
+    "LookaheadRecipe",
     "LoraRecipe",
     "OptimizerRecipe",
     "Perturbation",
     "PolicyRecipe",
+    "PreferenceRecipe",
     "ResourceRecipe",
     "RouterRecipe",
     "SamplingRecipe",
