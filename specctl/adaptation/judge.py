@@ -69,7 +69,7 @@ class Judge:
     """Rules on pairs of steps, each pair asked about once. `tally` counts since the judge was made."""
 
     def __init__(self, ask: Ask):
-        self._ask, self.tally = ask, Tally()
+        self.ask, self.tally = ask, Tally()
         self._cache: dict[Pair, bool] = {}
 
     def __call__(self, pairs: Sequence[Pair]) -> list[bool]:
@@ -81,7 +81,7 @@ class Judge:
         open_pairs = {pair: texts for pair, texts in new.items() if pair not in self._cache}
         self.tally.cached += sum(pair in self._cache for pair in folded if pair[0] != pair[1])
         if open_pairs:
-            rulings = self._ask(list(open_pairs.values()))
+            rulings = self.ask(list(open_pairs.values()))
             self.tally.asked += len(rulings)
             self.tally.unanswered += sum(ruling is None for ruling in rulings)
             # A judge that did not answer may answer the next time.
@@ -121,9 +121,9 @@ class Encoder:
 
         self.recipe, self.device = recipe, pick_device(device)
         try:
-            where = {"pretrained_model_name_or_path": location(str(recipe.name)), "revision": recipe.revision}
-            self.tokenizer = AutoTokenizer.from_pretrained(**where)
-            self.model = AutoModel.from_pretrained(**where).to(self.device).eval()
+            where, options = location(str(recipe.name)), {"revision": recipe.revision}
+            self.tokenizer = AutoTokenizer.from_pretrained(where, **options)
+            self.model = AutoModel.from_pretrained(where, **options).to(self.device).eval()
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot load judge {recipe.name}: {str(error).splitlines()[0]}") from error
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token

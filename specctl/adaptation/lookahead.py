@@ -53,7 +53,7 @@ class Trace:
         ids: all that stands behind the prompt, in the writer's tokens, transition included.
         stop: the text ended itself, or thinking was cut at the budget or in a loop.
         rounds: batches of target steps; target_steps: steps the target wrote in them, of which own_steps were kept.
-        drafted, accepted: steps of the draft LM; accepted_tokens: tokens of those kept.
+        drafted, accepted: steps of the draft LM; rejected: rounds ended by one; accepted_tokens: of those kept.
         seconds, draft_s, judge_s: wall-clock, of it with the draft LM and the judge.
         target, draft: work of the two models.
         flops: of both, products with weights only; the judge's are not counted.
@@ -70,6 +70,7 @@ class Trace:
     own_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    rejected: int = 0
     accepted_tokens: int = 0
     seconds: float = 0.0
     draft_s: float = 0.0
@@ -138,10 +139,8 @@ class Lookahead:
         room = self.target.model.context_length - len(arrival.ids)
         answer = self.answer_tokens + len(self._transition([]))
         if room <= answer:
-            raise DataError(
-                f"{arrival.prompt.where}: a prompt of {len(arrival.ids)} tokens leaves no room for an answer of {answer}",
-                "shorten the prompt, or answer_tokens",
-            )
+            where = f"{arrival.prompt.where}: a prompt of {len(arrival.ids)} tokens"
+            raise DataError(f"{where} leaves no room for an answer of {answer}", "shorten it, or answer_tokens")
         return room if whole else min(self.budget, room - answer)
 
     def _round(self, arrival: Arrival, thought: list[int], room: int, trace: Trace) -> list[Step]:
@@ -165,6 +164,7 @@ class Lookahead:
             if accepted < len(own):
                 break
         if accepted < min(len(drafted), len(own)):
+            trace.rejected += 1
             self._note(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
         kept = drafted[:accepted]
         trace.rounds += 1

@@ -7,25 +7,24 @@ al. 2023, equation 7). The reference of DPO is the draft LM as it was when the c
 from __future__ import annotations
 
 import copy
-import logging
+import io
+import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specctl.adaptation.lookahead import Mismatch
-from specctl.decoding.target import Target
-from specctl.drafters.lm import cast as moved
 from specctl.errors import CheckpointError
 from specctl.progress import interrupts
 from specctl.recipe import LookaheadRecipe
-from specctl.recipe.lookahead import FULL_BELOW, ReasoningMode
+from specctl.recipe.lookahead import FULL_BELOW, LearningMode
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,21 @@ class Lesson:
     refused: bool = False
 
 
-def table(mismatches: Sequence[Mismatch]) -> Any:
-    """The pairs as a `datasets.Dataset`, each once: ids as DPO reads them, and text for people."""
+def table(mismatches: Sequence[Mismatch], max_length: int) -> Any:
+    """The pairs as a `datasets.Dataset`, each once: ids as DPO reads them, and text for people.
+
+    Where context and step have more than `max_length` tokens the context loses its beginning.
+    """
     from datasets import Dataset
+
+    def end(one: Mismatch) -> list[int]:
+        return one.context[-max(1, max_length - max(len(one.chosen), len(one.rejected))) :]
 
     once = {(*one.context, -1, *one.chosen, -1, *one.rejected): one for one in mismatches}
     return Dataset.from_dict(
         {
             "prompt_id": [one.prompt_id for one in once.values()],
-            "prompt_ids": [one.context for one in once.values()],
+            "prompt_ids": [end(one) for one in once.values()],
             "chosen_ids": [one.chosen for one in once.values()],
             "rejected_ids": [one.rejected for one in once.values()],
             "chosen": [one.chosen_text for one in once.values()],
@@ -71,13 +76,13 @@ class PreferenceLearner:
         chunks: learnt from so far. They number the shuffles, so that there is no other random state.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, recipe: LookaheadRecipe, mode: ReasoningMode):
-        """`mode`: "online-lr" or "osd-lr"; with any other one the model stays as it is."""
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, recipe: LookaheadRecipe, mode: LearningMode):
+        """`model` is learnt in place; `recipe` is resolved."""
         self.recipe, self.mode, self.tokenizer, self.chunks = recipe, mode, tokenizer, 0
         learning, count = recipe.learning, sum(weight.numel() for weight in model.parameters())
         self.adapts = learning.lora if learning.lora is not None else count > FULL_BELOW
         self.model: nn.Module = model
-        if self.adapts and self.learns:
+        if self.adapts:
             import peft
 
             targets = "all-linear"  # peft leaves the output layer out
@@ -92,22 +97,16 @@ class PreferenceLearner:
             weight_decay=0.0,
         )
 
-    @property
-    def learns(self) -> bool:
-        return self.mode in ("online-lr", "osd-lr")
-
-    def played(self, name: str, like: Target) -> Target:
-        """The LM as it is now, for the decoding core: a copy in the dtype and on the device of `like`."""
+    def played(self) -> PreTrainedModel:
+        """A copy of the LM as it is now, its adapter merged."""
         model: Any = copy.deepcopy(self.model)
-        if self.adapts and self.learns:
-            model = model.merge_and_unload()
-        return Target(name, moved(model, like.device, like.dtype).eval(), self.tokenizer)
+        return model.merge_and_unload() if self.adapts else model
 
     def learn(self, mismatches: Sequence[Mismatch]) -> Lesson:
         """Several epochs over the pairs of a chunk."""
-        pairs = table(mismatches)
+        pairs = table(mismatches, self.recipe.learning.max_length)
         self.chunks += 1
-        if not self.learns or len(pairs) == 0:
+        if len(pairs) == 0:
             return Lesson(len(pairs))
         interrupts.check()
         before = self.state()
@@ -120,32 +119,81 @@ class PreferenceLearner:
 
     def _train(self, pairs: Any) -> tuple[int, list[float], list[float]]:
         """Run TRL's trainer; optimizer steps, losses of all and margins of the last epoch's."""
-        learning, dpo = self.recipe.learning, self.mode == "online-lr"
+        dpo, epochs = self.mode == "online-lr", self.recipe.learning.epochs
         with _quiet():
-            trainer = _trainer(
-                self.model,
-                None if self.adapts else copy.deepcopy(self.model),
-                pairs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]),
-                self.tokenizer,
-                self._optimizer,
-                loss_type=["sigmoid" if dpo else "sft"],
-                beta=learning.beta,
-                num_train_epochs=learning.epochs,
-                per_device_train_batch_size=learning.batch,
-                max_grad_norm=learning.clip,
-                max_length=learning.max_length,
-                seed=self.recipe.seed + self.chunks,
-            )
+            trainer = self._preferring(pairs) if dpo else self._imitating(pairs)
             trainer.train()
         base: Any = cast(Any, self.model).get_base_model() if self.adapts else self.model
         vars(base).pop("forward", None)  # TRL's own, which would end up in copies of the model
         base.eval()
-        if self.adapts:
+        if self.adapts and dpo:
             cast(Any, self.model).delete_adapter("ref")  # the next chunk has another reference
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
-        last = [entry for entry in log if entry["epoch"] > learning.epochs - 1]
-        margins = [entry["rewards/margins"] for entry in last if dpo]
+        margins = [entry["rewards/margins"] for entry in log if dpo and entry["epoch"] > epochs - 1]
         return trainer.state.global_step, [entry["loss"] for entry in log], margins
+
+    def _preferring(self, pairs: Any) -> Any:
+        """DPO on pairs of ids.
+
+        TRL's own preparation tokenises text, which may cut it differently than it was written, and ends every step with
+        the end-of-sequence token: a draft LM that learns from that stops after each step.
+        """
+        from trl import DPOConfig, DPOTrainer
+
+        class OnIds(DPOTrainer):
+            def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+                return dataset
+
+        model = cast(Any, self.model)
+        return OnIds(
+            model=model,
+            ref_model=None if self.adapts else copy.deepcopy(model),
+            args=DPOConfig(**self._options(), beta=self.recipe.learning.beta),
+            train_dataset=pairs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]),
+            processing_class=self.tokenizer,
+            optimizers=self._optimizers(),
+        )
+
+    def _imitating(self, pairs: Any) -> Any:
+        """SFT on the target's steps, given their contexts."""
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        contexts, steps = pairs["prompt_ids"], pairs["chosen_ids"]
+        texts = [context + step for context, step in zip(contexts, steps, strict=True)]
+        labels = [[-100] * len(context) + step for context, step in zip(contexts, steps, strict=True)]
+        return SFTTrainer(
+            model=cast(Any, self.model),
+            args=SFTConfig(**self._options(), dataset_kwargs={"skip_prepare_dataset": True}),
+            train_dataset=Dataset.from_dict({"input_ids": texts, "labels": labels}),
+            processing_class=self.tokenizer,
+            optimizers=self._optimizers(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """What both trainers are told. On a CPU all is fp32: a chunk moves weights by less than bf16 can tell."""
+        learning, cuda = self.recipe.learning, next(self.model.parameters()).device.type == "cuda"
+        return {
+            "output_dir": "unused",
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "use_cpu": not cuda,
+            "bf16": cuda,
+            "gradient_checkpointing": cuda,
+            "remove_unused_columns": False,
+            "max_length": None,
+            "num_train_epochs": learning.epochs,
+            "per_device_train_batch_size": learning.batch,
+            "max_grad_norm": learning.clip,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "seed": self.recipe.seed + self.chunks,
+        }
+
+    def _optimizers(self) -> tuple[torch.optim.Optimizer, Any]:
+        """Ours, at a constant rate."""
+        return self._optimizer, torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: 1.0)
 
     def _trainable(self) -> dict[str, Tensor]:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
@@ -174,65 +222,23 @@ class PreferenceLearner:
         self.chunks = int(state["chunks"])
 
 
-def _trainer(
-    model: Any, reference: Any, pairs: Any, tokenizer: Any, optimizer: torch.optim.Optimizer, **options: Any
-) -> Any:
-    """TRL's trainer on pairs of ids.
-
-    Its own preparation tokenises text, which may cut it differently than it was written, and ends every step with the
-    end-of-sequence token: a draft LM that learns from that stops after each step.
-    """
-    from trl import DPOConfig, DPOTrainer
-
-    class OnIds(DPOTrainer):  # type: ignore[misc]
-        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            return dataset
-
-    device = next(model.parameters()).device
-    config = DPOConfig(
-        output_dir=str(Path("trainer")),  # never written: nothing is saved
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=1,
-        logging_strategy="steps",
-        use_cpu=device.type == "cpu",
-        bf16=device.type == "cuda",
-        gradient_checkpointing=device.type == "cuda",
-        truncation_mode="keep_end",
-        remove_unused_columns=False,
-        learning_rate=optimizer.param_groups[0]["lr"],
-        **options,
-    )
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return OnIds(
-        model=model,
-        ref_model=reference,
-        args=config,
-        train_dataset=pairs,
-        processing_class=tokenizer,
-        optimizers=(optimizer, constant),
-    )
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither the trainer's seeds nor its lines: it prints every log entry to stdout and seeds every generator."""
-    import random
-
-    import numpy as np
-    from datasets import disable_progress_bars
-    from transformers import PrinterCallback
+    """Neither what TRL says, on stdout and with bars, nor what it does to the generators of the process."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging as library
 
+    states = random.getstate(), np.random.get_state()
+    verbosity, bars = library.get_verbosity(), not are_progress_bars_disabled()
     disable_progress_bars()
-    kept, verbosity = (random.getstate(), np.random.get_state()), library.get_verbosity()
     library.set_verbosity_error()
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        with torch.random.fork_rng(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         library.set_verbosity(verbosity)
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if bars:
+            enable_progress_bars()

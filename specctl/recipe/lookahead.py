@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from specctl.recipe.sections import Fraction, PositiveFloat, Section
 
 ReasoningMode = Literal["target", "draft", "lr", "osd-lr", "online-lr"]
+LearningMode = Literal["osd-lr", "online-lr"]
 LOOKAHEAD_CHUNK = 25  # prompts between two updates
 FULL_BELOW = 1_000_000_000  # parameters: larger draft models learn an adapter
 
@@ -88,7 +89,7 @@ class LookaheadRecipe(Section):
         }
         return self.model_copy(update={name: value for name, value in found.items() if getattr(self, name) is None})
 
-    def rate_of(self, mode: ReasoningMode, parameters: int) -> float:
+    def rate_of(self, mode: LearningMode, parameters: int) -> float:
         """`learning.lr`, or 5e-7 for DPO on a model of 600 million parameters and 1e-5 for SFT, growing as models
         shrink: with the inverse square root of their size."""
         if self.learning.lr is not None:
