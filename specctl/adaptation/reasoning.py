@@ -154,7 +154,7 @@ class Reasoning:
         if mode == "draft":
             assert draft is not None
             return _DraftAlone(draft, self.recipe)
-        return Lookahead(Writer(self.target, self.recipe, self.drafter), self.recipe, draft, self.judges[mode])
+        return Lookahead(Writer(self.target, self.recipe, self.drafter), self.recipe, draft, self.judges.get(mode))
 
     def _drafting(self, model: PreTrainedModel) -> Draft:
         """The draft LM for the decoding core, in the target's dtype; `model` is taken over."""
