@@ -192,3 +192,17 @@ def test_agreement_is_counted_and_corrected_for_chance():
     assert agreement([False, False], [False, False]).kappa is None
     with pytest.raises(ValueError, match="no pairs"):
         agreement([], [])
+
+
+def test_the_exact_judge_on_pairs_that_a_person_has_read():
+    """50 pairs (draft LM's step, target's step) of a run of the built-in target on math prompts, drawn at random in the
+    run's proportion of pairs that are equal once folded, read and labelled by hand. The judge misses what is said in
+    other words, and never takes a different step for the same: of 50 it is wrong on 5, 36 % of those that mean the
+    same."""
+    pairs = json.loads(PAIRS.read_text())
+    assert len(pairs) == 50
+    rulings = make_judge(JudgeRecipe())([(pair["draft"], pair["target"]) for pair in pairs])
+    found = agreement(rulings, [pair["same"] for pair in pairs])
+    assert found.wrongly_aligned == 0
+    assert found.rate == pytest.approx(0.90)
+    assert found.wrongly_unaligned == pytest.approx(5 / 14)
