@@ -132,6 +132,13 @@ def test_an_update_that_is_not_finite_is_taken_back(tiny, target):
     )
 
 
+def test_small_models_take_larger_steps_unless_told():
+    recipe = LookaheadRecipe()
+    assert recipe.rate_of("online-lr", 600_000_000) == recipe.rate_of("online-lr", 8_000_000_000) == 5e-7
+    assert recipe.rate_of("online-lr", 2_500_000) > 5e-6
+    assert LookaheadRecipe(learning={"lr": 1e-3}).rate_of("osd-lr", 1) == 1e-3
+
+
 def test_the_generators_of_the_process_are_left_alone(tiny, target):
     torch.manual_seed(5)
     expected = torch.rand(1)
