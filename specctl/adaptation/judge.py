@@ -42,6 +42,7 @@ Reply with [aligned] if meaning and results are the same, with [unaligned] if ei
 </s2>"""
 """After the protocol of Lookahead Reasoning (Fu et al. 2025, appendix)."""
 
+REMEMBERED = 1 << 16  # rulings
 LONGEST_REPLY = 1 << 18  # bytes
 _RULING = re.compile(r"\[(un)?aligned\]", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
@@ -89,6 +90,8 @@ class Judge:
             self._cache |= {pair: ruling for pair, ruling in found if ruling is not None}
         aligned = [one == other or self._cache.get((one, other), False) for one, other in folded]
         self.tally.aligned += sum(aligned)
+        while len(self._cache) > REMEMBERED:
+            del self._cache[next(iter(self._cache))]
         return aligned
 
 

@@ -24,7 +24,6 @@ from specctl.adaptation.judge import Judge
 from specctl.adaptation.steps import Step, going_round
 from specctl.adaptation.stream import Arrival
 from specctl.adaptation.writer import Draft, Proposal, Work, Writer
-from specctl.errors import DataError
 from specctl.progress import interrupts
 from specctl.recipe import LookaheadRecipe
 
@@ -51,7 +50,7 @@ class Trace:
 
     Attributes:
         ids: all that stands behind the prompt, in the writer's tokens, transition included.
-        stop: the text ended itself, or thinking was cut at the budget or in a loop.
+        stop: the text ended itself, or was cut at the budget or in a loop.
         rounds: batches of target steps; target_steps: steps the target wrote in them, of which own_steps were kept.
         drafted, accepted: steps of the draft LM; rejected: rounds ended by one; accepted_tokens: of those kept.
         seconds, draft_s, judge_s: wall-clock, of it with the draft LM and the judge.
@@ -94,12 +93,16 @@ class Lookahead:
         self.transition = recipe.transition or ""
 
     def answer(self, arrival: Arrival) -> Trace:
-        """Think, then answer. DataError where a prompt leaves no room for an answer; Interrupted between steps."""
+        """Think, then answer; a prompt that leaves little room in the context has a short answer, or none.
+
+        Raises Interrupted, between steps.
+        """
         trace = Trace(arrival.prompt.id, arrival.prompt.domain)
         before = self._work()
         with _clock(trace, "seconds"):
             thought = self._think(arrival, trace)
-            trace.ids = thought if trace.stop == "final" else self._conclude(arrival, thought)
+            over = trace.stop == "final" or THOUGHT in self.target.stepper.text(thought)
+            trace.ids = thought if over else self._conclude(arrival, thought)
         trace.target, trace.draft = (now.since(then) for now, then in zip(self._work(), before, strict=True))
         trace.flops = float(trace.target.rows * self.target.model.row_flops)
         if self.draft is not None:
@@ -116,35 +119,35 @@ class Lookahead:
         return self.target.work.since(Work()), draft.since(Work())
 
     def _think(self, arrival: Arrival, trace: Trace) -> list[int]:
-        """Steps until the text ends, goes round in circles, or the budget is spent."""
+        """Steps until the text ends, goes round in circles, or the budget is spent. Whoever thinks enough by itself
+        may spend what is kept for the answer, too: it is writing that."""
+        room = self.target.model.context_length - len(arrival.ids)
+        budget = min(self.budget, room - self.answer_tokens - len(self._transition([])))
         thought: list[int] = []
         steps: list[Step] = []
-        budget = self._room(arrival)
         while len(thought) < budget:
             interrupts.check()
-            for step in self._round(arrival, thought, budget - len(thought), trace):
+            added, accepted = self._round(arrival, thought, budget - len(thought), trace)
+            for place, step in enumerate(added):
                 thought, steps = thought + step.ids, [*steps, step]
+                if place < accepted:
+                    trace.accepted += 1
+                    trace.accepted_tokens += len(step.ids)
+                else:
+                    trace.own_steps += 1
                 if step.end == "final":
                     return thought
-                if THOUGHT in step.text:  # it has thought enough by itself: what follows is the answer
-                    budget = min(budget + self.answer_tokens, self._room(arrival, whole=True))
+                if THOUGHT in step.text:
+                    budget = min(self.budget + self.answer_tokens, room)
                 if going_round(steps, self.recipe.max_repeats):
                     trace.stop = "loop"
                     return thought
         trace.stop = "budget"
         return thought
 
-    def _room(self, arrival: Arrival, whole: bool = False) -> int:
-        """Tokens of thinking that leave room for transition and answer in the target's context; `whole`: for both."""
-        room = self.target.model.context_length - len(arrival.ids)
-        answer = self.answer_tokens + len(self._transition([]))
-        if room <= answer:
-            where = f"{arrival.prompt.where}: a prompt of {len(arrival.ids)} tokens"
-            raise DataError(f"{where} leaves no room for an answer of {answer}", "shorten it, or answer_tokens")
-        return room if whole else min(self.budget, room - answer)
-
-    def _round(self, arrival: Arrival, thought: list[int], room: int, trace: Trace) -> list[Step]:
-        """The steps that one round adds: the longest aligned run of drafted ones, then the target's own."""
+    def _round(self, arrival: Arrival, thought: list[int], room: int, trace: Trace) -> tuple[list[Step], int]:
+        """The steps that one round adds: the longest aligned run of drafted ones, then the target's own; and how many
+        of them were drafted."""
         seed = self._seed(arrival)
         proposals: list[Proposal] = []
         if self.draft is not None:
@@ -166,14 +169,10 @@ class Lookahead:
         if accepted < min(len(drafted), len(own)):
             trace.rejected += 1
             self._note(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
-        kept = drafted[:accepted]
         trace.rounds += 1
         trace.target_steps += len(own)
         trace.drafted += len(drafted)
-        trace.accepted += accepted
-        trace.accepted_tokens += sum(len(step.ids) for step in kept)
-        trace.own_steps += accepted < len(own)
-        return kept + own[accepted : accepted + 1]
+        return drafted[:accepted] + own[accepted : accepted + 1], accepted
 
     def _aligned(self, drafted: list[Step], own: list[Step], trace: Trace) -> list[bool]:
         """Whether drafted steps mean the same as the target's. A step that ends the text is none that does not."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -85,11 +86,10 @@ class PreferenceLearner:
         if self.adapts:
             import peft
 
-            targets = "all-linear"  # peft leaves the output layer out
+            sizes: dict[str, Any] = {"r": learning.lora_rank, "lora_alpha": learning.lora_alpha}
             with torch.random.fork_rng():
-                torch.manual_seed(recipe.seed)
-                options = peft.LoraConfig(r=learning.lora_rank, lora_alpha=learning.lora_alpha, target_modules=targets)  # type: ignore[arg-type]
-                self.model = peft.get_peft_model(model, options)
+                torch.manual_seed(recipe.seed)  # "all-linear" leaves the output layer out
+                self.model = peft.get_peft_model(model, peft.LoraConfig(**sizes, target_modules="all-linear"))
         self._optimizer = torch.optim.AdamW(
             [weight for weight in self.model.parameters() if weight.requires_grad],
             lr=recipe.rate_of(mode, count),
@@ -103,7 +103,10 @@ class PreferenceLearner:
         return model.merge_and_unload() if self.adapts else model
 
     def learn(self, mismatches: Sequence[Mismatch]) -> Lesson:
-        """Several epochs over the pairs of a chunk."""
+        """Several epochs over the pairs of a chunk.
+
+        Raises Interrupted between two optimizer steps, with part of the chunk learnt: go on from a `state()`.
+        """
         pairs = table(mismatches, self.recipe.learning.max_length)
         self.chunks += 1
         if len(pairs) == 0:
@@ -120,19 +123,22 @@ class PreferenceLearner:
     def _train(self, pairs: Any) -> tuple[int, list[float], list[float]]:
         """Run TRL's trainer; optimizer steps, losses of all and margins of the last epoch's."""
         dpo, epochs = self.mode == "online-lr", self.recipe.learning.epochs
-        with _quiet():
-            trainer = self._preferring(pairs) if dpo else self._imitating(pairs)
-            trainer.train()
         base: Any = cast(Any, self.model).get_base_model() if self.adapts else self.model
-        vars(base).pop("forward", None)  # TRL's own, which would end up in copies of the model
-        base.eval()
-        if self.adapts and dpo:
-            cast(Any, self.model).delete_adapter("ref")  # the next chunk has another reference
+        with _quiet(), tempfile.TemporaryDirectory() as place:
+            trainer = self._preferring(pairs, place) if dpo else self._imitating(pairs, place)
+            trainer.add_callback(_polling())
+            try:
+                trainer.train()
+            finally:
+                vars(base).pop("forward", None)  # TRL's own, which would end up in copies of the model
+                base.eval()
+                if self.adapts and dpo:
+                    cast(Any, self.model).delete_adapter("ref")  # the next chunk has another reference
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         margins = [entry["rewards/margins"] for entry in log if dpo and entry["epoch"] > epochs - 1]
         return trainer.state.global_step, [entry["loss"] for entry in log], margins
 
-    def _preferring(self, pairs: Any) -> Any:
+    def _preferring(self, pairs: Any, place: str) -> Any:
         """DPO on pairs of ids.
 
         TRL's own preparation tokenises text, which may cut it differently than it was written, and ends every step with
@@ -148,13 +154,13 @@ class PreferenceLearner:
         return OnIds(
             model=model,
             ref_model=None if self.adapts else copy.deepcopy(model),
-            args=DPOConfig(**self._options(), beta=self.recipe.learning.beta),
+            args=DPOConfig(**self._options(place), beta=self.recipe.learning.beta),
             train_dataset=pairs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]),
             processing_class=self.tokenizer,
             optimizers=self._optimizers(),
         )
 
-    def _imitating(self, pairs: Any) -> Any:
+    def _imitating(self, pairs: Any, place: str) -> Any:
         """SFT on the target's steps, given their contexts."""
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
@@ -164,17 +170,17 @@ class PreferenceLearner:
         labels = [[-100] * len(context) + step for context, step in zip(contexts, steps, strict=True)]
         return SFTTrainer(
             model=cast(Any, self.model),
-            args=SFTConfig(**self._options(), dataset_kwargs={"skip_prepare_dataset": True}),
+            args=SFTConfig(**self._options(place), dataset_kwargs={"skip_prepare_dataset": True}),
             train_dataset=Dataset.from_dict({"input_ids": texts, "labels": labels}),
             processing_class=self.tokenizer,
             optimizers=self._optimizers(),
         )
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, place: str) -> dict[str, Any]:
         """What both trainers are told. On a CPU all is fp32: a chunk moves weights by less than bf16 can tell."""
         learning, cuda = self.recipe.learning, next(self.model.parameters()).device.type == "cuda"
         return {
-            "output_dir": "unused",
+            "output_dir": place,  # nothing is written there, but it is made
             "save_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
@@ -220,6 +226,17 @@ class PreferenceLearner:
                 moments.setdefault(int(place), {})[key] = value.clone()
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
         self.chunks = int(state["chunks"])
+
+
+def _polling() -> Any:
+    """Looks for SIGTERM after every optimizer step."""
+    from transformers import TrainerCallback
+
+    class Polling(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            interrupts.check()
+
+    return Polling()
 
 
 @contextmanager

@@ -171,10 +171,25 @@ def test_thinking_that_ended_itself_has_room_for_its_answer():
     assert (trace.stop, trace.text.endswith("h\ni")) == ("final", True)
 
 
-def test_a_prompt_without_room_is_named():
-    crowded = Arrival(ARRIVAL.prompt, [ord("?")] * 998)
-    with pytest.raises(DataError, match=r"f:1: a prompt of 998 tokens"):
-        answer(lines("a!"), arrival=crowded)
+def test_thinking_that_ended_itself_is_not_told_to_end():
+    long = ["a.", "</think>.", *(f"{letter}." for letter in "bcdefghijklmnopqrstuvw")]
+    trace, _ = answer(lines(*long), budget=12, answer_tokens=10)
+    assert (trace.stop, "####" in trace.text) == ("budget", False)
+
+
+@pytest.mark.parametrize(("room", "text"), [(2, ""), (9, "####9")])
+def test_a_prompt_that_leaves_little_room_has_a_short_answer_or_none(room, text):
+    """One long prompt must not end a run."""
+    crowded = Arrival(ARRIVAL.prompt, [ord("?")] * (1000 - room))
+    trace, _ = answer(lines("a!"), arrival=crowded)
+    assert trace.stop == "budget" and trace.text.endswith(text)
+    assert len(trace.ids) <= max(room, len("\n####"))
+
+
+def test_steps_behind_a_loop_are_not_counted():
+    """Of a round's accepted steps those that come after the loop was seen are no part of the text."""
+    trace, _ = answer(lines("a."), lines("a."), max_repeats=3)
+    assert (trace.accepted, trace.own_steps) == (3, 0)
 
 
 def test_a_signal_is_heeded_between_steps():

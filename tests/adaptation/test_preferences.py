@@ -9,7 +9,8 @@ from transformers import LlamaForCausalLM
 from specctl.adaptation.lookahead import Mismatch
 from specctl.adaptation.preferences import PreferenceLearner, table
 from specctl.drafters import lm
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, Interrupted
+from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, LookaheadRecipe
 
 BETTER, WORSE = [40, 41, 42], [50, 51, 52]
@@ -137,6 +138,26 @@ def test_small_models_take_larger_steps_unless_told():
     assert recipe.rate_of("online-lr", 600_000_000) == recipe.rate_of("online-lr", 8_000_000_000) == 5e-7
     assert recipe.rate_of("online-lr", 2_500_000) > 5e-6
     assert LookaheadRecipe(learning={"lr": 1e-3}).rate_of("osd-lr", 1) == 1e-3
+
+
+def test_a_signal_ends_learning_between_two_steps(tiny, target, monkeypatch, tmp_path):
+    """A chunk of a large draft LM takes longer than a batch system waits. And nothing is left in the directory."""
+    monkeypatch.chdir(tmp_path)
+    learning = learner(tiny, target, epochs=50)
+    state, checks = learning.state(), []
+
+    def check():
+        checks.append(None)
+        if len(checks) == 4:
+            raise Interrupted("stopped")
+
+    monkeypatch.setattr(interrupts, "check", check)
+    with pytest.raises(Interrupted):
+        learning.learn(PAIRS)
+    assert "forward" not in vars(learning.model)
+    assert not list(tmp_path.iterdir())
+    learning.restore(state)
+    assert all(map(torch.equal, learning.played().parameters(), tiny.parameters()))
 
 
 def test_the_generators_of_the_process_are_left_alone(tiny, target):
