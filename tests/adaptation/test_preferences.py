@@ -66,9 +66,10 @@ def test_dpo_prefers_the_targets_steps(tiny, target, lora, capsys):
     assert all(("lora" in name) == lora for name in learning.state() if name.startswith("weight."))
 
 
-def test_the_reference_is_the_model_as_the_chunk_began(tiny, target):
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_reference_is_the_model_as_the_chunk_began(tiny, target, lora):
     """Against the very first weights the second chunk's loss would begin below ln 2."""
-    learning = learner(tiny, target, epochs=1, batch=4)
+    learning = learner(tiny, target, epochs=1, batch=4, lora=lora)
     assert learning.learn(PAIRS).loss == pytest.approx(0.6931, abs=1e-3)
     assert learning.learn(PAIRS).loss == pytest.approx(0.6931, abs=1e-3)
 

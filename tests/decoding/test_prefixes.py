@@ -71,6 +71,20 @@ def test_a_drafter_speculates_behind_remembered_text(target, nested):
     assert drafted == texts(target, longer, **SHORT)
 
 
+def test_rounds_on_the_device_end_and_remember_alike(target, prompts, monkeypatch):
+    expected = texts(target, prompts, **SHORT)
+    ends = frozenset({expected[0][2], expected[1][4]})
+    cut = texts(target, prompts, ends=ends, **SHORT)
+    assert cut != expected
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    prefixes = Prefixes(lines=3)
+    assert texts(target, prompts, prefixes, ends=ends, **SHORT) == cut
+    longer = [prompt + output for prompt, output in zip(prompts, cut, strict=True)]
+    read = prefixes.read
+    assert texts(target, longer, prefixes, **SHORT) == texts(target, longer, **SHORT)
+    assert prefixes.read - read == len(longer), "of each text the last token only"
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "mistral-window"])
 def test_targets_on_transformers_forward_remember_too(tiny_directory, kind):
     target = load_target(tiny_directory(kind), device="cpu", dtype="fp32")
