@@ -87,7 +87,7 @@ class PreferenceLearner:
             import peft
 
             sizes: dict[str, Any] = {"r": learning.lora_rank, "lora_alpha": learning.lora_alpha}
-            with torch.random.fork_rng():
+            with _quiet():
                 torch.manual_seed(recipe.seed)  # "all-linear" leaves the output layer out
                 self.model = peft.get_peft_model(model, peft.LoraConfig(**sizes, target_modules="all-linear"))
         self._optimizer = torch.optim.AdamW(
