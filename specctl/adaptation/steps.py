@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 from specctl.decoding.target import Target
 
@@ -43,8 +44,7 @@ class Stepper:
         """`limit`: tokens of the longest step."""
         self.tokenizer, self.eos_ids = model.tokenizer, model.eos_ids
         self.delimiter, self.limit = delimiter, limit
-        pieces = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
-        self.ends = frozenset(token for token, piece in enumerate(pieces) if delimiter in piece)
+        self.ends = _holding(self.tokenizer, delimiter)
 
     def text(self, ids: list[int]) -> str:
         """Text of ids, without special tokens."""
@@ -71,6 +71,13 @@ class Stepper:
             steps.append(self.first(ids))
             ids = ids[len(steps[-1].ids) :]
         return steps
+
+
+@lru_cache(maxsize=4)
+def _holding(tokenizer: Any, delimiter: str) -> frozenset[int]:
+    """Ids of the tokens that hold the delimiter; a second's work for a large vocabulary."""
+    pieces = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    return frozenset(token for token, piece in enumerate(pieces) if delimiter in piece)
 
 
 def going_round(steps: Sequence[Step], repeats: int) -> bool:
