@@ -36,6 +36,8 @@ def device_rounds(target: Target, state: DecodeState, drafter: Proposer, budget:
         return None
     if state.catch_up != RECOMPUTE:  # the masks of plan_at know of no slots that were skipped
         return None
+    if any(request.sampling.repetition_penalty != 1 for request in state.requests):
+        return None
     draft = drafter.on_device(state, budget)
     if draft is None or draft.reach > state.spare:
         return None

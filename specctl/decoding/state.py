@@ -133,9 +133,11 @@ class DecodeState:
         spare: int,
         exact_rows: int,
         catch_up: CatchUp = RECOMPUTE,
+        ends: frozenset[int] = frozenset(),
     ):
+        """`ends`: ids that finish a sequence as the target's end-of-sequence tokens do."""
         self.device, self.dtype = target.device, target.dtype
-        self.eos_ids = target.eos_ids
+        self.eos_ids = target.eos_ids | ends
         self.requests = requests
         self.rows = [self._sequence(index) for index in range(min(slots, len(requests)))]
         self.waiting = deque(range(len(self.rows), len(requests)))
