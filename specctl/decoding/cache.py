@@ -256,7 +256,9 @@ class KVCache:
     def select(self, index: Tensor) -> None:
         """Keep only the sequences in `index` (batch shrinking as sequences finish)."""
         self.store = self.store.index_select(1, index)
-        self.skipped = [self.skipped[b] for b in index.tolist()]
+        # Where nobody has skipped anything the device that holds the index need not be asked.
+        kept = index.tolist() if any(self.skipped) else range(len(index))
+        self.skipped = [self.skipped[b] for b in kept]
         self._views()
 
     def filled(self, starts: list[int]) -> None:
