@@ -79,7 +79,8 @@ class Stage:
         twice = {VANILLA, *self.fixed} & {*self.pupils}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
-        self.refused: Counter[str] = Counter()  # chunks in a row of which nothing could be learnt
+        self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
+        self._warm = False  # in this process: a run that is resumed is as cold as a new one
 
     def contenders(self, pupil: Callable[[str, Pupil], Contender]) -> list[Contender]:
         sampling = self.recipe.sampling
@@ -115,8 +116,9 @@ class Stage:
         """Everybody's answers to a chunk; `done` is told of every turn. Raises Interrupted between two turns."""
         cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
         turns: list[Turn] = [cases[start : start + size] for start in range(0, len(cases), size)]
-        if not self._turns:
+        if not self._warm:
             self.warm_up(turns)
+            self._warm = True
         found, records = self.contenders(self._answers), []
         for turn in turns:
             progress.interrupts.check()
@@ -173,19 +175,18 @@ class Stage:
 
     def _watch(self, name: str, lesson: Lesson) -> None:
         """Say what went wrong; give up where nothing helps."""
+        refused = lesson.outcome.status == "refused"
         if lesson.ruling == "rollback":
-            progress.warn(f"{name}: the last update lowered acceptance and is taken back; η is {_rates(lesson)} now")
-        if lesson.outcome.status != "refused":
-            self.refused[name] = 0
-            return
-        self.refused[name] += 1
-        progress.warn(
-            f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
-            f"η is {_rates(lesson)} now"
-        )
+            progress.warn(f"{name}: the last update did harm and is taken back; η is {_rates(lesson)} now")
+        if refused:
+            progress.warn(
+                f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
+                f"η is {_rates(lesson)} now"
+            )
+        self.refused[name] = self.refused[name] + 1 if refused or lesson.ruling == "rollback" else 0
         if self.refused[name] == GIVE_UP:
             raise SpecctlError(
-                f"{name} has learnt nothing for {GIVE_UP} chunks: losses or gradients are not finite",
+                f"{name} has learnt nothing for {GIVE_UP} chunks: its updates do harm, or are not finite",
                 hint="lower learner.lr, or set learner.clip",
             )
 
