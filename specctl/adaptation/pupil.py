@@ -97,7 +97,7 @@ class Pupil:
         self.chunks += 1
         synchronise(self.target.device)
         learnt = time.perf_counter()
-        if outcome.status == "updated" or ruling == "rollback":
+        if outcome.status != "static":  # a lower η, or another draw among the members, plays other weights, too
             self.drafter = self.play()
         synchronise(self.target.device)
         return Lesson(
