@@ -97,10 +97,14 @@ class OnlineRecipe(ResumableRecipe):
         return LearnerRecipe(**self.learner.model_dump(), algo=rule_and_family(algo)[0])
 
     @property
+    def domains(self) -> list[str]:
+        """Of the stream, in the order of their coming."""
+        return list(dict.fromkeys(domain for domain, _ in self.stream.segments)) or self.data.domain
+
+    @property
     def first_domain(self) -> str:
         """The domain that warm-up is for."""
-        stream = [domain for domain, _ in self.stream.segments] or self.data.domain
-        return self.warmup.domain or stream[0]
+        return self.warmup.domain or self.domains[0]
 
     def start_of(self, family: str) -> Path:
         """The drafter that learners of a family start from."""
