@@ -12,6 +12,7 @@ from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
+from specctl.errors import Interrupted
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
@@ -45,7 +46,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     from specctl import api
     from specctl.cli import plan
 
-    plan.check_data(recipe.data)
+    plan.check_data(recipe.data.model_copy(update={"domain": recipe.domains}))
     recipe = of_init(recipe)
     if recipe.output_dir:
         plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
@@ -56,10 +57,16 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     with library_output():
         for one in first:
             progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
-        for missing in data.values():
-            api.execute("distill", missing)
-        for one in first:
-            api.execute("train-drafter", one)
+        try:
+            for missing in data.values():
+                api.execute("distill", missing)
+            for one in first:
+                api.execute("train-drafter", one)
+        except Interrupted as stop:
+            place = recipe.output_dir or "DIR"
+            raise Interrupted(
+                f"{stop.message} while warming up", f"continue with --resume --output-dir {place}"
+            ) from None
         _, document = api.execute("online", recipe)
     output.result(document, show, brief=document["run_dir"])
 
