@@ -174,7 +174,7 @@ def test_a_signal_while_it_warms_up(specctl, library):
 def test_it_warms_up_first_and_says_so(specctl, tmp_path):
     """The line of the README on an empty directory; the next run uses the drafter again."""
     options = ["--algo", "opt-hydra", "--limit", "2", "--max-new-tokens", "6", "--device", "cpu", "--dtype", "fp32"]
-    options += ["warmup.responses=8", "warmup.minutes=0.02", "--baselines", "static"]
+    options += ["warmup.responses=8", "warmup.minutes=0.02"]
     planned = specctl("online", *options, "--dry-run", "--json")
     assert planned.code == 0, planned.err
     said = " ".join(planned.json["steps"])
@@ -183,6 +183,7 @@ def test_it_warms_up_first_and_says_so(specctl, tmp_path):
     assert done.code == 0, done.err
     assert "no drafter in drafters/sql-hydra: warming one up on 8 responses first" in done.err
     assert done.json["family"] == "hydra" and done.json["prompts"] == 2
+    assert done.json["lossless"] == {"sequences": 4, "mismatches": 0, "ties": 0}
     before = checkpoint.fingerprint(tmp_path / "drafters/sql-hydra")
     again = specctl("online", *options, "--json")
     assert again.code == 0 and "warming" not in again.err, again.err

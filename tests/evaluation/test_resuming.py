@@ -303,23 +303,24 @@ def chunks(place):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def killed_and_resumed(place, made, moments):
-    """kill -9 behind so many lines of chunks.jsonl and seconds, then --resume to the end."""
-    for count, delay in moments:
-        process = launch(place, made, "--resume")
-        while chunks(place) < count and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(delay)
-        assert process.poll() is None, (place.parent / "log").read_text()[-2000:]
-        process.kill()
-        process.wait()
-    assert launch(place, made, "--resume").wait(300) == 0, (place.parent / "log").read_text()[-2000:]
+def kill(place, made, count, delay=0.0):
+    """kill -9 behind so many lines of chunks.jsonl, and seconds."""
+    process = launch(place, made, "--resume")
+    while chunks(place) < count and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(delay)
+    assert process.poll() is None, (place.parent / "log").read_text()[-2000:]
+    process.kill()
+    process.wait()
 
 
-def test_a_killed_run_resumes(tmp_path, make, whole):
-    killed_and_resumed(tmp_path / "run", make(), [(2, 0.0)])
+def test_a_killed_run_resumes(tmp_path, make, whole, tiny):
+    """The command, killed as soon as it has learnt something, and the function."""
+    made = make(checkpoint=CheckpointRecipe(every=1, keep=2))
+    kill(tmp_path / "run", made, len(ALGO) + 1)
+    again(tmp_path / "run", made, tiny)
     same_runs(tmp_path / "run", whole()[0], ALGO)
-    assert "from the beginning" in (tmp_path / "log").read_text()
+    assert checkpoint.newest(tmp_path / "run/checkpoints")[1]["mark"]["number"] == 3
 
 
 @pytest.mark.slow
@@ -329,7 +330,9 @@ def test_killed_runs_resume(tmp_path, make, tiny):
     made = make(**TWICE, checkpoint=CheckpointRecipe(every=1, keep=2))
     total = 2 * 3 * len(ALGO)
     moments = sorted((draw.randint(1, total), draw.random() * 0.05) for _ in range(8))
-    killed_and_resumed(tmp_path / "run", made, moments)
+    for moment in moments:
+        kill(tmp_path / "run", made, *moment)
+    assert launch(tmp_path / "run", made, "--resume").wait(300) == 0, (tmp_path / "log").read_text()[-2000:]
     learnt(tmp_path / "alone", made, tiny)
     same_runs(tmp_path / "run", tmp_path / "alone", [name + seed for name in ALGO for seed in ("", "-seed1")])
     assert len(answers(tmp_path / "run")) == 2 * 3 * len(QUESTIONS)
