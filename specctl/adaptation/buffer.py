@@ -125,19 +125,27 @@ class ReplayBuffer(FeatureStore):
         name = self._names[row.index] if self._names else str(row.index)
         example = Example(self._next, name, list(row.ids), row.prompt_length)
         self._next += 1
-        if self.size(example) > self.max_bytes:
-            self.dropped += 1
-            return
-        if self.feedback == "verdict":
+        features = None
+        if self.feedback == "verdict" and self.size(example) <= self.max_bytes:
             teacher = torch.cat(text.hidden)
             slots = len(row.ids) - 2
             taps = teacher.new_empty(slots, 0)
             if self.taps:
                 assert state.features is not None, "the loop retains no features: pass it the drafter's taps"
                 taps = own_features(state.features[b, :slots], state, self.taps)
-            self.kept[example.index] = self._stored(Features(taps, teacher, torch.cat(text.best).int()))
-        self.texts[example.index] = Text(example, text.rejected)
-        self.bytes += self.size(example)
+            features = Features(taps, teacher, torch.cat(text.best).int())
+        self.take(Text(example, text.rejected), features)
+
+    def take(self, text: Text, features: Features | None) -> None:
+        """Take in a finished text, with its features unless the target is to be run again; the oldest make room."""
+        index, size = text.example.index, self.size(text.example)
+        if size > self.max_bytes:
+            self.dropped += 1
+            return
+        if features is not None:
+            self.kept[index] = self._stored(features)
+        self.texts[index] = text
+        self.bytes += size
         while self.bytes > self.max_bytes:
             self._drop(next(iter(self.texts)))
 

@@ -32,7 +32,8 @@ class Outcome:
 
     Attributes:
         status: updated; refused = a loss or gradient of every member was not finite, and they stay as they were;
-            empty = the chunk had nothing to learn from; static = the algorithm does not learn.
+            empty = the chunk had nothing to learn from; static = the algorithm does not learn; pending = a process of
+            its own has not come to an end of it yet.
         loss: per token, before learning: of the only member during the first pass, each batch before the step on it; of
             several Σ p_i f(w_i), which bounds that of their mean where f is convex. None if nothing was measured.
         losses, weights: [N] of an ensemble's members, f(w_i) and p_i with which the chunk was decoded.
@@ -42,7 +43,7 @@ class Outcome:
         steps: optimizer steps of a member.
     """
 
-    status: Literal["updated", "refused", "empty", "static"]
+    status: Literal["updated", "refused", "empty", "static", "pending"]
     loss: float | None = None
     losses: tuple[float, ...] = ()
     weights: tuple[float, ...] = (1.0,)

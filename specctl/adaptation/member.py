@@ -64,11 +64,8 @@ class Descent:
         """Mean loss of the first pass; NaN where nothing had weight."""
         return float(self.first[0] / self.first[1])
 
-    def add(self, objective: Objective, batch: Any, draw: int, *, first: bool) -> None:
-        """Gradient of a batch at x, towards the next step."""
-        if not self.sound:
-            return
-        total, weight, gradient = objective.gradient(self.x, batch, draw)
+    def add(self, total: Tensor, weight: Tensor, gradient: Tensor, *, first: bool) -> None:
+        """Take in Σ loss, Σ weight and gradient [P] of a batch at x, towards the next step."""
         sums = torch.stack((total.double(), weight.double())).cpu()
         self._sums = self._sums + sums
         self._gradient = gradient if self._gradient is None else self._gradient + gradient
@@ -148,14 +145,16 @@ class Member:
 def inner_loop(
     objective: Objective, descents: Sequence[Descent], chunk: Iterable[Any], options: LearnerRecipe, draw: int
 ) -> int:
-    """All epochs over a chunk, every batch by all members in turn.
+    """All epochs over a chunk, every batch by all members at once.
 
     `draw` numbers the dropout masks of the first batch, which the members share; returns that of the next chunk.
     """
     for epoch in range(options.epochs or 1):
-        for batch in chunk:
-            for descent in descents:
-                descent.add(objective, batch, draw, first=epoch == 0)
+        for batch in map(objective.prepare, chunk):
+            sound = [descent for descent in descents if descent.sound]
+            found = objective.gradients([descent.x for descent in sound], batch, draw)
+            for descent, sums in zip(sound, found, strict=True):
+                descent.add(*sums, first=epoch == 0)
                 if options.step == "batch":
                     descent.step()
             draw += 1

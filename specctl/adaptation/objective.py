@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.nn.functional import linear
 
-from specctl.drafters.head import SlotBatch
+from specctl.drafters.head import DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
 
 Run = Callable[[Any, Any], Sequence[Any]]
 """(the module or its like, a batch) → (Σ loss, Σ weight, …), as `training.trainees.Trainee.loss`."""
+
+Prepare = Callable[[Any], Any]
+"""A batch ↦ the batch with what every learner and draft depth would otherwise make of it for itself."""
 
 
 class Objective:
@@ -25,16 +28,25 @@ class Objective:
 
     A vector keeps update rules to one line each, and a learner's state to a few tensors.
 
-    Several learners of one chunk take turns at every batch, so that what a batch needs is made once for all. They are
-    not stacked into one batched pass: `torch.func.vmap` refuses the heads' autograd functions
-    (`drafters.ttt_attention`, `kernels.distill`), which save for backward what their forward passes compute besides
-    their results. On a CPU that costs little, as the time goes into products whose weights differ: three learners take
-    2.8 to 3.0 times as long as one (eagle3 and hydra on the built-in target, batches of 392 rows, one thread).
+    Several draft heads are stacked: one pass forward and backward over parameters [N, P]. Other modules take turns at
+    every batch: `torch.func.vmap` knows neither the masks of transformers' models (lm) nor layers that are run again
+    for the backward pass.
+
+    On a CPU stacking is no faster than turns, as products of large matrices that differ take their time either way.
+    Three learners take 2.6 (eagle), 2.9 (eagle3) and 3.0 (hydra) times as long as one, and with the pass that measures
+    them beforehand 3.0, 3.6 and 4.0 times (heads on the built-in target, batches of 400 rows, one thread).
     """
 
-    def __init__(self, module: nn.Module, run: Run, seed: int = 0):
-        """Raises RecipeError for a module without trainable parameters. `seed`: of dropout and noise."""
-        self.module, self._run, self._seed = module, run, seed
+    def __init__(self, module: nn.Module, run: Run, seed: int = 0, prepare: Prepare = lambda batch: batch):
+        """
+        Args:
+            seed: of dropout and noise.
+            prepare: of every batch, once for all learners: `with_distributions`.
+
+        Raises RecipeError for a module without trainable parameters.
+        """
+        self.module, self._run, self._seed, self.prepare = module, run, seed, prepare
+        self._stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
@@ -47,9 +59,11 @@ class Objective:
         return torch.cat([parameters[name].detach().reshape(-1).float() for name in self._shapes])
 
     def parameters(self, w: Tensor) -> dict[str, Tensor]:
-        """The parameters that w stands for, by name: views of it."""
-        parts = w.split([shape.numel() for shape in self._shapes.values()])
-        return {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
+        """The parameters that w [P] or [N, P] stands for, by name: views of it."""
+        parts = w.split([shape.numel() for shape in self._shapes.values()], -1)
+        return {
+            name: part.unflatten(-1, shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
+        }
 
     @torch.no_grad()
     def load(self, w: Tensor) -> None:
@@ -58,8 +72,14 @@ class Objective:
         for name, value in self.parameters(w).items():
             parameters[name].copy_(value)
 
+    def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """`gradient` at every w [P], of a batch that is prepared; dropout masks are the same for all."""
+        if len(vectors) > 1 and self._stacks:
+            return list(zip(*self.gradient(torch.stack(tuple(vectors)), batch, draw), strict=True))
+        return [self.gradient(w, batch, draw) for w in vectors]
+
     def gradient(self, w: Tensor, batch: Any, draw: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(Σ loss, Σ weight, gradient of the first [P]) of one batch, in training mode.
+        """(Σ loss, Σ weight, gradient of the first [P]) of one batch, in training mode; each [N, …] for w [N, P].
 
         `draw` numbers the dropout masks: a function of it and the seed, so that resuming needs no generator's state.
         """
@@ -68,24 +88,33 @@ class Objective:
         self.module.train()
         with torch.enable_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(seed_of(self._seed, draw))
-            total, weight, *_ = self._run(self._with(leaves), batch)
-            parts = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        return total.detach(), weight.detach(), torch.cat([part.reshape(-1) for part in parts])
+            total, weight = self._sums(leaves, batch, stacked=w.ndim > 1)
+            parts = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return total.detach(), weight.detach(), torch.cat([part.flatten(w.ndim - 1) for part in parts], -1)
 
     @torch.no_grad()
     def losses(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
         """f [N] fp64 of every w, on the CPU, without dropout; NaN where no row of the chunk has weight."""
-        sums = torch.zeros(len(vectors), 2, dtype=torch.float64)
+        sums = torch.zeros(2, len(vectors), dtype=torch.float64)
         self.module.eval()
-        for batch in chunk:
-            for row, w in enumerate(vectors):
-                total, weight, *_ = self._run(self._with(self.parameters(w)), batch)
-                sums[row] += torch.stack((total.double(), weight.double())).cpu()
-        return sums[:, 0] / sums[:, 1]
+        stacked = len(vectors) > 1 and self._stacks
+        several = [self.parameters(w) for w in ([torch.stack(tuple(vectors))] if stacked else vectors)]
+        for batch in map(self.prepare, chunk):
+            found = [torch.stack(self._sums(one, batch, stacked)).double() for one in several]
+            sums += torch.stack(found, -1).view_as(sums).cpu()
+        return sums[0] / sums[1]
 
-    def _with(self, parameters: dict[str, Tensor]) -> Callable[..., Any]:
-        """The module's forward with other parameters than its own."""
-        return lambda *args, **kwargs: functional_call(self.module, parameters, args, kwargs)
+    def _sums(self, parameters: dict[str, Tensor], batch: Any, stacked: bool) -> tuple[Tensor, Tensor]:
+        """(Σ loss, Σ weight) of a batch with other parameters than the module's own, [N] each where those are."""
+
+        def sums(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            def forward(*args: Any, **options: Any) -> Any:
+                return functional_call(self.module, parameters, args, options)
+
+            total, weight, *_ = self._run(forward, batch)
+            return total, weight
+
+        return vmap(sums, randomness="same")(parameters) if stacked else sums(parameters)
 
 
 def seed_of(seed: int, draw: int) -> int:
@@ -94,10 +123,6 @@ def seed_of(seed: int, draw: int) -> int:
 
 
 def with_distributions(batch: SlotBatch, target_head: Tensor, squash: Squash) -> SlotBatch:
-    """The batch with the target's distributions [N + T, Vd] in place of the states they are made from: made once for
-    all members, epochs and draft depths. The head is then called with None as its `target_head`.
-
-    For heads whose losses read no more of the teacher: eagle3, hydra, medusa.
-    """
+    """The batch with the target's distributions: made once for all learners and draft depths."""
     logits = squash(linear(batch.teacher.to(target_head.dtype), target_head).float())
-    return replace(batch, teacher=logits.softmax(-1).to(target_head.dtype))
+    return replace(batch, distributions=logits.softmax(-1).to(target_head.dtype))

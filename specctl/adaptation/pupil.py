@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.learners import feedback, make_learner
-from specctl.adaptation.objective import Objective, seed_of
+from specctl.adaptation.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.watchdog import Acceptance, Ruling, Watchdog
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
@@ -24,7 +25,7 @@ from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, batches
 from specctl.training.engine import autocast
 from specctl.training.schedule import batch_tokens
-from specctl.training.trainees import make_trainee
+from specctl.training.trainees import FeatureTrainee, make_trainee
 
 NOTHING = Corpus([], [], "", [])
 
@@ -40,7 +41,14 @@ class Lesson:
     dropped: int  # texts that the buffer had no room for, so far
     rates: tuple[float, ...]  # η of the members afterwards
     learn_s: float
-    swap_s: float  # making a drafter of the new weights
+    swap_s: float = 0.0  # making a drafter of the new weights
+    behind: int = 0  # chunks that were answered and not learnt from yet
+
+
+def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
+    """An empty one, as large as the recipe allows."""
+    options = recipe.buffer
+    return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
 
 
 class Pupil:
@@ -57,48 +65,101 @@ class Pupil:
 
         Raises CheckpointError where that is not a drafter of this family for this target.
         """
-        family = recipe.family_of(algo)
+        self.start = start or recipe.start_of(recipe.family_of(algo))
+        family = recipe.family_of(algo) if start is None else checkpoint.family(start)
         self.rule: LearnerRecipe = recipe.rule_of(algo).resolved(family, target.hidden_size)
         self.recipe, self.target, self.seed = recipe, target, seed
         self.training = TrainRecipe(
             target=recipe.target,
             arch=family,  # type: ignore[arg-type]
-            init=start or recipe.start_of(family),
+            init=self.start,
             objective="soft_ce",  # free: the target's distributions are in the verdicts
             dropout=self.rule.dropout or 0.0,
             precision="bf16" if target.dtype == torch.bfloat16 else "fp32",
         )
         self.trainee = make_trainee(self.training, target, NOTHING)
         autocast(self.trainee.module, self.training)
-        self.objective = Objective(self.trainee.module, self.trainee.loss, seed)
-        taps = getattr(self.trainee.module, "taps", ())
-        limit = int(recipe.buffer.max_mb * 2**20)
-        self.trainee.store = self.buffer = ReplayBuffer(target, taps, max_bytes=limit, feedback=recipe.buffer.feedback)
+        self.objective = Objective(self.trainee.module, self.trainee.loss, seed, self._prepare)
+        self.trainee.store = self.buffer = self._new_buffer()
         self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
         self.watchdog = Watchdog(self.rule)
         self.chunks = 0
         self.drafter = self.play()
 
+    def _prepare(self, batch: Any) -> Any:
+        """The target's distributions are made once a batch, for all members and draft depths."""
+        if not isinstance(self.trainee, FeatureTrainee):
+            return batch
+        return with_distributions(batch, self.trainee.target_head, self.trainee.module.squash)
+
+    def _new_buffer(self) -> ReplayBuffer:
+        return new_buffer(self.recipe, self.target, getattr(self.trainee.module, "taps", ()))
+
+    def retarget(self, target: Target) -> None:
+        """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
+
+        What was learnt stays; texts of the old target are forgotten. CheckpointError where the drafter does not fit it.
+        """
+        checkpoint.check_target(self.trainee.config(), target)
+        self.target = target
+        self.trainee.retarget(target)
+        self.trainee.store = self.buffer = self._new_buffer()
+        self.drafter = self.play()
+
     def play(self) -> Drafter:
         """A drafter of the weights that the learner plays."""
-        return self._drafter_of(self.learner.play().vectors[0])
+        return self.drafter_of(self.played())
 
-    def _drafter_of(self, w: torch.Tensor) -> Drafter:
+    def played(self) -> torch.Tensor:
+        """[P] the weights that the learner plays."""
+        return self.learner.play().vectors[0]
+
+    def drafter_of(self, w: torch.Tensor) -> Drafter:
+        """A drafter of the weights w [P]."""
         state = self.trainee.module.state_dict() | self.objective.parameters(w)
         return self.trainee.drafter(state, self.recipe.drafting)
 
+    def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
+        """The prompts that are decoded next."""
+        self.buffer.open(queries)
+
+    def forget(self) -> None:
+        """Let go of what was answered so far: nothing is learnt from it."""
+        self.buffer.clear()
+
+    def drafting(self) -> dict[str, Any]:
+        """Options of `decode`."""
+        return {"drafter": self.drafter, "on_round": self.buffer.observe}
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """While it is this pupil's turn to draft."""
+        yield
+
+    def finish(self) -> None:
+        """The stream has ended."""
+
+    def close(self) -> None:
+        """Free what it holds besides memory."""
+
+    def sit(self, acceptance: Acceptance) -> Lesson:
+        """Learn from the chunk that was just answered, and play the new weights from now on."""
+        lesson = self.learn(acceptance)
+        if lesson.outcome.status == "static":  # else a lower η, or another draw among the members, plays other weights
+            return lesson
+        began = time.perf_counter()
+        self.drafter = self.play()
+        synchronise(self.target.device)
+        return replace(lesson, swap_s=time.perf_counter() - began)
+
     def learn(self, acceptance: Acceptance) -> Lesson:
-        """Learn from what `buffer` has taken in since the last time, and play the new weights from now on."""
+        """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is."""
         began = time.perf_counter()
         examples = self._examples()
         ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(examples), acceptance)
         if not self.recipe.buffer.replay:
             self.buffer.clear()
         self.chunks += 1
-        synchronise(self.target.device)
-        learnt = time.perf_counter()
-        if outcome.status != "static":  # a lower η, or another draw among the members, plays other weights, too
-            self.drafter = self.play()
         synchronise(self.target.device)
         return Lesson(
             ruling,
@@ -107,8 +168,7 @@ class Pupil:
             sum(example.response_length for example in examples),
             self.buffer.dropped,
             self.learner.rates,
-            learnt - began,
-            time.perf_counter() - learnt,
+            time.perf_counter() - began,
         )
 
     def _examples(self) -> list[Example]:
@@ -137,7 +197,7 @@ class Pupil:
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
         """Write what is played as a drafter directory."""
-        state = self.trainee.module.state_dict() | self.objective.parameters(self.learner.play().vectors[0])
+        state = self.trainee.module.state_dict() | self.objective.parameters(self.played())
         tensors = self.trainee.tensors(state)
         return checkpoint.save(directory, config=self.trainee.config(), tensors=tensors, info=info, overwrite=True)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
 
 FLAGS = (
-    *("learner", "arch", "init", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
-    *("asynchronous", "online_baselines", "batch", "seeds"),
+    *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
+    *("target_schedule", "draft_length", "asynchronous", "online_baselines", "batch", "seeds"),
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
@@ -45,9 +45,13 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     """Decode a stream with drafters that keep learning from what verification says about their drafts."""
     from specctl import api
     from specctl.cli import plan
+    from specctl.selection import registry
 
-    plan.check_data(recipe.data.model_copy(update={"domain": recipe.domains}))
+    plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     recipe = of_init(recipe)
+    registry.check([recipe.policy.name])
+    if recipe.pool is not None:
+        plan.pool_members(recipe.pool)
     if recipe.output_dir:
         plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
@@ -126,14 +130,13 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
     found += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
     domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
     stream = domains or f"those of {', '.join(recipe.data.domain)}"
-    chunk = max(recipe.stream.chunk_of(family) for family in recipe.families)
     where = "a process of its own learns" if recipe.asynchronous else "learn"
     return [
         *found,
         f"answer prompts ({stream}; {recipe.stream.kind}), {len(recipe.seeds)} time(s), "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}",
-        f"{where} after every {chunk} prompts: "
-        + ", ".join(f"{name} from {recipe.start_of(recipe.family_of(name))}" for name in recipe.algo),
+        f"{where} after every {recipe.chunk} prompts: "
+        + ", ".join(f"{name} from {recipe.pool or recipe.start_of(recipe.family_of(name))}" for name in recipe.algo),
         "compare every text with plain decoding's, and save what was learnt",
     ]
 

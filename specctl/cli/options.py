@@ -102,6 +102,10 @@ FLAGS: dict[str, Flag] = {
     "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),
     "chunk": Flag(("stream.chunk",), int, "Prompts between two updates."),
     "lr": Flag(("learner.lr",), float, "Learning rate η, of the slowest member of an ensemble."),
+    "target_schedule": Flag(
+        ("target_schedule",), str, "Targets along the stream: ./step-100:400,./step-200:400.", metavar="LIST"
+    ),
+    "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
     "asynchronous": Flag(("asynchronous",), bool, "A process of its own learns while the decoder goes on."),
     "online_baselines": Flag(("baselines",), str, "vanilla,static (default), one of them, or none.", _none_or_names),
     "strict": Flag(("strict",), bool, "Refuse a pool with a member that cannot be used."),

@@ -23,21 +23,21 @@ COLUMNS = {
     "algo": "contender",
     "kind": "kind",
     "mat": "mat",
-    "share_of_best": "of session's best",
+    "share_of_best": "of best arm",
     "share_of_best_256": "from 256 tokens",
     "best_arm_ratio": "best arm played",
     "speedup": "× plain",
     "over_best_arm": "× fastest arm",
     "decide_us_p50": "µs deciding",
     "score_share": "scoring",
+    "switch_ms": "ms a switch",
 }
 """Fields of a row that people are shown, and their headings."""
 MODELLED = {
-    "share_of_best": "of best arm",
     "speedup": "× plain, modelled",
     "over_best_arm": "× fastest arm, modelled",
 }
-"""Headings of a replay: its yardstick is the best arm of each game, and its table's costs leave scoring out."""
+"""Headings of a replay: its table's costs leave scoring out."""
 
 
 def register(app: typer.Typer) -> None:
@@ -99,8 +99,7 @@ def show(document: dict[str, Any]) -> Any:
     columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
     parts = [table(*columns.values(), rows=[[_shown(name, row[name]) for name in columns] for row in rows])]
     if document["oracle_mat"]:
-        game = "session" if live else document["reset"]
-        parts.append(f"every {game} by its best arm: mat {cell(document['oracle_mat'])}")
+        parts.append(f"every {document['reset']} by its best arm: mat {cell(document['oracle_mat'])}")
     if document["mode"] == "record":
         parts.append(f"table: {cell(document['table'])}")
     else:

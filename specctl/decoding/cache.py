@@ -7,7 +7,8 @@ A cache row is written at `base + t` for row t of a step; what a sequence has *c
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 MINUS_INF = float("-inf")
 PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
 
-Block = tuple[int, Tensor | None]
-"""Slots that attention reads, and their mask [1 or B, 1, rows, slots]."""
+NOTHING = range(0)
+Block = tuple[int, Tensor | None, range]
+"""Attention reads this many slots, less those of the range; and the mask [1 or B, 1, rows, slots] of what it reads."""
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Plan:
         causal: the T rows start at slot 0 and attend each other causally (prefill).
         contiguous: the positions are base .. base+T−1 (no tree).
         slots: [B, T] cache slots that the rows are written to, where only the device knows them.
+        skipped: slots of each sequence that hold nothing, if there are any; the mask hides them.
     """
 
     base: list[int]
@@ -44,6 +47,7 @@ class Plan:
     causal: bool
     contiguous: bool
     slots: Tensor | None = None
+    skipped: Sequence[range] = ()
     _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     def blocks(self, groups: int) -> list[Block]:
@@ -53,9 +57,8 @@ class Plan:
         CPU runs sequences one after another anyway; where lengths differ much it need not read the padding.
         """
         if groups not in self._blocks:
-            self._blocks[groups] = (
-                self._alone(groups) if self._wasteful() else [(self.span, _repeat(self.mask, groups))]
-            )
+            alone = len(self.skipped) == 1 or self._wasteful()
+            self._blocks[groups] = self._alone(groups) if alone else [(self.span, _repeat(self.mask, groups), NOTHING)]
         return self._blocks[groups]
 
     def _wasteful(self) -> bool:
@@ -68,9 +71,31 @@ class Plan:
         assert self.mask is not None
         rows = self.positions.shape[1]
         ends = [start + rows for start in self.base]
+        gaps = self.skipped or [NOTHING] * len(ends)
         if rows == 1 and self.contiguous:
-            return [(end, None) for end in ends]
-        return [(end, _repeat(self.mask[b : b + 1, ..., :end], groups)) for b, end in enumerate(ends)]
+            return [(end, None, gap) for end, gap in zip(ends, gaps, strict=True)]
+        masks = [seen(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))]
+        return [(end, _repeat(mask, groups), gap) for end, mask, gap in zip(ends, masks, gaps, strict=True)]
+
+    def without(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
+        """The same, blind to slots that the sequences have `skipped`."""
+        if not any(skipped):
+            return self
+        assert not self.causal, "rows that begin at slot 0 have skipped nothing"
+        shape = (len(skipped), 1, self.positions.shape[1], self.span)
+        mask = torch.zeros(shape, dtype=dtype, device=self.positions.device)
+        if self.mask is not None:
+            mask += self.mask
+        for b, slots in enumerate(skipped):
+            mask[b, ..., slots.start : slots.stop] = MINUS_INF
+        return replace(self, mask=mask, skipped=skipped)
+
+
+def seen(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
+    """The first `span` slots of x, which stand in dimension `dim`, less the skipped ones."""
+    if not skipped:
+        return x.narrow(dim, 0, span)
+    return torch.cat((x.narrow(dim, 0, skipped.start), x.narrow(dim, skipped.stop, span - skipped.stop)), dim)
 
 
 def _repeat(mask: Tensor | None, groups: int) -> Tensor | None:
@@ -166,6 +191,7 @@ class KVCache:
 
     The two lie side by side because a layer's projection makes them so: one copy stores both. `rope` is the model's
     rotary table for its positions: a graph over the cache reads that very one, also when the model makes a longer one.
+    `skipped` are the slots of each sequence that were left out (catch_up.py): `Plan.without` them.
     """
 
     rope: Rope | None = None
@@ -173,6 +199,7 @@ class KVCache:
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
         self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)
         self.heads = heads
+        self.skipped = [range(0)] * batch
         self._views()
 
     def _views(self) -> None:
@@ -222,10 +249,16 @@ class KVCache:
         """The cache of one sequence, over the same memory."""
         alone = copy.copy(self)
         alone.store = self.store[:, index : index + 1]
+        alone.skipped = self.skipped[index : index + 1]
         alone._views()
         return alone
 
     def select(self, index: Tensor) -> None:
         """Keep only the sequences in `index` (batch shrinking as sequences finish)."""
         self.store = self.store.index_select(1, index)
+        self.skipped = [self.skipped[b] for b in index.tolist()]
         self._views()
+
+    def filled(self, starts: list[int]) -> None:
+        """The slots from `starts` on to the end of each sequence have been, or are about to be, written."""
+        self.skipped = [range(s.start, min(s.stop, start)) for s, start in zip(self.skipped, starts, strict=True)]

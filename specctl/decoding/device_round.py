@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specctl.decoding import graphs
 from specctl.decoding.cache import plan_at
+from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.draft import PADDING, DeviceDraft, DraftTree, OnDevice, Proposer
 from specctl.decoding.resident import Resident, ancestors, bookings
 from specctl.decoding.state import DecodeState
@@ -32,6 +33,10 @@ def device_rounds(target: Target, state: DecodeState, drafter: Proposer, budget:
     mode = os.environ.get("SPECCTL_GRAPHS", "1")
     wanted = mode == "eager" or (mode != "0" and graphs.available(state.device))
     if not wanted or target.path != "lean" or state.exact_rows or not isinstance(drafter, OnDevice):
+        return None
+    if state.catch_up != RECOMPUTE:  # the masks of plan_at know of no slots that were skipped
+        return None
+    if any(request.sampling.repetition_penalty != 1 for request in state.requests):
         return None
     draft = drafter.on_device(state, budget)
     if draft is None or draft.reach > state.spare:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.cache import Block, KVCache, Plan
+from specctl.decoding.cache import Block, KVCache, Plan, seen
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -167,6 +167,6 @@ def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> T
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> Tensor:
-    span, mask = block
-    keys, values = keys.narrow(2, 0, span), values.narrow(2, 0, span)
+    span, mask, skipped = block
+    keys, values = seen(keys, 2, span, skipped), seen(values, 2, span, skipped)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.device_round import device_rounds
 from specctl.decoding.draft import Controller, Drafter, DraftTree, Fixed, NoDraft
+from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState, Request
 from specctl.decoding.target import Target
@@ -76,7 +78,10 @@ def stream(
     exact: bool = False,
     slots: int | None = None,
     share_rows: bool = True,
+    catch_up: CatchUp = RECOMPUTE,
     on_round: OnRound | None = None,
+    ends: frozenset[int] = frozenset(),
+    prefixes: Prefixes | None = None,
 ) -> Iterator[Decoded]:
     """Generate texts, each given out when it is finished.
 
@@ -90,7 +95,10 @@ def stream(
         slots: so many sequences at a time; a finished one makes room for the next prompt at once. None = all.
         share_rows: on a CPU the sequences of a batch share the rows that cost little more than one: shorter drafts,
             more tokens a second. False: drafts as long as they are for one sequence, to measure those.
+        catch_up: how much of a text a drafter reads that has fallen behind, its beginning included.
         on_round: called after every commit.
+        ends: ids that end a text, next to the target's own; it stops with "eos" there, too.
+        prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read again.
 
     Raises:
         DataError: a prompt is empty or leaves no room in the target's context.
@@ -100,9 +108,10 @@ def stream(
     if taps is None:
         taps = drafter.taps if drafter is not None else ()
     clock = Clock()
-    state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, EXACT_ROWS if exact else 0, slots)
-    _prefill(target, state, list(range(state.batch)))
-    _admit(target, state)
+    rows = EXACT_ROWS if exact else 0
+    state = _start(target, prompts, sampling, max_new_tokens, seeds, taps, rows, slots, catch_up, ends)
+    _prefill(target, state, list(range(state.batch)), prefixes)
+    _admit(target, state, prefixes)
     state.shrink()
     clock.prefilled()
     yield from clock.stamp(state)
@@ -119,7 +128,7 @@ def stream(
             if on_round is not None:
                 on_round(state, draft, verdict)
         clock.decoded()
-        _admit(target, state)
+        _admit(target, state, prefixes)
         clock.prefilled()
         state.shrink()
         yield from clock.stamp(state)
@@ -175,6 +184,8 @@ def _start(
     taps: tuple[int, ...],
     exact_rows: int,
     slots: int | None,
+    catch_up: CatchUp,
+    ends: frozenset[int],
 ) -> DecodeState:
     """Check the prompts; the state that holds the first of them."""
     for prompt in prompts:
@@ -196,22 +207,33 @@ def _start(
         taps=taps,
         spare=max(MAX_NODES, exact_rows),
         exact_rows=exact_rows,
+        catch_up=catch_up,
+        ends=ends,
     )
 
 
-def _admit(target: Target, state: DecodeState) -> None:
+def _admit(target: Target, state: DecodeState, prefixes: Prefixes | None) -> None:
     """Fill the slots of finished sequences with waiting texts, until none of them ends with its first token."""
+    if prefixes is not None:
+        prefixes.keep(state)
     while slots := state.admit():
-        _prefill(target, state, slots)
+        _prefill(target, state, slots, prefixes)
+        if prefixes is not None:
+            prefixes.keep(state)
 
 
-def _prefill(target: Target, state: DecodeState, slots: list[int]) -> None:
+def _prefill(target: Target, state: DecodeState, slots: list[int], prefixes: Prefixes | None) -> None:
     """Run the prompts that stand in `slots` and commit the first token of each."""
     prompts = [state.rows[b].ids for b in slots]
-    logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
+    if prefixes is None:
+        logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
+    else:
+        logits, tapped = prefixes.prefill(target, prompts, state.cache, state.taps, slots)
     check_logits(target, logits)
     positions = torch.tensor([[len(prompt)] for prompt in prompts])
-    first = state.draws.select(slots).draw(logits.unsqueeze(1), positions)
+    draws = state.draws.select(slots)
+    logits = draws.penalise(logits.unsqueeze(1), prompts, [[] for _ in prompts], positions[:, :0])
+    first = draws.draw(logits, positions)
     state.begin(slots, [row[0] for row in first.tolist()], tapped)
 
 

@@ -14,11 +14,13 @@ ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; sharing noise between them bi
 
 @dataclass(frozen=True)
 class Sampling:
-    """Filters in the order of `transformers`: temperature (0 = greedy), then top-k (0 = off), then top-p (1 = off)."""
+    """Filters in the order of `transformers`: the penalty of tokens that occur in the text before (Keskar et al. 2019,
+    section 4.1; 1 = off), temperature (0 = greedy), then top-k (0 = off), then top-p (1 = off)."""
 
     temperature: float
     top_k: int
     top_p: float
+    repetition_penalty: float = 1.0
 
 
 GREEDY = Sampling(0.0, 0, 1.0)
@@ -35,6 +37,7 @@ class Draws:
         self.temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device)
         self.top_k = torch.tensor([s.top_k for s in samplings], device=device)
         self.top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device)
+        self.penalised = any(s.repetition_penalty != 1 for s in samplings)
 
     def rows(self, logits: Tensor) -> kernels.Rows:
         """The distributions behind logits [B, T, V], as B·T rows."""
@@ -56,6 +59,23 @@ class Draws:
         rows = self.rows(logits)
         drawn = kernels.sample_rows(rows, self.uniform(positions, stream).reshape(-1))
         return drawn.view(logits.shape[:2])
+
+    def penalise(self, logits: Tensor, texts: list[list[int]], parents: list[list[int]], tokens: Tensor) -> Tensor:
+        """Logits [B, 1 + n, V] with the tokens discouraged that a row has read: the committed `texts` and, on the way
+        to its node, the draft's `tokens` [B, n]. A node's parent stands before it; −1 and below are the text."""
+        if not self.penalised:
+            return logits
+        batch, rows, vocab = logits.shape
+        seen = torch.zeros(batch, rows, vocab, dtype=torch.bool, device=logits.device)
+        for b, text in enumerate(texts):
+            seen[b, :, torch.tensor(sorted(set(text)), device=logits.device)] = True
+            for node, parent in enumerate(parents[b], 1):
+                if parent >= 0:
+                    seen[b, node] |= seen[b, parent + 1]
+                seen[b, node, tokens[b, node - 1]] = True
+        penalty = [s.repetition_penalty for s in self.samplings]
+        factor = torch.tensor(penalty, dtype=logits.dtype, device=logits.device).view(batch, 1, 1)
+        return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
     def select(self, index: list[int]) -> Draws:
         return Draws([self.samplings[i] for i in index], self.seeds[index].tolist(), self.device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.sampling import Draws, Sampling
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class DecodeState:
         replays: rounds so far that were replays of a CUDA graph.
         spare: rows that the caches have behind the longest text.
         exact_rows: > 0 fixes the rows of every step (and the cache span), so that all kernels see one shape.
+        catch_up: how much of these texts a drafter reads that has fallen behind.
     """
 
     def __init__(
@@ -130,9 +132,12 @@ class DecodeState:
         taps: tuple[int, ...],
         spare: int,
         exact_rows: int,
+        catch_up: CatchUp = RECOMPUTE,
+        ends: frozenset[int] = frozenset(),
     ):
+        """`ends`: ids that finish a sequence as the target's end-of-sequence tokens do."""
         self.device, self.dtype = target.device, target.dtype
-        self.eos_ids = target.eos_ids
+        self.eos_ids = target.eos_ids | ends
         self.requests = requests
         self.rows = [self._sequence(index) for index in range(min(slots, len(requests)))]
         self.waiting = deque(range(len(self.rows), len(requests)))
@@ -140,6 +145,7 @@ class DecodeState:
         self._draw_for_rows()
         self.taps = taps
         self.exact_rows = exact_rows
+        self.catch_up = catch_up
         self.spare = spare
         self.capacity = max(max(request.limit, len(request.prompt)) for request in requests) + spare + 1
         self.cache: KVCache = target.model.new_cache(len(self.rows), self.capacity)

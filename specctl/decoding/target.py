@@ -51,6 +51,7 @@ class Target:
         identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash.
         eos_ids: ids that end a response.
         context_length: longest sequence the target was made for.
+        row_flops: of the products of one row with all weights, attention aside; of a mixture, with all experts.
         head_weight, squash: [V, H] its vocabulary head, and what becomes of the products with it: its logits.
     """
 
@@ -80,6 +81,9 @@ class Target:
         self.eos_ids = eos_ids(model.generation_config, model.config, tokenizer)
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        weights = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
+        self.row_flops = 2 * (weights - (0 if tied else self.model.embedding.numel()))
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
         self.identity: dict[str, Any] = {

@@ -69,7 +69,9 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     logits, hidden, tapped = target.step(tokens, state.cache, plan, state.taps)
     if state.exact_rows:
         logits, hidden = logits[:, :rows], hidden[:, :rows]
-    path, accepted, bonus = judge(state.draws, draft, logits, plan.positions[:, :rows] + 1)
+    texts = [row.ids for row in state.rows]
+    discouraged = state.draws.penalise(logits, texts, draft.parents.tolist(), draft.tokens)
+    path, accepted, bonus = judge(state.draws, draft, discouraged, plan.positions[:, :rows] + 1)
     check_logits(target, behind(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]

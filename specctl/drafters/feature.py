@@ -23,7 +23,13 @@ from specctl.recipe import DraftingRecipe
 
 
 class FeatureDrafter(FeatureLayer):
-    """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features."""
+    """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features.
+
+    Attributes:
+        stride: rows from one head's table of tokens to the next one's, where tables are stacked (`drafters.stacked`).
+    """
+
+    stride = 0
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: Shape):
         super().__init__(head, layer, target)
@@ -144,7 +150,8 @@ class FeatureDrafter(FeatureLayer):
     ) -> list[list[Score]]:
         """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
         kinds = [(head.ids, head._children(state)) for head in heads]
-        memories = [head._ready(state) for head in heads]
+        asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
+        memories = [head._ready(state, asked) for head in heads]
         live = [b for b, span in enumerate(spans) if span]
         if not live:
             return [[Score(span, ids=ids, children=children) for span in spans] for ids, children in kinds]
@@ -162,7 +169,9 @@ class FeatureDrafter(FeatureLayer):
         keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
         values = [torch.cat([cache.values[0][index, :, :end] for cache in cached])]
         mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
-        vocabularies = torch.arange(many, device=state.device)[:, None] * len(self.embedding)  # of the stacked tables
+        for row, skipped in enumerate(cache.skipped[b] for cache in cached for b in live):
+            mask[row, ..., skipped.start : min(skipped.stop, end)] = float("-inf")
+        vocabularies = torch.arange(many, device=state.device)[:, None] * self.stride
         texts = [state.rows[b].ids for b in live]
         capacity, outputs = state.capacity, []
         for k in range(depths):
@@ -193,8 +202,11 @@ class FeatureDrafter(FeatureLayer):
             return (1,) * shape.depth
         return (shape.children,) * min(shape.depth, shape.nodes)
 
-    def _ready(self, state: DecodeState) -> Memory:
+    def _ready(self, state: DecodeState, asked: list[int] | None = None) -> Memory:
+        """The memory, up to the last committed token, with the slots from `asked` on."""
         self.advance(state)
+        if asked is not None:
+            self.cover(state, asked)
         return self.current(state)
 
     def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -72,7 +73,7 @@ class Memory:
         self.hidden = self.hidden[index]
 
     def renew(self, b: int) -> None:
-        self.cached[b] = 0
+        self.cached[b], self.cache.skipped[b] = 0, range(0)
 
 
 class FeatureLayer(HeadWeights, ABC):
@@ -140,6 +141,7 @@ class FeatureLayer(HeadWeights, ABC):
             rows = 1
             ends = [start + row for start, row in zip(plan.base, last, strict=True)]
             plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
+        plan = plan.without(cache.skipped, cache.store.dtype)
         return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
 
     def rows_at(
@@ -187,36 +189,46 @@ class FeatureLayer(HeadWeights, ABC):
         state.memory.pop(self.key, None)
 
     def behind(self, state: DecodeState) -> list[int]:
-        """Slots of committed tokens that are not filled yet."""
+        """Slots of committed tokens that the next `advance` fills."""
         memory = state.memory.get(self.key)
-        if memory is None:
-            return state.cached
-        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
-        assert min(missing) >= 0, "stale draft cache"
-        return missing
+        cached = [0] * state.batch if memory is None else memory.cached
+        pairs = list(zip(cached, state.cached, strict=True))
+        assert all(start <= end for start, end in pairs), "stale draft cache"
+        return [state.catch_up.count(start, end) for start, end in pairs]
 
     def advance(self, state: DecodeState) -> None:
-        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row."""
-        missing = self.behind(state)
+        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row, but for
+        those that are skipped."""
+        self.behind(state)  # or it is stale
         memory = self._memory(state)
+        fill = partial(self._fill, state, memory)
+        memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
+        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
         behind = far_behind(missing, state.device)
         for b in behind:
-            self._catch_up(state, memory, b)
+            fill(b, range(memory.cached[b], state.cached[b]))
         width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
         if width > 0:
             memory.hidden, _ = self.read(state, width, every=False)
         memory.cached = list(state.cached)
 
-    def _catch_up(self, state: DecodeState, memory: Memory, b: int) -> None:
-        """Fill the slots that sequence b misses."""
+    def _fill(self, state: DecodeState, memory: Memory, b: int, slots: range) -> None:
+        """Fill some slots of sequence b."""
         assert state.features is not None
-        start, end = memory.cached[b], state.cached[b]
+        start, end = slots.start, slots.stop
         tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
-        plan = plan_rows([start], end - start, device=state.device, dtype=state.dtype)
+        plan = plan_rows([start], len(slots), device=state.device, dtype=state.dtype)
         table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
         features = self.feature(own_features(state.features[b, start:end], state, self.taps))
-        last = [end - start - 1]
+        last = [len(slots) - 1]
         memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
+
+    def cover(self, state: DecodeState, asked: list[int]) -> None:
+        """Fill what was skipped of the slots from `asked` [B] on, and a window before them."""
+        memory = self.current(state)
+        width = state.catch_up.again(memory.cache, asked, state.cached)
+        if width > 0:
+            memory.hidden, _ = self.read(state, width, every=False)
 
     def last(self, state: DecodeState) -> Tensor:
         """The layer's output at every sequence's last slot [B, H]."""
@@ -235,6 +247,7 @@ class FeatureLayer(HeadWeights, ABC):
         """
         memory = self._memory(state)
         features, starts = last_slots(state, width, self.taps)
+        memory.cache.filled(starts)
         counts = [end - start for start, end in zip(starts, state.cached, strict=True)]
         tokens = torch.tensor(
             [

@@ -86,6 +86,7 @@ class SlotBatch:
         later_rows: [n] which of the N go on to steps 1, 2, … .
         teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, back to back;
             step k reads it shifted by k.
+        distributions: [N + T, Vd] what the vocabulary head makes of those, where it was made beforehand.
         inside: [N + T] bool, the target's most probable token there is in the draft vocabulary.
         labels: [N + T] the token that stands there.
         left: [N] how many steps a slot is valid for (step k is used iff k < left).
@@ -103,6 +104,7 @@ class SlotBatch:
     left: Tensor
     layout: Layout
     later_layout: Layout
+    distributions: Tensor | None = None
 
 
 class HeadAttention(nn.Module):
@@ -197,6 +199,8 @@ class DraftHead(nn.Module):
         (EAGLE-3 practice), or its tokens. `target_head`: [Vd, Ht] rows of the target's vocabulary head."""
         if self.objective == "ce":
             return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
+        if batch.distributions is not None:
+            return Teacher(batch.distributions)
         return Teacher(batch.teacher, target_head, self.squash)
 
     def distil(self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher) -> Losses:

@@ -69,7 +69,7 @@ class HydraDrafter(DepthDrafter):
         return self.heads[k](x)
 
     def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
-        self.prefix.current(state)
+        self.prefix.cover(state, [end - width for end in state.cached])
         hidden, starts = self.prefix.read(state, width, every=True)
         return self.prefix.norm(hidden), starts
 

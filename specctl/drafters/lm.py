@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specctl import kernels
-from specctl.decoding.cache import KVCache, plan_rows
+from specctl.decoding.cache import KVCache, Plan, plan_rows
 from specctl.decoding.draft import DraftTree, Score, empty_draft
 from specctl.decoding.hf import HFModel
 from specctl.decoding.lean import LeanModel, why_not
@@ -236,17 +237,16 @@ class _Memory:
         self.logits = self.logits[index]
 
     def renew(self, b: int) -> None:
-        self.length[b], self.drafted[b] = 0, []
+        self.length[b], self.drafted[b], self.cache.skipped[b] = 0, [], range(0)
 
-    def unseen(self, b: int, ids: list[int]) -> int:
-        """How many tokens at the end of `ids` are not cached; accepted draft tokens are, the last token never is."""
-        new = ids[self.length[b] :]
-        known = 0
-        for token, drafted in zip(new[:-1], self.drafted[b], strict=False):
+    def known(self, b: int, ids: list[int]) -> int:
+        """How many tokens of `ids` are cached; accepted draft tokens are, the last token never is."""
+        found = self.length[b]
+        for token, drafted in zip(ids[found:-1], self.drafted[b], strict=False):
             if token != drafted:
                 break
-            known += 1
-        return len(new) - known
+            found += 1
+        return found
 
 
 class LMDrafter:
@@ -297,33 +297,42 @@ class LMDrafter:
                 torch.zeros(state.batch, self.vocab_size, dtype=state.dtype, device=state.device),
             )
         texts = [row.ids for row in state.rows]
-        missing = self.behind(state)
+        ends = [len(ids) for ids in texts]
+        read = partial(self._catch_up, memory, texts)
+        starts = state.catch_up.skip(memory.cache, self._known(memory, state), ends, read)
+        missing = [end - start for start, end in zip(starts, ends, strict=True)]
         behind = far_behind(missing, state.device)
         for b in behind:
-            memory.logits[b] = self._catch_up(memory, b, texts[b], missing[b])
+            read(b, range(starts[b], ends[b]))
         width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
         if width > 0:
             hidden, _ = self._read(state, width)
             last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
             memory.logits = self.logits(hidden[torch.arange(state.batch, device=state.device), last])
-        memory.length = [len(ids) for ids in texts]
+        memory.length = ends
         memory.drafted = [[] for _ in texts]
 
     def behind(self, state: DecodeState) -> list[int]:
-        """Committed tokens that are not cached yet."""
+        """Committed tokens that the next `advance` reads."""
         memory: _Memory | None = state.memory.get(self)
-        if memory is None:
-            return [len(row.ids) for row in state.rows]
-        assert all(n <= len(row.ids) for n, row in zip(memory.length, state.rows, strict=True)), "stale draft cache"
-        return [memory.unseen(b, row.ids) for b, row in enumerate(state.rows)]
+        known = [0] * state.batch if memory is None else self._known(memory, state)
+        return [state.catch_up.count(start, len(row.ids)) for start, row in zip(known, state.rows, strict=True)]
 
-    def _catch_up(self, memory: _Memory, b: int, ids: list[int], count: int) -> Tensor:
-        """Read the last `count` tokens of sequence b; the logits [V] behind them."""
-        start = len(ids) - count
-        tokens = torch.tensor([ids[start:]], device=memory.logits.device)
-        plan = plan_rows([start], count, device=tokens.device, dtype=memory.logits.dtype)
-        hidden, _ = self.model.forward(tokens, memory.cache.sequence(b), plan, ())
-        return self.logits(hidden[0, -1])
+    @staticmethod
+    def _known(memory: _Memory, state: DecodeState) -> list[int]:
+        """How many committed tokens of every sequence are cached."""
+        assert all(n <= len(row.ids) for n, row in zip(memory.length, state.rows, strict=True)), "stale draft cache"
+        return [memory.known(b, row.ids) for b, row in enumerate(state.rows)]
+
+    def _catch_up(self, memory: _Memory, texts: list[list[int]], b: int, places: range) -> None:
+        """Read some tokens of sequence b, and keep the logits behind them."""
+        tokens = torch.tensor([texts[b][places.start : places.stop]], device=memory.logits.device)
+        plan = plan_rows([places.start], len(places), device=tokens.device, dtype=memory.logits.dtype)
+        memory.logits[b] = self.logits(self._forward(tokens, memory.cache.sequence(b), plan)[0, -1])
+
+    def _forward(self, tokens: Tensor, cache: KVCache, plan: Plan) -> Tensor:
+        """Hidden states [B, T, H] of tokens that see no skipped slot."""
+        return self.model.forward(tokens, cache, plan.without(cache.skipped, cache.store.dtype), ())[0]
 
     def _ready(self, state: DecodeState) -> _Memory:
         self.advance(state)
@@ -336,12 +345,14 @@ class LMDrafter:
 
         One forward over the last tokens of every sequence writes the keys and values again that are there already.
         """
-        self._ready(state)
+        memory = self._ready(state)
         width = max((len(row.ids) - span.start for row, span in zip(state.rows, spans, strict=True) if span), default=0)
         if width == 0:
             return [Score(span) for span in spans]
         children, sampled = (1,) * self.shape.depth, self._samples(state)
-        hidden, base = self._read(state, width + 1)
+        ends = [len(row.ids) for row in state.rows]
+        asked = [span.start - 1 if span else end for span, end in zip(spans, ends, strict=True)]
+        hidden, base = self._read(state, max(width + 1, state.catch_up.again(memory.cache, asked, ends)))
         scores = []
         for b, (start, span) in enumerate(zip(base, spans, strict=True)):
             at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
@@ -359,7 +370,8 @@ class LMDrafter:
         base = [max(len(ids) - width, 0) for ids in texts]
         tokens = torch.tensor([ids[-width:] + [0] * (width - len(ids)) for ids in texts], device=state.device)
         plan = plan_rows(base, width, device=state.device, dtype=state.dtype)
-        return self.model.forward(tokens, memory.cache, plan, ())[0], base
+        memory.cache.filled(base)
+        return self._forward(tokens, memory.cache, plan), base
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain from the last committed token, never longer than the sequence has room for."""
@@ -388,7 +400,7 @@ class LMDrafter:
             if not growing:
                 break
             plan = plan_rows([n + step for n in memory.length], 1, device=state.device, dtype=state.dtype)
-            hidden, _ = self.model.forward(drawn.unsqueeze(1), memory.cache, plan, ())
+            hidden = self._forward(drawn.unsqueeze(1), memory.cache, plan)
             for fed, token in zip(memory.drafted, picked, strict=True):
                 fed.append(token)
             logits = self.logits(hidden[:, 0])

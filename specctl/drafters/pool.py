@@ -85,8 +85,8 @@ def load_drafter(
     """A drafter without weights by its name, or the one in a directory, checked against its manifest and the target.
 
     Args:
-        bases: the bases of LoRA adapters loaded so far, by fingerprint. Give one dictionary to all drafters of a pool,
-            and adapters of one base share its weights.
+        bases: drafters loaded so far that are no LoRA adapters, by their contents. Give one dictionary to all drafters
+            of a pool, and adapters share the weights of their base, also with the base as a member.
 
     Raises:
         CheckpointError: there is no such drafter, it is damaged, of an unknown family, or made for another target.
@@ -94,13 +94,13 @@ def load_drafter(
     if path_or_name in WEIGHTLESS:
         return WEIGHTLESS[path_or_name](drafting)
     found = read_drafter(path_or_name, target)
-    if "lora" not in found.config:
-        return _drafter(found, target, drafting)
     bases = {} if bases is None else bases
-    base = find_base(found)
-    key = checkpoint.weights_digest(base.path)
+    base = find_base(found) if "lora" in found.config else found
+    key = f"{checkpoint.weights_digest(base.path)} {base.config}"
     if key not in bases:
         bases[key] = _drafter(base, target, drafting)
+    if base is found:
+        return bases[key]
     return bases[key].adapted(Adapter.of(found.config, found.tensors))  # type: ignore[attr-defined]
 
 

@@ -2,11 +2,15 @@
 
 On a CPU this gains nothing: N packed products take as long as the batched one (7 heads of the built-in size, 37 and 47
 rows, one thread: 0.9 to 1.2 times as long for each of the head's matrices), so there heads are scored one by one.
+
+LoRA adapters of one base are one forward of the base on any device, with a batched low-rank product beside each of its
+matrices.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -17,15 +21,28 @@ from specctl.decoding.draft import Drafter, Score
 from specctl.decoding.layers import DraftLinear, Linear, RMSNorm
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature import FeatureDrafter
+from specctl.drafters.lora import LowRank
 
 
 def teams(drafters: Sequence[Drafter]) -> list[list[int]]:
-    """Places of the drafters that are scored together: feature heads of one shape on a GPU; others alone."""
+    """Places of the drafters that are scored together: feature heads on one base (itself among them), and on a GPU
+    those of one shape; others alone."""
+    bases = {place: _base(head) for place, head in enumerate(drafters) if isinstance(head, FeatureDrafter)}
+    sharing = {base for base, count in Counter(bases.values()).items() if count > 1}
     found: dict[Hashable, list[int]] = {}
     for place, drafter in enumerate(drafters):
-        shape = _shape(drafter) if isinstance(drafter, FeatureDrafter) and drafter.device.type != "cpu" else None
-        found.setdefault(place if shape is None else shape, []).append(place)
+        team: Hashable = None
+        if isinstance(drafter, FeatureDrafter):
+            on_gpu = drafter.device.type != "cpu"
+            team = bases[place] if bases[place] in sharing else _shape(drafter) if on_gpu else None
+        found.setdefault(place if team is None else team, []).append(place)
     return list(found.values())
+
+
+def _base(head: FeatureDrafter) -> Hashable:
+    """The products that are updated or not: the same ones for all adapters of a base, and for the base."""
+    parts = (vars(head)[name] for name in sorted(PRODUCTS & vars(head).keys()))
+    return tuple(id(part.base if isinstance(part, LowRank) else part) for part in parts)
 
 
 def _shape(head: FeatureDrafter) -> Hashable | None:
@@ -48,7 +65,7 @@ TABLES = {"token_input", "token_part"}  # [V, ·] what depends on the token alon
 
 
 class Stacked:
-    """N `heads` of one shape. Their weights become views of the stacked ones: nothing is stored twice."""
+    """N `heads` of one shape. Weights that differ become views of the stacked ones: nothing is stored twice."""
 
     def __init__(self, heads: Sequence[FeatureDrafter]):
         self.heads = list(heads)
@@ -56,7 +73,8 @@ class Stacked:
         for name in vars(heads[0]):
             parts = [vars(head)[name] for head in heads]
             setattr(self._whole, name, _stack(name, parts))
-            if name in TABLES:
+            if name in TABLES and not _one(parts):
+                self._whole.stride = len(self._whole.embedding)
                 for head, part in zip(heads, getattr(self._whole, name).chunk(len(heads)), strict=True):
                     setattr(head, name, part)
 
@@ -67,12 +85,42 @@ class Stacked:
 
 def _stack(name: str, parts: list[Any]) -> Any:
     first = parts[0]
+    if _one(parts):
+        return first
+    if any(isinstance(part, LowRank) for part in parts):
+        return _Updated(parts)
     if isinstance(first, Linear):
         shared = len({part.weight.data_ptr() for part in parts}) == 1  # the target's vocabulary head
         return first if shared else _Products(parts)
     if isinstance(first, RMSNorm):
         return _Norms(parts)
     return torch.cat(parts) if name in TABLES else first
+
+
+def _one(parts: list[Any]) -> bool:
+    return all(part is parts[0] for part in parts)
+
+
+class _Updated:
+    """One product and N low-rank updates of it (none has rank 0): the product's weights are read once for all rows."""
+
+    def __init__(self, parts: list[Linear | LowRank]):
+        updates = {n: part for n, part in enumerate(parts) if isinstance(part, LowRank)}
+        first = next(iter(updates.values()))
+        rank = max(len(update.down) for update in updates.values())
+        self.base = first.base
+        self.down = first.down.new_zeros(len(parts), rank, first.down.shape[1])  # [N, r, in]
+        self.up = first.up.new_zeros(len(parts), rank, first.up.shape[1])  # [N, r, out]
+        for n, update in updates.items():
+            for whole, part in ((self.down, "down"), (self.up, "up")):
+                mine = whole[n, : len(update.down)]
+                setattr(update, part, mine.copy_(getattr(update, part)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        rows = x.unflatten(0, (len(self.down), -1))
+        y.unflatten(0, (len(self.down), -1)).baddbmm_(torch.bmm(rows, self.down.transpose(1, 2)), self.up)
+        return y
 
 
 class _Products:

@@ -126,7 +126,7 @@ def attention(
     Returns [N, H, D] in the dtype of `query`.
     """
     own = torch.stack([*own_keys, *own_values]) if own_keys else query.new_zeros(0, query.shape[0], *key.shape[1:])
-    return _Merged.apply(query, key, value, own, layout)
+    return _Merged.apply(query, key, value, own, layout)[0]
 
 
 def reference(
@@ -156,7 +156,8 @@ class _Merged(torch.autograd.Function):
     """Scores in fp32 (rounded to bf16 they would be off by per cents), the other products in the input's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
+    def forward(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+        """The result, and what the backward pass needs besides it and the inputs: scaled queries, `out` and `m`."""
         rows, heads, dim = query.shape
         kv_heads = key.shape[1]
         q = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5  # no −1: there may be no rows
@@ -176,9 +177,14 @@ class _Merged(torch.autograd.Function):
             out = out.mul_((lse - merged).exp_().unsqueeze(-1))
             out = out.add_(((scores - merged).exp_().unsqueeze(-1) * own_values).sum(0))
             lse = merged
-        ctx.layout = layout
-        ctx.save_for_backward(q, key, value, own, out, lse)
-        return out.view(rows, heads, dim).to(query.dtype)
+        return out.view(rows, heads, dim).to(query.dtype), q, out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, key, value, own, ctx.layout = inputs
+        kept = output[1:]
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(kept[0], key, value, own, *kept[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -207,6 +213,22 @@ class _Merged(torch.autograd.Function):
             down = torch.cat(((ds * q).sum(3), (share * grad).sum(3)))
         dim = q.shape[-1]
         return (dq * dim**-0.5).flatten(1, 2), dk.to(key.dtype), dv.to(value.dtype), down, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Several attentions over one layout are one with as many times the heads."""
+        *tensors, layout = inputs
+        query, key, value, own = (
+            _together(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims[:4], strict=True)
+        )
+        out, *_ = _Merged.apply(query, key, value, own, layout)
+        return (out.unflatten(1, (info.batch_size, -1)),), (1,)
+
+
+def _together(x: Tensor, dim: int | None, count: int) -> Tensor:
+    """`count` tensors [..., H, D], stacked along `dim` or (None) all the same, as one [..., count · H, D]."""
+    x = x.unsqueeze(-3).expand(*x.shape[:-2], count, *x.shape[-2:]) if dim is None else x.movedim(dim, -3)
+    return x.flatten(-3, -2)
 
 
 def _fold(x: Tensor, block: _Block) -> Tensor:

@@ -71,7 +71,7 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     """
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
-    weights = {family: checkpoint.fingerprint(recipe.start_of(family)) for family in recipe.families}
+    weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
     if journal.start():
         progress.log(f"resumed behind chunk {journal.mark.number}")
@@ -90,21 +90,29 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     return _result(recipe, records, journal.rows(), _drafters(recipe, run), count)
 
 
+def _starts(recipe: OnlineRecipe) -> list[Path]:
+    """The drafters that learners start from."""
+    if recipe.pool is not None:
+        return pool.find_pool(recipe.pool)
+    return [recipe.start_of(family) for family in recipe.families]
+
+
 def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Journal, rejections: Rejections) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
     data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
-    size = max(recipe.stream.chunk_of(family) for family in recipe.families)
     options = recipe.target.chat_template_kwargs
-    stream = PromptStream(data, recipe.stream, target, rejections, size=size, chat_template_kwargs=options)
+    stream = PromptStream(data, recipe.stream, target, rejections, size=recipe.chunk, chat_template_kwargs=options)
     stage = Stage(recipe, target, seed)
     mark = journal.mark
+    answered = (mark.stream or {}).get("prompts", 0)
     if mark.stage is not None and mark.stream is not None:
+        _use_target(recipe, stage, mark.stage["target"])
         stage.restore(mark.stage, journal.tensors)
         stream.resume(mark.stream, rewind=not stream.stdin)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     try:
         with progress.track(label, total=stream.total, unit="prompts") as bar:
-            bar.update((mark.stream or {}).get("prompts", 0))
+            bar.update(answered)
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:
@@ -112,15 +120,18 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Jo
                 bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(own))
 
             for chunk in stream.chunks():
+                _use_target(recipe, stage, recipe.target_at(answered), f"from prompt {answered + 1} on ")
+                answered += len(chunk)
                 records = stage.answer(chunk, done)
                 rows = stage.learn(chunk, records)
-                records, _ = compared(recipe, target, records, {r.drafter for r in records} - {VANILLA})
+                records, _ = compared(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
                 with journal.writing():
                     for row in rows:
                         run.metrics(**{key: getattr(row, key) for key in SHOWN})
                 facts, tensors = stage.state()
                 number, passed = journal.mark.number + 1, journal.mark.passed
                 journal.keep(records, rows, Mark(number, passed, stream.position(), facts), tensors)
+        stage.finish()
     except (Interrupted, KeyboardInterrupt) as stop:
         journal.save()
         if isinstance(stop, KeyboardInterrupt):
@@ -131,9 +142,18 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Jo
                 f", and send again what came behind the first {(journal.mark.stream or {}).get('prompts', 0)} prompts"
             )
         raise Interrupted(f"{stop.message} after {journal.mark.number} chunks", hint=hint) from None
+    finally:
+        stage.close()
     for name in recipe.algo:
         _save(recipe, run, stage, name)
     journal.passed()
+
+
+def _use_target(recipe: OnlineRecipe, stage: Stage, name: str, since: str = "") -> None:
+    """Go on with the target of this name, where it is another one."""
+    if recipe.target_schedule and name != stage.target.name:
+        progress.log(f"{since}the target is {name}")
+        stage.retarget(load_target(**(recipe.target.loading | {"name": name})))
 
 
 def _place(recipe: OnlineRecipe, run: Run, name: str, seed: int) -> Path:
@@ -142,13 +162,11 @@ def _place(recipe: OnlineRecipe, run: Run, name: str, seed: int) -> Path:
 
 def _save(recipe: OnlineRecipe, run: Run, stage: Stage, name: str) -> None:
     """Write a learner's drafter as it is after the stream."""
-    start = recipe.start_of(recipe.family_of(name))
-    info: dict[str, Any] = {
-        **checkpoint.read_info(start),
-        "domain": list(dict.fromkeys([*pool.domains_of(str(start)), *recipe.domains])),
-        "learnt": f"{name}, {stage.chunks} chunks, from {start}",
-        "mat": {},
-    }
+    start = recipe.pool or recipe.start_of(recipe.family_of(name))
+    info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
+    if recipe.pool is None:
+        domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
+        info = {**checkpoint.read_info(start), "domain": list(domains), **info}
     stage.pupils[name].save(_place(recipe, run, name, stage.seed), info)
 
 

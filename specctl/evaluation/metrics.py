@@ -119,18 +119,19 @@ def bootstrap(statistic: Statistic, prompts: int, *, seed: int = 0) -> Interval 
 
 
 def _mat(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Statistic:
-    return _ratio_of_sums(prompts, [d.decoded_tokens for d in decoded], [d.target_passes for d in decoded])
+    return ratio_of_sums(prompts, [d.decoded_tokens for d in decoded], [d.target_passes for d in decoded])
 
 
 def _rate(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Statistic:
-    return _ratio_of_sums(prompts, [d.decoded_tokens for d in decoded], [d.decode_s for d in decoded])
+    return ratio_of_sums(prompts, [d.decoded_tokens for d in decoded], [d.decode_s for d in decoded])
 
 
 def _accept_rate(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Statistic:
-    return _ratio_of_sums(prompts, [d.accepted for d in decoded], [d.accepted + d.rejections for d in decoded])
+    return ratio_of_sums(prompts, [d.accepted for d in decoded], [d.accepted + d.rejections for d in decoded])
 
 
-def _ratio_of_sums(prompts: Sequence[Hashable], tops: Sequence[float], bottoms: Sequence[float]) -> Statistic:
+def ratio_of_sums(prompts: Sequence[Hashable], tops: Sequence[float], bottoms: Sequence[float]) -> Statistic:
+    """Σ tops ÷ Σ bottoms, for `bootstrap`; `prompts[i]` names the prompt that `tops[i]` and `bottoms[i]` belong to."""
     top, bottom = _per_prompt(prompts, tops), _per_prompt(prompts, bottoms)
     return lambda counts: (counts @ top) / (counts @ bottom)
 

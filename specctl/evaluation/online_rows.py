@@ -99,7 +99,7 @@ class Passes:
         """One contender's."""
         mine, kind = self.by_name[name], self._kind(name)
         own = [chunk for chunk in self.chunks if chunk.algo == name]
-        family = self.recipe.family_of(name) if kind == "learner" else None
+        family = self.recipe.family_of(name) if kind == "learner" and not self.recipe.pool else None
         static = self.static_of(name)
         decoded = [record.decoded for record in mine]
         decode_s, learn_s = sum(one.decode_s for one in decoded), sum(self.learn_s[name].values())
@@ -157,7 +157,7 @@ class Passes:
 
     def static_of(self, name: str) -> str:
         """The contender that is this learner's drafter without learning; "" for one that is no learner."""
-        return static_name(self.recipe, self.recipe.family_of(name)) if name in self.recipe.algo else ""
+        return static_name(self.recipe, name) if name in self.recipe.algo else ""
 
     def _kind(self, name: str) -> str:
         return "learner" if name in self.recipe.algo else "baseline" if name == VANILLA else "static"

@@ -10,9 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from specctl import progress
+from specctl.adaptation.length import AutoLength
 from specctl.adaptation.pupil import Lesson, Pupil
+from specctl.adaptation.remote import RemotePupil
+from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import Arrival
 from specctl.adaptation.watchdog import Acceptance
+from specctl.decoding.draft import Drafter
 from specctl.decoding.loop import Decoded
 from specctl.decoding.target import Target
 from specctl.drafters import pool
@@ -30,12 +34,15 @@ class ChunkRow:
     """A line of `chunks.jsonl`: one learner in one chunk, decoded with the weights from before it.
 
     `loss` is per token and from before learning; `losses` and `weights` are those of an ensemble's members, `rates` the
-    η of the next chunk. `learn_s` is spent on learning, `swap_s` on making a drafter of new weights.
+    η of the next chunk. `learn_s` is spent on learning (asynchronous: on handing the chunk over), `swap_s` on making a
+    drafter of new weights, `behind` counts chunks that are not learnt from yet. Asynchronous learning says what it knew
+    last. `draft_length`: mean k of the chunk's rounds, where it is chosen.
     """
 
     algo: str
     seed: int
     chunk: int
+    target: str
     domains: dict[str, int]
     prompts: int
     tokens: int
@@ -57,11 +64,16 @@ class ChunkRow:
     steps: int
     texts: int
     dropped: int
+    behind: int
+    draft_length: float | None
 
 
-def static_name(recipe: OnlineRecipe, family: str) -> str:
-    """Of the drafter of a family that does not learn."""
-    return STATIC if len(recipe.families) == 1 else f"{STATIC}-{family}"
+Learner = Pupil | Specialists
+
+
+def static_name(recipe: OnlineRecipe, algo: str) -> str:
+    """The contender that is what learns by `algo`, without learning."""
+    return STATIC if len(recipe.families) < 2 else f"{STATIC}-{recipe.family_of(algo)}"
 
 
 class Stage:
@@ -71,42 +83,76 @@ class Stage:
         """Raises CheckpointError where a drafter to start from cannot be used."""
         self.recipe, self.target, self.seed = recipe, target, seed
         self.chunks = self._turns = 0
-        self.pupils = {algo: Pupil(recipe, algo, target, seed) for algo in recipe.algo}
-        self.fixed = {
-            static_name(recipe, family): pool.load_drafter(str(recipe.start_of(family)), target, recipe.drafting)
-            for family in (recipe.families if STATIC in recipe.baselines else ())
-        }
-        twice = {VANILLA, *self.fixed} & {*self.pupils}
+        kind = Specialists if recipe.pool else RemotePupil if recipe.asynchronous else Pupil
+        self.pupils: dict[str, Learner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
+        self.fixed: dict[str, Drafter] = {}
+        self.fixed_pool = (
+            Specialists(recipe, STATIC, target, seed) if recipe.pool and STATIC in recipe.baselines else None
+        )
+        for algo in recipe.algo if STATIC in recipe.baselines and not recipe.pool else ():
+            start = str(recipe.start_of(recipe.family_of(algo)))
+            self.fixed[static_name(recipe, algo)] = pool.load_drafter(start, target, recipe.drafting)
+        twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
+        self.lengths: dict[str, AutoLength] = {}
         self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
-        self._warm = False  # in this process: a run that is resumed is as cold as a new one
 
-    def contenders(self, pupil: Callable[[str, Pupil], Contender]) -> list[Contender]:
-        sampling = self.recipe.sampling
-        found = [engine(self.target, sampling, VANILLA, None)] if VANILLA in self.recipe.baselines else []
-        found += [engine(self.target, sampling, name, drafter) for name, drafter in self.fixed.items()]
-        return found + [pupil(name, one) for name, one in self.pupils.items()]
+    def _load_fixed(self) -> dict[str, Drafter]:
+        """The drafters that do not learn, by name."""
+        starts = {
+            static_name(self.recipe, algo): self.recipe.start_of(self.recipe.family_of(algo)) for algo in self.pupils
+        }
+        return {name: pool.load_drafter(str(at), self.target, self.recipe.drafting) for name, at in starts.items()}
+
+    def retarget(self, target: Target) -> None:
+        """Go on with another target. CheckpointError where a drafter does not fit it."""
+        self.target = target
+        for learner in (*self.pupils.values(), *([self.fixed_pool] if self.fixed_pool else [])):
+            learner.retarget(target)
+        self.fixed = self._load_fixed() if self.fixed else {}
+
+    def contenders(self) -> list[Contender]:
+        found = [engine(self.target, self.recipe.sampling, VANILLA, None)] if VANILLA in self.recipe.baselines else []
+        found += [self._static(name, drafter) for name, drafter in self.fixed.items()]
+        found += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
+        return found + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
 
     def warm_up(self, turns: Sequence[Turn]) -> None:
-        """Ask everyone something before the clock counts, without anybody learning from it."""
-        sampling = self.recipe.sampling
-        warm_up(turns, self.contenders(lambda name, one: engine(self.target, sampling, name, one.drafter)))
+        """Ask everyone something before the clock counts; nobody learns from it."""
+        warm_up(turns, self.contenders())
+        for pupil in self.pupils.values():
+            pupil.forget()
+        for length in self.lengths.values():
+            length.forget()
 
-    def _answers(self, name: str, pupil: Pupil) -> Contender:
+    def _static(self, name: str, drafter: Drafter) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            pupil.buffer.open([case.prompt.id for case in turn])
-            decoded = decode_turn(
-                self.target,
-                self.recipe.sampling,
-                turn,
-                seeds,
-                drafter=pupil.drafter,
-                on_round=pupil.buffer.observe,
-            )
+            options = self._drafting(name, drafter)
+            return [{name: one} for one in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)]
+
+        return answer
+
+    def _answers(self, name: str, pupil: Learner) -> Contender:
+        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
+            pupil.open([case.prompt.id for case in turn], [case.prompt.domain for case in turn])
+            with pupil.awake():
+                options = pupil.drafting()
+                if isinstance(pupil, Pupil):
+                    options |= self._drafting(name, options.pop("drafter"))
+                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             return [{name: one} for one in decoded]
 
         return answer
+
+    def _drafting(self, name: str, drafter: Drafter) -> dict[str, Any]:
+        """Options of `decode` for a drafter: at its own depth, or at the one that pays."""
+        if self.recipe.draft_length == "fixed":
+            return {"drafter": drafter}
+        length = self.lengths.setdefault(name, AutoLength(drafter, self.recipe.draft_cost))
+        if length.drafter is not drafter:
+            length.use(drafter)
+        return {"controller": length, "taps": drafter.taps}
 
     def case(self, arrival: Arrival) -> Case:
         room = self.target.context_length - len(arrival.ids)
@@ -116,10 +162,9 @@ class Stage:
         """Everybody's answers to a chunk; `done` is told of every turn. Raises Interrupted between two turns."""
         cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
         turns: list[Turn] = [cases[start : start + size] for start in range(0, len(cases), size)]
-        if not self._warm:
+        if not self._turns:
             self.warm_up(turns)
-            self._warm = True
-        found, records = self.contenders(self._answers), []
+        found, records = self.contenders(), []
         for turn in turns:
             progress.interrupts.check()
             answers = ask(self.recipe.sampling, turn, self.seed, rotated(found, self._turns))
@@ -137,9 +182,9 @@ class Stage:
         rows = []
         for name, pupil in self.pupils.items():
             own = [record.decoded for record in records if record.drafter == name]
-            static = static_name(self.recipe, self.recipe.family_of(name))
+            static = static_name(self.recipe, name)
             accepted = sum(one.accepted for one in own)
-            lesson = pupil.learn(Acceptance(accepted, accepted + sum(one.rejections for one in own)))
+            lesson = pupil.sit(Acceptance(accepted, accepted + sum(one.rejections for one in own)))
             self._watch(name, lesson)
             outcome = lesson.outcome
             rows.append(
@@ -147,6 +192,7 @@ class Stage:
                     algo=name,
                     seed=self.seed,
                     chunk=self.chunks,
+                    target=self.target.name,
                     domains=domains,
                     prompts=len(own),
                     tokens=sum(one.decoded_tokens for one in own),
@@ -168,6 +214,8 @@ class Stage:
                     steps=outcome.steps,
                     texts=lesson.texts,
                     dropped=lesson.dropped,
+                    behind=lesson.behind,
+                    draft_length=self.lengths[name].take_mean() if name in self.lengths else None,
                 )
             )
         self.chunks += 1
@@ -190,6 +238,16 @@ class Stage:
                 hint="lower learner.lr, or set learner.clip",
             )
 
+    def finish(self) -> None:
+        """The stream has ended: wait for those who still learn."""
+        for pupil in self.pupils.values():
+            pupil.finish()
+
+    def close(self) -> None:
+        """End what runs elsewhere."""
+        for pupil in self.pupils.values():
+            pupil.close()
+
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
         facts: dict[str, Any] = {}
@@ -197,7 +255,15 @@ class Stage:
         for name, pupil in self.pupils.items():
             facts[name], found = pupil.state()
             tensors |= {f"{name}/{key}": value for key, value in found.items()}
-        return {"chunks": self.chunks, "turns": self._turns, "refused": dict(self.refused), "pupils": facts}, tensors
+        lengths = {name: length.state() for name, length in self.lengths.items()}
+        own = {
+            "target": self.target.name,
+            "chunks": self.chunks,
+            "turns": self._turns,
+            "refused": dict(self.refused),
+            "lengths": lengths,
+        }
+        return {**own, "pupils": facts}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Go on from what `state` has told."""
@@ -206,6 +272,9 @@ class Stage:
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
             pupil.restore(facts["pupils"][name], own)
+        drafters = self.fixed | {name: pupil.drafter for name, pupil in self.pupils.items() if isinstance(pupil, Pupil)}
+        for name, kept in facts["lengths"].items():
+            self._drafting(name, drafters[name])["controller"].restore(kept)
 
 
 GIVE_UP = 8  # chunks in a row of which a learner could learn nothing; every one of them has lowered its rates

@@ -1,7 +1,8 @@
 """What the contenders of `select` did on a stream: rows for the table, curves for the pictures.
 
 Sessions are the unit: what was learnt is carried from one of their prompts to the next, so prompts are no independent
-samples; intervals are bootstraps over sessions, at 95 %.
+samples; intervals are bootstraps over sessions, at 95 %. The yardstick of a policy is the best arm of each of its
+games, from reset to reset, here as in a replay; shares of it have intervals over games.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -19,17 +20,17 @@ from specctl.evaluation import metrics
 from specctl.evaluation.metrics import Interval
 from specctl.selection.controller import Tally
 
-LONG_ENOUGH = 256  # tokens of a session after which a policy should have found its best arm
+LONG_ENOUGH = 256  # tokens of a game after which a policy should have found its best arm
 
 
 @dataclass(frozen=True)
 class PolicyRow:
     """One contender on the whole stream.
 
-    `share_of_best` is its mat ÷ the mat of each session's best arm in hindsight (replay: of each game's, from reset to
-    reset), `share_of_best_256` that of the sessions with so many tokens; `regret` counts the target passes beyond those
-    arms', `best_arm_ratio` the share of rounds that played them. These need every arm by itself (baseline `fixed`).
-    None where something was not measured; so is the regret where proposals are sampled: the arms' texts differ then.
+    `share_of_best` is its mat ÷ the mat of playing each game's best arm in hindsight, `share_of_best_256` that of the
+    games with so many tokens; `regret` counts the target passes beyond those arms', `best_arm_ratio` the share of
+    rounds that played them. These need every arm by itself (baseline `fixed`). None where something was not measured;
+    so is the regret where proposals are sampled: the arms' texts differ then.
     """
 
     algo: str
@@ -50,6 +51,7 @@ class PolicyRow:
     pulls: dict[str, int]
     switches: int | None
     caught_up: int | None  # tokens that arms had to read when they were switched to
+    switch_ms: float | None  # that it took them, each time, on average
     decide_us_p50: float | None
     score_ms_p50: float | None
     score_share: float | None  # of the decode phase
@@ -72,7 +74,7 @@ class Stream:
 
     Args:
         answers: contender → its answers, the same prompts in the same order.
-        sessions: the session of each answer.
+        sessions, games: the session of each answer, and what names the game of a policy that answers it.
         arms: the contenders that are arms by themselves; empty where they were not measured.
         plain: the contender that is plain decoding, or None.
         same_text: all answer a prompt with the same text, rounding aside: passes can be counted against each other.
@@ -82,42 +84,43 @@ class Stream:
         self,
         answers: Mapping[str, Sequence[Decoded]],
         sessions: Sequence[int],
+        games: Sequence[str],
         arms: Sequence[str],
         plain: str | None,
         same_text: bool,
     ):
-        self.answers, self.sessions, self.arms, self.plain = answers, sessions, arms, plain
+        self.answers, self.sessions, self.games, self.arms, self.plain = answers, sessions, games, arms, plain
         self.best = self._best()
         self.judged = bool(self.best) and same_text  # whether there is a regret
         fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
         self.fastest = max(fastest)[1] if fastest else None
 
-    def _best(self) -> dict[int, str]:
-        """Session → the arm with the fewest passes a token."""
+    def _best(self) -> dict[str, str]:
+        """Game → the arm with the fewest passes a token."""
         if not self.arms:
             return {}
         return {
-            session: max(self.arms, key=lambda arm: metrics.mat(self._of(arm, session)) or 0.0)
-            for session in dict.fromkeys(self.sessions)
+            game: max(self.arms, key=lambda arm: metrics.mat(self._of(arm, game)) or 0.0)
+            for game in dict.fromkeys(self.games)
         }
 
-    def _of(self, name: str, session: int) -> list[Decoded]:
-        return [one for one, mine in zip(self.answers[name], self.sessions, strict=True) if mine == session]
+    def _of(self, name: str, game: str) -> list[Decoded]:
+        return [one for one, mine in zip(self.answers[name], self.games, strict=True) if mine == game]
 
     @cached_property
     def oracle(self) -> list[Decoded]:
-        """Every session answered by its best arm."""
+        """Every game answered by its best arm."""
         place = {name: iter(answers) for name, answers in self.answers.items()}
-        rows = [{arm: next(place[arm]) for arm in self.arms} for _ in self.sessions]
-        return [row[self.best[session]] for row, session in zip(rows, self.sessions, strict=True)] if self.best else []
+        rows = [{arm: next(place[arm]) for arm in self.arms} for _ in self.games]
+        return [row[self.best[game]] for row, game in zip(rows, self.games, strict=True)] if self.best else []
 
     def share_of_best(self, name: str, least: int = 0) -> tuple[float | None, Interval | None]:
-        """mat ÷ the oracle's, over the sessions with `least` tokens."""
+        """mat ÷ the oracle's, over the games with `least` tokens."""
         if not self.best:
             return None, None
-        sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(4))
-        for session, own, best in zip(self.sessions, self.answers[name], self.oracle, strict=True):
-            sums[session] += own.decoded_tokens, own.target_passes, best.decoded_tokens, best.target_passes
+        sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4))
+        for game, own, best in zip(self.games, self.answers[name], self.oracle, strict=True):
+            sums[game] += own.decoded_tokens, own.target_passes, best.decoded_tokens, best.target_passes
         table = np.array([row for row in sums.values() if row[0] >= least]).reshape(-1, 4)
         if not len(table):
             return None, None
@@ -172,6 +175,7 @@ class Stream:
             pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},
             switches=tally.switches if tally else None,
             caught_up=tally.caught_up if tally else None,
+            switch_ms=1000 * fmean(tally.switch_s) if tally and tally.switch_s else None,
             decide_us_p50=median(tally.decide_us) if tally and tally.decide_us else None,
             score_ms_p50=1000 * median(tally.score_s) if tally and tally.score_s else None,
             score_share=sum(tally.score_s) / sum(one.decode_s for one in mine) if tally and tally.score_s else None,

@@ -16,6 +16,7 @@ from specctl.evaluation.policy_rows import LONG_ENOUGH, PolicyRow
 from specctl.recipe import SelectRecipe
 from specctl.selection import record, regret
 from specctl.selection.arms import chosen, reach
+from specctl.selection.combined import Guarded
 from specctl.selection.hindsight import Hindsight
 from specctl.selection.lengths import shortened
 from specctl.selection.replay import Replay, draft_all, oracle, replay
@@ -54,16 +55,20 @@ def record_table(
     stream: Sequence[Sequence[Case]],
     drafters: dict[str, Drafter],
     made_of: dict[str, object],
-) -> Table:
-    """Record the pool on the stream, into `recipe.record`. Raises as `selection.record.record`."""
+) -> tuple[Table, dict[str, int]]:
+    """Record the pool on the stream, into `recipe.record`: the table, and how often each drafter raised meanwhile.
+
+    Raises as `selection.record.record`.
+    """
+    arms = [Guarded(name, drafter) for name, drafter in drafters.items()]
     queries = [
-        record.Query(case.prompt.id, case.prompt.domain, case.ids, case.room, case.seed(recipe.sampling.seed))
-        for session in stream
+        record.Query(case.prompt.id, case.prompt.domain, case.ids, case.room, case.seed(recipe.sampling.seed), number)
+        for number, session in enumerate(stream)
         for case in session
     ]
-    return record.record(
+    table = record.record(
         target,
-        drafters,
+        arms,
         queries,
         filters(recipe.sampling),
         max(1, *map(reach, drafters.values())),
@@ -73,6 +78,7 @@ def record_table(
         resume=recipe.resume,
         overwrite=recipe.overwrite,
     )
+    return table, {arm.name: arm.failures for arm in arms}
 
 
 def replay_table(recipe: SelectRecipe) -> Replayed:
@@ -136,6 +142,7 @@ def _row(name: str, kind: str, played: Replay, yardstick: Hindsight, fastest: fl
         pulls={arm: count for arm, count in zip(yardstick.table.arms, found.pulls, strict=True) if count},
         switches=None,
         caught_up=None,
+        switch_ms=None,
         decide_us_p50=found.decide_us_p50 if kind == "policy" else None,
         score_ms_p50=None,
         score_share=None,

@@ -25,7 +25,6 @@ from specctl.runs import Run
 from specctl.selection import hindsight
 from specctl.selection.arms import load_pool, members, named
 from specctl.selection.router_training import RouterReport
-from specctl.selection.trace import Table
 
 ROUNDS = "rounds.jsonl"
 OWN = ("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls", "decide_us_p50", "score_ms_p50")
@@ -44,9 +43,9 @@ class DomainMat:
 class SelectResult:
     """The result document of `select`: the first policy's own numbers, then all contenders side by side.
 
-    `mode` is live, replay or record. `oracle_mat` is the mat of playing each session's best arm throughout it; it,
-    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has (there it is each game's best
-    arm, from reset to reset). `curves` are by prompt; of a replay means over its games, by token since the reset.
+    `mode` is live, replay or record. `oracle_mat` is the mat of playing each game's best arm from reset to reset; it,
+    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
+    replay means over its games, by token since the reset.
     """
 
     mode: str
@@ -104,8 +103,8 @@ def select(
     drafters = drafters or load_pool(recipe, target, paths)
     places = {name: path for path, name in named(paths).items() if name in drafters}
     if recipe.record is not None:
-        table = record_table(recipe, target, stream, drafters, _made_of(recipe, places))
-        return replace(_recorded(recipe, table), rejected=rejections.count)
+        _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places))
+        return replace(_recorded(recipe, failures), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places)
     stage = Stage(recipe, target, stream, drafters, router)
 
@@ -130,6 +129,7 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
     stream = Stream(
         {name: [found[question].decoded for question in questions] for name, found in by_name.items()},
         [stage.session_of[id] for _, id, _ in questions],
+        [stage.game_of(id, seed) for _, id, seed in questions],
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",
@@ -166,10 +166,10 @@ def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
     }
 
 
-def _recorded(recipe: SelectRecipe, table: Table) -> SelectResult:
+def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:
     """A table that was just recorded, and what every arm by itself does on it."""
     replayed = replay_table(recipe.model_copy(update={"replay": recipe.record, "algo": ["fixed"], "pool_sizes": []}))
-    arms = [row for row in replayed.rows if row.algo != "fixed"]
+    arms = [replace(row, failures=failures.get(row.algo, 0)) for row in replayed.rows if row.algo != "fixed"]
     best = max((row for row in arms if row.kind == "arm"), key=lambda row: row.mat or 0.0)
     return replace(_replayed(recipe, replace(replayed, rows=[best, *arms])), mode="record", policies=arms, curves={})
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import IO
 
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.draft import Controller, Drafter, Fixed
 from specctl.decoding.loop import Decoded
 from specctl.decoding.target import Target
@@ -22,17 +23,16 @@ from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.evaluation.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection import registry
-from specctl.selection.arms import make_arms, named, reach
+from specctl.selection.arms import make_arms, named
+from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded, Together
 from specctl.selection.controller import Round, Selector, Text
-from specctl.selection.feedback import Scorer
-from specctl.selection.game import Game
-from specctl.selection.policy import Arms, Array, Policy, seed_of
+from specctl.selection.policy import Arms, Array, Policy
 from specctl.selection.router import Router
 from specctl.selection.router_training import prompt_text
-from specctl.selection.rules import rules_for
 
 DRAFT_ALL = "draft-all"
+RECOMPUTING = "recompute"
 
 
 def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
@@ -90,32 +90,24 @@ class Stage:
         self.arms = make_arms(recipe, target, drafters)
         self.session_of = {case.prompt.id: n for n, session in enumerate(stream) for case in session}
         self.prompts = {case.prompt.id: prompt_text(case.prompt.messages) for session in stream for case in session}
-        # Session, arm and tokens of every round.
-        self.plays: dict[str, list[tuple[int, str, int]]] = {name: [] for name in recipe.algo}
-        self.selectors = {name: self._selector(name) for name in recipe.algo}
+        self.algo = {name: name for name in recipe.algo}  # contender → its policy
+        if RECOMPUTING in recipe.baselines:
+            self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
+        # Game, arm and tokens of every round.
+        self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
+        self.selectors = {name: self._selector(name) for name in self.algo}
         self.alone = self._alone()
         self._log: IO[str] | None = None
 
     def _selector(self, name: str) -> Selector:
-        recipe = self.recipe
-        deepest = max(1, *(reach(arm.drafter) for arm in self.arms))
-        rules = rules_for(name, recipe.game, deepest)
-        overlap = registry.learns(name) == "reward" and rules.reward == "bd"
-        scorer = None
-        if registry.learns(name) == "losses" or overlap:
-            drafters = list(dict.fromkeys(arm.drafter for arm in self.arms))
-            scorer = Scorer(self.target, drafters, rules.depth, overlap=overlap)
-
-        def new_game(text: Text) -> Game:
-            arms = Arms(len(self.arms), rules.depth, seed_of(recipe.sampling.seed + text.seed, text.query))
-            return Game(self._policy(name, arms, text), rules, arms)
-
-        return Selector(
+        return make_selector(
+            self.target,
             [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures
-            new_game,
-            scorer,
-            chosen_only=overlap,
-            ends=recipe.reset != "query" and rules.score_ends,
+            self.algo[name],
+            self.recipe.game,
+            functools.partial(self._policy, self.algo[name]),
+            seed=self.recipe.sampling.seed,
+            within_query=self.recipe.reset == "query",
             on_round=functools.partial(self._note, name),
         )
 
@@ -127,7 +119,7 @@ class Stage:
         policy = registry.build(name, arms, options)
         if self.recipe.warm_start and policy.learns == "losses":
             for _ in range(self.recipe.router.weight):  # as if so many tokens had been seen
-                policy.losses(1 - self._routed(text))
+                policy.losses((1 - self._routed(text)).tolist())
         return policy
 
     def _routed(self, text: Text) -> Array:
@@ -147,7 +139,7 @@ class Stage:
         if DRAFT_ALL in recipe.baselines:
             found[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}
-        twice = {*rivals, *recipe.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*recipe.algo}
+        twice = {*rivals, *self.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*self.algo}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
         loaded = {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
@@ -170,24 +162,35 @@ class Stage:
         return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
+        options = self.recipe.catch_up
+        # Only who is idle at times has something to save.
+        streams = options.name == "streaming" and name in self.recipe.algo
+        catch_up = CatchUp(options.sink, options.window) if streams else RECOMPUTE
+
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
             began = time.perf_counter()
             if isinstance(controller, Selector):
                 controller.open([self._text(name, case, seed) for case, seed in zip(turn, seeds, strict=True)])
             opening = (time.perf_counter() - began) / len(turn)  # a router reads the prompts
-            decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, controller=controller, taps=taps)
+            decoded = decode_turn(
+                self.target, self.recipe.sampling, turn, seeds, controller=controller, taps=taps, catch_up=catch_up
+            )
             return [{name: replace(one, decode_s=one.decode_s + opening)} for one in decoded]
 
         return answer
 
     def _text(self, name: str, case: Case, seed: int) -> Text:
-        reset = "query" if name == registry.ROUTER else self.recipe.reset
-        unit = {"query": case.prompt.id, "session": self.session_of[case.prompt.id], "stream": ""}[reset]
         repeat = seed - case.seed(self.recipe.sampling.seed)
-        return Text(case.prompt.id, case.prompt.domain, f"{repeat} {unit}", repeat)
+        key = self.game_of(case.prompt.id, repeat, "query" if self.algo[name] == registry.ROUTER else None)
+        return Text(case.prompt.id, case.prompt.domain, key, repeat)
+
+    def game_of(self, id: str, repeat: int, reset: str | None = None) -> str:
+        """What all texts between two resets have in common, by the recipe's reset or another one."""
+        unit = {"query": id, "session": self.session_of[id], "stream": ""}[reset or self.recipe.reset]
+        return f"{repeat} {unit}"
 
     def _note(self, algo: str, entry: Round) -> None:
-        self.plays[algo].append((self.session_of[entry.query], entry.arm, entry.committed))
+        self.plays[algo].append((self.game_of(entry.query, entry.seed), entry.arm, entry.committed))
         if self._log is not None:
             self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
 
@@ -195,7 +198,7 @@ class Stage:
         """What a contender did."""
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
-        hits = [stream.best[session] == arm for session, arm, _ in plays] if stream.best else []
+        hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
         kind = "policy" if selector else "baseline" if name in (VANILLA, DRAFT_ALL) else "arm"
         if name in named(self.recipe.rivals).values():
             kind = "rival"

@@ -70,8 +70,14 @@ def linear_distill(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     with torch.autocast(device, enabled=False):
-        grad = torch.is_grad_enabled()
-        return _LinearDistill.apply(hidden, weight, bias, teacher, at, share, objective, dtype, grad)
+        total, losses, *_ = _apply(hidden, weight, bias, teacher, at, share, objective, dtype)
+    return total, losses
+
+
+def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> tuple[Tensor, ...]:
+    grad = torch.is_grad_enabled()
+    wanted = [grad and part is not None and part.requires_grad for part in (hidden, weight, bias)]
+    return _LinearDistill.apply(hidden, weight, bias, *constants, wanted)
 
 
 class _LinearDistill(torch.autograd.Function):
@@ -79,7 +85,6 @@ class _LinearDistill(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -88,9 +93,9 @@ class _LinearDistill(torch.autograd.Function):
         share: Tensor,
         objective: str,
         dtype: torch.dtype,
-        grad: bool,
-    ) -> tuple[Tensor, Tensor]:
-        wanted = [grad and part for part in ctx.needs_input_grad[:3]]
+        wanted: list[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """(Σ share·loss, losses [n], and the gradients of the first by hidden, weight and bias that are `wanted`)."""
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if wanted[0] else None
         d_weight = torch.zeros_like(weight) if wanted[1] else None
@@ -108,10 +113,24 @@ class _LinearDistill(torch.autograd.Function):
                 d_weight += logits.T @ x
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=d_bias.dtype)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.mark_non_differentiable(losses)
-        return torch.dot(share.float(), losses), losses
+        return torch.dot(share.float(), losses), losses, d_hidden, d_weight, d_bias
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.mark_non_differentiable(*(part for part in output[1:] if part is not None))
+        ctx.save_for_backward(*output[2:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return *(None if part is None else part * grads[0] for part in ctx.saved_tensors), *(None,) * 6
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """One after the other: products with different weights have nothing in common, and are large."""
+        parts = [
+            [x] * info.batch_size if dim is None else x.unbind(dim)
+            for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
+        ]
+        found = [_apply(*own, *inputs[3:-1])[:2] for own in zip(*parts, strict=True)]
+        total, losses = (torch.stack(results) for results in zip(*found, strict=True))
+        return (total, losses), (0, 0)

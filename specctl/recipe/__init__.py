@@ -10,6 +10,7 @@ from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
 from specctl.recipe.learner import FAMILY_LEARNING, LearnerOptions, LearnerRecipe
+from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
 from specctl.recipe.online import OnlineRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
@@ -38,6 +39,7 @@ from specctl.recipe.train import (
 
 __all__ = [
     "FAMILY_LEARNING",
+    "LOOKAHEAD_CHUNK",
     "RECIPES",
     "Arch",
     "BenchRecipe",
@@ -56,13 +58,16 @@ __all__ = [
     "Gpu",
     "HeldOutRecipe",
     "ImportRecipe",
+    "JudgeRecipe",
     "LearnerOptions",
     "LearnerRecipe",
+    "LookaheadRecipe",
     "LoraRecipe",
     "OnlineRecipe",
     "OptimizerRecipe",
     "Perturbation",
     "PolicyRecipe",
+    "PreferenceRecipe",
     "ResourceRecipe",
     "RouterRecipe",
     "SamplingRecipe",

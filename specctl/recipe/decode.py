@@ -17,7 +17,7 @@ from specctl.recipe.sections import (
     SamplingRecipe,
     Section,
 )
-from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.recipe.select import CatchUpRecipe, GameRecipe, PolicyRecipe
 
 
 class EvalRecipe(ResumableRecipe):
@@ -93,11 +93,13 @@ class SelectRecipe(CommandRecipe):
     arms: ArmRecipe = ArmRecipe()
     policy: PolicyRecipe = PolicyRecipe()
     game: GameRecipe = GameRecipe()
+    catch_up: CatchUpRecipe = CatchUpRecipe()
     reset: Literal["query", "session", "stream"] = "query"
     session: PositiveInt = 8
     # Sessions of all domains shuffled; domain after domain; or every session half of one domain and half of another.
     order: Literal["mixed", "blocks", "shift"] = "mixed"
-    baselines: list[Literal["vanilla", "fixed", "draft-all"]] = ["vanilla"]  # fixed: every arm by itself
+    # fixed: every arm by itself; recompute: the policies once more, without what catch_up=streaming saves and loses
+    baselines: list[Literal["vanilla", "fixed", "draft-all", "recompute"]] = ["vanilla"]
     rivals: list[str] = []  # drafters measured by themselves that are no arms, such as a generalist
     batch: PositiveInt = 1  # sequences at a time, each with a choice of its own
     split: Literal["train", "test"] = "test"
@@ -122,6 +124,8 @@ class SelectRecipe(CommandRecipe):
             raise ValueError("record makes the table that replay plays on: one after the other")
         if (self.warm_start or "router" in self.algo) and not (self.router_dir or self.train_router):
             raise ValueError("there is no router: name router_dir, or train one with train_router")
+        if "recompute" in self.baselines and self.catch_up.name != "streaming":
+            raise ValueError("the policies recompute already: the baseline is for catch_up=streaming")
         if self.resume and self.record is None:
             raise ValueError("resume goes on with a recording: name `record`")
         if self.batch > 1 and self.reset == "stream":

@@ -70,7 +70,7 @@ class LearnerOptions(Section):
     spacing: Annotated[float, Field(gt=1)] = 2.0  # ensemble: the members' rates are η · spacing^i, i < N
     epsilon: PositiveFloat = 10.0  # ensemble: ε, rate of Hedge
     # ensemble: f_s on the whole chunk before anything is learnt from it, or each batch just before the step on it. That
-    # is free (the pass is a sixth to a third of an update), and flatters members that learn fast within a chunk.
+    # is free (the pass is a ninth to a third of an update), and flatters members that learn fast within a chunk.
     measure: Literal["chunk", "batch"] = "chunk"
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0  # ensemble: of the members' past losses, per chunk
     resync: NonNegativeInt = 0  # ensemble: every so many chunks the members restart from their mean; 0 = never

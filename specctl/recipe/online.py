@@ -18,6 +18,7 @@ from specctl.recipe.sections import (
     SamplingRecipe,
     Section,
 )
+from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.stream import StreamRecipe
 from specctl.recipe.train import CheckpointRecipe
 
@@ -41,6 +42,14 @@ class BufferRecipe(Section):
     replay: NonNegativeFloat = 0.0  # texts of earlier chunks that are learnt from again, per text of the chunk
 
 
+class ChoiceRecipe(Section):
+    """Learning while selecting: how a specialist of `pool` is chosen, every round. Its rules are those of `game`."""
+
+    name: str = "hedgespec"  # one of the policies of `specctl select`
+    options: PolicyRecipe = PolicyRecipe()
+    reset: Literal["query", "chunk"] = "query"  # when it forgets
+
+
 class OnlineRecipe(ResumableRecipe):
     """`specctl online`: drafters that learn along a stream; output_dir None = the run directory under ./runs.
 
@@ -55,8 +64,16 @@ class OnlineRecipe(ResumableRecipe):
     arch: Literal["eagle", "eagle3", "hydra", "medusa", "lm"] | None = None  # of rules without one; None = init's
     init: LocalPath | None = None  # drafter to start from; None = ./drafters/<domain>-<arch>, warmed up if missing
     warmup: WarmupRecipe = WarmupRecipe()
+    pool: LocalPath | None = None  # specialists to choose among: each learns from the texts that it has won
+    policy: ChoiceRecipe = ChoiceRecipe()
+    game: GameRecipe = GameRecipe()
     learner: LearnerOptions = LearnerOptions()
     buffer: BufferRecipe = BufferRecipe()
+    # The target changes along the stream, as in RL: ./step-100:400,./step-200:400 = so many prompts each, the last one
+    # to the end. They share vocabulary and sizes; `target` says how they are loaded.
+    target_schedule: Names = []
+    draft_length: Literal["fixed", "auto"] = "fixed"  # auto: as deep as pays, by running acceptance and cost
+    draft_cost: NonNegativeFloat | None = None  # auto: α, a draft token's cost in target steps; None = measured
     asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
     learner_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # asynchronous: where it learns
     baselines: list[Literal["vanilla", "static"]] = ["vanilla", "static"]
@@ -74,10 +91,36 @@ class OnlineRecipe(ResumableRecipe):
             raise ValueError("names an algo twice")
         return algo
 
+    @field_validator("target_schedule")
+    @classmethod
+    def _counts(cls, schedule: list[str]) -> list[str]:
+        for part in schedule:
+            name, _, count = part.rpartition(":")
+            if not name or not count.isdecimal() or int(count) == 0:
+                raise ValueError(f"{part!r} is no part of a schedule such as ./step-100:400,./step-200:400")
+        return schedule
+
     @model_validator(mode="after")
     def _consistent(self) -> OnlineRecipe:
+        if self.target_schedule:
+            if self.asynchronous:
+                raise ValueError(
+                    "a learner elsewhere has a target of its own: target_schedule and asynchronous exclude"
+                )
+            self.target = self.target.model_copy(update={"name": self.target_at(0)})
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the directory of the run to continue")
+        if self.learner.combine == "probs":
+            raise ValueError("learner.combine=probs needs N drafts a round and is not built: weights or sample")
+        if self.pool is not None:
+            if self.init is not None:
+                raise ValueError("learners of a pool start from its drafters: init and pool exclude each other")
+            if self.asynchronous or self.draft_length == "auto":
+                raise ValueError("a pool learns synchronously, at the drafters' own depth")
+            if any(rule_and_family(name)[1] for name in self.algo):
+                raise ValueError("a pool has drafters of its own: name update rules without a family, such as ogd")
+            if self.batch > 1 and self.policy.reset == "chunk":
+                raise ValueError("a policy that is not reset by query hears of one text at a time: batch must be 1")
         if self.data.prompts == "-" and len(self.seeds) > 1:
             raise ValueError("stdin comes once: one seed")
         if self.data.prompts == "-" and self.stream.shuffle:
@@ -88,27 +131,42 @@ class OnlineRecipe(ResumableRecipe):
             raise ValueError("learner.combine: no drafter mixes the members' distributions: use weights or sample")
         return self
 
+    def target_at(self, prompts: int) -> str:
+        """The target that answers the prompt behind so many."""
+        for part in self.target_schedule:
+            name, _, count = part.rpartition(":")
+            prompts -= int(count)
+            if prompts < 0:
+                return name
+        return self.target_schedule[-1].rpartition(":")[0] if self.target_schedule else self.target.name
+
     def family_of(self, algo: str) -> str:
         """Of the drafter that learns by `algo`."""
         return rule_and_family(algo)[1] or self.arch or FAMILY
 
     @property
     def families(self) -> list[str]:
-        return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
+        """Of the drafters that start from `init` or a warm-up."""
+        return [] if self.pool is not None else list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
 
     def rule_of(self, algo: str) -> LearnerRecipe:
         """The learner that `algo` names; constants of its family are still open."""
         return LearnerRecipe(**self.learner.model_dump(), algo=rule_and_family(algo)[0])
 
     @property
-    def domains(self) -> list[str]:
-        """Of the stream, in the order of their coming."""
-        return list(dict.fromkeys(domain for domain, _ in self.stream.segments)) or self.data.domain
+    def chunk(self) -> int:
+        """Prompts between two updates."""
+        return max(self.stream.chunk_of(family) for family in self.families or [FAMILY])
 
     @property
     def first_domain(self) -> str:
         """The domain that warm-up is for."""
-        return self.warmup.domain or self.domains[0]
+        return self.warmup.domain or self.stream_domains[0]
+
+    @property
+    def stream_domains(self) -> list[str]:
+        """In the order in which they come first."""
+        return list(dict.fromkeys(domain for domain, _ in self.stream.segments)) or self.data.domain
 
     def start_of(self, family: str) -> Path:
         """The drafter that learners of a family start from."""

@@ -27,6 +27,15 @@ class PolicyRecipe(Section):
     window: PositiveInt = 100  # metasd-swucb: rounds that count (not in the paper)
 
 
+class CatchUpRecipe(Section):
+    """What drafters read that miss much of a text, when they are chosen or scored: everything (`recompute`), or the
+    first `sink` and the last `window` tokens (`streaming`, MetaSD F.11)."""
+
+    name: Literal["recompute", "streaming"] = "recompute"
+    sink: PositiveInt = 4
+    window: PositiveInt = 512
+
+
 class GameRecipe(Section):
     """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
 
@@ -34,13 +43,18 @@ class GameRecipe(Section):
     # well as four or eight, for half the cost.
     depth: PositiveInt | None = 2
     reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
-    loss: Literal["length", "acceptance"] = "length"  # of full information: expected length, or 1 - γ at depth 1
+    # Of full information: expected length, that a second of a round, or 1 - γ at depth 1.
+    loss: Literal["length", "throughput", "acceptance"] = "length"
     estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier
     unit: Literal["token", "chunk"] = "token"
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
-    warmup_rounds: NonNegativeInt = 6  # rounds that are all scored
+    # Rounds that are all scored: 6 in HedgeSpec. Where `drift` mends a wrong beginning four choose as well, for less.
+    warmup_rounds: NonNegativeInt = 4
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
     batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
+    # Threshold of Page's test for an arm that accepts less than it did: forget, score now and often again. 5 alarms
+    # after about 4 rounds that are two standard deviations worse, 10 one worse, 400 as ever. null = HedgeSpec's: never.
+    drift: PositiveFloat | None = 5.0
     # Of a text that ends within a game, also score the tokens that no scoring has reached; else they are forgotten. A
     # text that is scored at all costs a prefill of each idle drafter.
     score_ends: bool = False

@@ -1,6 +1,6 @@
 """Bandits with an index: play the arm whose mean reward plus radius is largest.
 
-Symbols: n [N] pulls of each arm, μ̂ [N] their mean rewards, t the round to be played (from 1), N arms, K the depth.
+Symbols: n pulls of an arm, μ̂ its mean reward, t the round to be played (from 1), N arms, K the depth.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from abc import abstractmethod
 from math import log, sqrt
 from typing import ClassVar
 
-import numpy as np
-
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policy import Arms, Array, Learns, Scale, Weighted, one_hot
+from specctl.selection.policy import Arms, Learns, Numbers, Scale, Weighted, argmax, one_hot
 
 
-def ucbspec_radius(n: Array, t: int, K: int, delta: float) -> Array:
+def ucbspec_radius(n: float, t: int, N: int, K: int, delta: float) -> float:
     """cr = K/2 · √((1 + n)/n² · (1 + 2 ln(N t² √(1 + n)/δ))), of rewards in [1, K + 1] (BanditSpec, Algorithm 8)."""
-    m = n + 1  # 2 ln √m = ln m, and numbers before arrays: every operation on a small array costs a microsecond
-    return K / 2 * np.sqrt(m * (np.log(m) + (1 + 2 * log(len(n) * t * t / delta)))) / n
+    return K / 2 * sqrt((1 + n) * (1 + 2 * log(N * t * t * sqrt(1 + n) / delta))) / n
 
 
-def ucb_radius(n: Array, t: float, beta: float) -> Array:
+def ucb_radius(n: float, t: float, beta: float) -> float:
     """β √(2 ln t / n), of rewards in [0, 1] (MetaSD, Algorithm 2)."""
-    return beta * sqrt(2 * log(t)) / np.sqrt(n)
+    return beta * sqrt(2 * log(t) / n)
 
 
 class Index(Weighted):
@@ -35,8 +32,8 @@ class Index(Weighted):
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
         self.options = options
-        self.n = np.zeros(arms.count)
-        self.total = np.zeros(arms.count)
+        self.n = [0.0] * arms.count
+        self.total = [0.0] * arms.count
         self.t = 1
 
     def reward(self, arm: int, reward: float) -> None:
@@ -46,12 +43,14 @@ class Index(Weighted):
         self._changed()
 
     @abstractmethod
-    def _radius(self) -> Array:
+    def _radius(self) -> Numbers:
         """[N] what uncertainty adds to the means."""
 
-    def _weigh(self) -> Array:
-        index = self.total / self.n + self._radius() if self.n.all() else self.n == 0
-        return one_hot(int(index.argmax()), self.arms.count)
+    def _weigh(self) -> Numbers:
+        if 0 in self.n:
+            return one_hot(self.n.index(0), self.arms.count)
+        index = [total / n + radius for total, n, radius in zip(self.total, self.n, self._radius(), strict=True)]
+        return one_hot(argmax(index), self.arms.count)
 
 
 class UcbSpec(Index):
@@ -59,28 +58,32 @@ class UcbSpec(Index):
 
     scale: ClassVar[Scale] = "tokens"
 
-    def _radius(self) -> Array:
-        literal = ucbspec_radius(self.n, self.t, self.arms.depth, self.options.delta)
-        return self.options.radius_scale * literal
+    def _radius(self) -> Numbers:
+        N, K, options = self.arms.count, self.arms.depth, self.options
+        return [options.radius_scale * ucbspec_radius(n, self.t, N, K, options.delta) for n in self.n]
 
 
 class MetaUcb(Index):
     """`metasd-ucb`: UCB1 with a small β."""
 
-    def _radius(self) -> Array:
-        return ucb_radius(self.n, self.t, self.options.beta)
+    def _time(self) -> float:
+        return self.t
+
+    def _radius(self) -> Numbers:
+        t = self._time()
+        return [ucb_radius(n, t, self.options.beta) for n in self.n]
 
 
 class DiscountedUcb(MetaUcb):
     """`metasd-ducb`: rewards and counts fade by λ every round (MetaSD, Algorithm 6); t is the sum of the counts."""
 
     def reward(self, arm: int, reward: float) -> None:
-        self.n *= self.options.discount
-        self.total *= self.options.discount
+        self.n = [n * self.options.discount for n in self.n]
+        self.total = [total * self.options.discount for total in self.total]
         super().reward(arm, reward)
 
-    def _radius(self) -> Array:
-        return ucb_radius(self.n, max(self.n.sum(), 1.0), self.options.beta)
+    def _time(self) -> float:
+        return max(sum(self.n), 1.0)
 
 
 class SlidingUcb(MetaUcb):
@@ -100,5 +103,5 @@ class SlidingUcb(MetaUcb):
             self.total[old] -= earned
         super().reward(arm, reward)
 
-    def _radius(self) -> Array:
-        return ucb_radius(self.n, min(self.t, self.options.window), self.options.beta)
+    def _time(self) -> float:
+        return min(self.t, self.options.window)

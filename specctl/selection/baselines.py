@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policy import Arms, Array, Weighted, one_hot
+from specctl.selection.policy import Arms, Numbers, Weighted, one_hot
 
 
 class Fixed(Weighted):
@@ -18,7 +16,7 @@ class Fixed(Weighted):
             raise UsageError(f"arm {options.arm} of {arms.count}", hint=f"arms are counted 0 to {arms.count - 1}")
         self._arm = options.arm
 
-    def _weigh(self) -> Array:
+    def _weigh(self) -> Numbers:
         return one_hot(self._arm, self.arms.count)
 
 
@@ -28,5 +26,5 @@ class Random(Weighted):
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="sample")
 
-    def _weigh(self) -> Array:
-        return np.full(self.arms.count, 1 / self.arms.count)
+    def _weigh(self) -> Numbers:
+        return [1 / self.arms.count] * self.arms.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from specctl import progress
 from specctl.decoding.draft import PADDING, Drafter, DraftTree, Proposer, empty_draft, topology
 from specctl.decoding.state import DecodeState
+from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
 
 Tree = tuple[list[int], list[int]]  # tokens and parents
@@ -31,6 +33,22 @@ class Guarded:
         except Exception as error:
             self._failed(state, error)
             return empty_draft(state.batch, state.device)
+
+    def advance(self, state: DecodeState) -> None:
+        """As of a `Drafter`; what fails here fails when it proposes, and is counted there."""
+        try:
+            self.drafter.advance(state)
+        except SpecctlError:
+            raise
+        except Exception:
+            self.drafter.invalidate(state)
+
+    def catch_up(self, state: DecodeState) -> float:
+        """Read what the drafter has missed of the texts: seconds."""
+        began = time.perf_counter()
+        self.advance(state)
+        synchronise(state.device)
+        return time.perf_counter() - began
 
     def forget(self) -> None:
         """As new: nothing has failed."""

@@ -37,6 +37,7 @@ class Tally:
     scored: int = 0  # tokens
     switches: int = 0  # rounds whose arm was not that of the text's round before
     caught_up: int = 0  # tokens that the new arms had to read then
+    switch_s: list[float] = field(default_factory=list)  # that it took them, of every arm and round
     dropped: int = 0  # rewards and losses that were not finite, of games that are over
 
 
@@ -96,12 +97,12 @@ class Selector:
         for arm in self.arms:
             arm.forget()
         if self.scorer is not None:
-            self.scorer.failures = 0
+            self.scorer.forget()
 
     @property
     def failures(self) -> int:
         """Times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
-        return sum(arm.failures for arm in self.arms) + (self.scorer.failures if self.scorer is not None else 0)
+        return sum(arm.failures for arm in self.arms) + (sum(self.scorer.failures) if self.scorer is not None else 0)
 
     def open(self, texts: Sequence[Text]) -> None:
         """The texts that are decoded next, in the order of their prompts; games of other keys are over.
@@ -123,6 +124,7 @@ class Selector:
     def choose(self, state: DecodeState) -> Proposer:
         self._lengths = [len(row.ids) for row in state.rows]
         self._live = [b for b, row in enumerate(state.rows) if row.stop is None]
+        new: set[int] = set()  # arms that some text was switched to
         for b in self._live:
             text = state.rows[b].index
             arm = self._game(text).choose()
@@ -130,9 +132,11 @@ class Selector:
             if self._arm[text] not in (None, arm):
                 self.tally.switches += 1
                 self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
+                new.add(arm)
             self._arm[text] = arm
         chosen = [self._arm[row.index] for row in state.rows]
         self._began = time.perf_counter()
+        self.tally.switch_s += [self.arms[arm].catch_up(state) for arm in sorted(new)]
         found = [self.arms[0 if arm is None else arm] for arm in chosen]
         return found[self._live[0]] if len({chosen[b] for b in self._live}) == 1 else PerSequence(found)
 
@@ -226,7 +230,7 @@ class Selector:
                 entry.committed,
                 min(len(verdict.paths[b]), entry.committed),
                 verdict.depths[b],
-                [round(float(weight), 4) for weight in entry.weights],
+                [round(weight, 4) for weight in entry.weights],
                 learnt,
                 entry.regret,
                 entry.decide_us,

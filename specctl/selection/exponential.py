@@ -5,27 +5,27 @@ Symbols: I the arm played, p [N] the probabilities it was drawn from, Y tokens c
 
 from __future__ import annotations
 
-from math import log, sqrt
+from collections.abc import Sequence
+from math import exp, log, sqrt
+from operator import add
 from typing import ClassVar
-
-import numpy as np
 
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.hedge import exponential_weights
-from specctl.selection.policy import Arms, Array, Learns, Scale, Weighted
+from specctl.selection.policy import Arms, Learns, Numbers, Scale, Weighted, normalized
 
 
-def importance_weighted(arm: int, value: float, p: Array) -> Array:
+def importance_weighted(arm: int, value: float, p: Sequence[float]) -> Numbers:
     """[N] value/p_I at the arm I played and 0 elsewhere: its mean over I ~ p is what every arm would have shown."""
-    estimate = np.zeros(len(p))
+    estimate = [0.0] * len(p)
     estimate[arm] = value / p[arm]
     return estimate
 
 
-def mixed_weights(log_w: Array, mix: float) -> Array:
+def mixed_weights(log_w: Sequence[float], mix: float) -> Numbers:
     """p = (1 − γ) w/Σw + γ/N, from ln w; γ is `mix` (MetaSD, Algorithm 7)."""
-    w = np.exp(log_w - log_w.max())
-    return (1 - mix) * w / w.sum() + mix / len(w)
+    top = max(log_w)
+    return [(1 - mix) * share + mix / len(log_w) for share in normalized(exp(one - top) for one in log_w)]
 
 
 class Exp3Spec(Weighted):
@@ -37,17 +37,17 @@ class Exp3Spec(Weighted):
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options.play)
-        self.Z = np.zeros(arms.count)
+        self.Z = [0.0] * arms.count
         self.t = 1
         self._eta = options.eta
 
     def reward(self, arm: int, reward: float) -> None:
         loss = (self.arms.depth + 1 - reward) / self.arms.depth
-        self.Z = self.Z + importance_weighted(arm, loss, self.weights())
+        self.Z = list(map(add, self.Z, importance_weighted(arm, loss, self.weights())))
         self.t += 1
         self._changed()
 
-    def _weigh(self) -> Array:
+    def _weigh(self) -> Numbers:
         N = self.arms.count
         return exponential_weights(self.Z, self._eta or sqrt(log(N) / (self.t * N)))
 
@@ -60,12 +60,13 @@ class MetaExp3(Weighted):
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options.play)
-        self.log_w = np.zeros(arms.count)
+        self.log_w = [0.0] * arms.count
         self._mix = options.mix
 
     def reward(self, arm: int, reward: float) -> None:
-        self.log_w = self.log_w + self._mix / self.arms.count * importance_weighted(arm, reward, self.weights())
+        gain = self._mix / self.arms.count * reward
+        self.log_w = list(map(add, self.log_w, importance_weighted(arm, gain, self.weights())))
         self._changed()
 
-    def _weigh(self) -> Array:
+    def _weigh(self) -> Numbers:
         return mixed_weights(self.log_w, self._mix)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.stacked import Stacked, teams
 from specctl.errors import SpecctlError
 
-GreedyP = Literal["softmax", "argmax"]
 UNFILTERED = Sampling(1.0, 0, 1.0)
 SPAN = 128  # positions of a whole text that are scored together: draft rows of K depths are held at once
 
@@ -39,8 +38,9 @@ class Feedback:
 
     Attributes:
         gamma: [N, S, K] probability with which the proposal is accepted: Σ min(p, q) of a sampled one, else p of the
-            proposed tokens. p is filtered as the text is sampled; of greedy text see `greedy_p`. For trees an upper
-            bound: whether the node is still in the draft when others have been pruned is not asked.
+            proposed tokens. p is filtered as the text is sampled; of greedy text it is the softmax at temperature 1,
+            which is smooth (with the argmax, γ would be `hit`). For trees an upper bound: whether the node is still in
+            the draft when others have been pruned is not asked.
         overlap: [N, S, K] 1 − TV(p̄, q̄), unfiltered and at temperature 1; q̄ of a drafter without a distribution is
             one-hot at its first proposal. None where it is not asked for.
         hit: [N, S, K] whether the committed token is among the proposals.
@@ -73,29 +73,24 @@ class Scorer:
     What it keeps for a text stands in `state.memory`, as a drafter's memory does: it moves with the text's slot and
     ends with it. A text that has finished stays in its slot until the controller's `observe` and `on_round` are through
     and can be scored to its end there. A drafter that raises is scored as one that proposes nothing; `failures` counts
-    how often one did.
+    how often each did.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        drafters: Sequence[Drafter],
-        depth: int,
-        *,
-        greedy_p: GreedyP = "softmax",
-        overlap: bool = True,
-    ):
+    def __init__(self, target: Target, drafters: Sequence[Drafter], depth: int, *, overlap: bool = True):
         """
         Args:
             depth: draft depths that are scored. 1 is cheap and biased: drafters that live on their own output get worse
                 with depth.
-            greedy_p: p of greedy text in γ: the temperature-1 softmax (smooth), or the one-hot argmax (γ = hit).
             overlap: compute it, too (a pass over all draft rows that γ of deterministic proposals does not need).
         """
         self.target, self.drafters, self.depth = target, drafters, depth
-        self.greedy_p, self.overlap = greedy_p, overlap
-        self.failures = 0
+        self.overlap = overlap
+        self.forget()
         self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
+
+    def forget(self) -> None:
+        """As new: nothing has failed."""
+        self.failures = [0] * len(self.drafters)
 
     def _texts(self, state: DecodeState) -> list[_Kept]:
         memory = state.memory.get(self)
@@ -143,7 +138,7 @@ class Scorer:
         scores = self._scores(state, spans, depth) if only is None else self._each(state, spans, depth, only)
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
-        judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device), self.greedy_p)
+        judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device))
         found = [judge.proposals(score, depth) for score in scores]
         # No draft of depth k began k tokens before the first one that was drafted for.
         first = [row.prompt_length + 1 for row in state.rows]
@@ -173,10 +168,10 @@ class Scorer:
         except SpecctlError:  # says what the user can do: not an accident
             raise
         except Exception as error:
-            if not self.failures:
+            if not any(self.failures):
                 progress.log(f"a drafter cannot be scored, it counts as silent: {type(error).__name__}: {error}")
-            self.failures += len(places)
             for n in places:
+                self.failures[n] += 1
                 self.drafters[n].invalidate(state)  # what it keeps may be half written
             silence = torch.full((1, sum(map(len, spans)), 1), -1, device=state.device)
             return [Score(range(0), tokens=silence) for _ in places]
@@ -184,15 +179,7 @@ class Scorer:
 
 @torch.inference_mode()
 def table(
-    target: Target,
-    drafters: Sequence[Drafter],
-    prompt_ids: list[int],
-    output_ids: list[int],
-    depth: int,
-    sampling: Sampling,
-    *,
-    seed: int = 0,
-    greedy_p: GreedyP = "softmax",
+    scorer: Scorer, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, *, seed: int = 0
 ) -> Feedback:
     """Feedback on a whole text that is there already: its T decoded tokens, `output_ids` less the token of the prefill
     pass.
@@ -200,23 +187,23 @@ def table(
     Args:
         seed: of the text. It decides which tokens a drafter that samples would have drawn (`hit`).
     """
-    ids = prompt_ids + output_ids
+    target, ids = scorer.target, prompt_ids + output_ids
     state = DecodeState(
         target,
         [Request(ids[:-1], sampling, len(ids), seed)],
         slots=1,
-        taps=tuple(sorted({tap for drafter in drafters for tap in drafter.taps})),
+        taps=tuple(sorted({tap for drafter in scorer.drafters for tap in drafter.taps})),
         spare=0,
         exact_rows=0,
     )
     _, hidden, tapped = target.prefill([ids[:-1]], state.cache, state.taps)
     state.begin([0], ids[-1:], tapped)
     state.rows[0].prompt_length = first = len(prompt_ids)
-    scorer = Scorer(target, drafters, depth, greedy_p=greedy_p)
     parts = []
     for start in range(first + 1, len(ids), SPAN) or [first + 1]:
         span = range(start, min(start + SPAN, len(ids)))
-        parts += scorer._score(state, [span], target.model.logits(hidden[0, span.start - 1 : span.stop - 1]), depth)
+        logits = target.model.logits(hidden[0, span.start - 1 : span.stop - 1])
+        parts += scorer._score(state, [span], logits, scorer.depth)
     fields = zip(*((part.gamma, part.overlap, part.hit) for part in parts), strict=True)
     return Feedback(*(np.concatenate(field, 1) for field in fields))
 
@@ -240,12 +227,11 @@ def _joined(scores: list[Score]) -> Score:
 class _Judge:
     """R target rows and the tokens that were committed from them."""
 
-    def __init__(self, logits: Tensor, draws: Draws, spans: list[range], committed: Tensor, greedy_p: GreedyP):
+    def __init__(self, logits: Tensor, draws: Draws, spans: list[range], committed: Tensor):
         self.draws, self.committed = draws, committed
         self.positions = torch.tensor([[at] for span in spans for at in span])
         self.p_bar = _rows(logits, draws, [UNFILTERED] * len(logits))
-        smooth = greedy_p == "softmax"
-        laws = [UNFILTERED if smooth and law.temperature == 0 else law for law in draws.samplings]
+        laws = [UNFILTERED if law.temperature == 0 else law for law in draws.samplings]
         self.p = self.p_bar if all(law == UNFILTERED for law in laws) else _rows(logits, draws, laws)
 
     def proposals(self, score: Score, depth: int) -> tuple[Tensor, Tensor]:

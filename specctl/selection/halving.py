@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, floor, log, log2
 from typing import ClassVar
 
-import numpy as np
-
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policy import Arms, Array, Learns, Weighted, one_hot
+from specctl.selection.policy import Arms, Learns, Numbers, Weighted, one_hot
 
 
 def halvings(N: int, literal: bool) -> int:
@@ -16,7 +15,7 @@ def halvings(N: int, literal: bool) -> int:
     return floor(log2(N)) if literal else ceil(log2(N))
 
 
-def survivors(arms: list[int], means: Array, literal: bool) -> list[int]:
+def survivors(arms: list[int], means: Sequence[float], literal: bool) -> list[int]:
     """The better ⌈n/2⌉ of n arms, the lower id first among equals; `literal` keeps the worse (MetaSD, Algorithm 4)."""
     order = sorted(arms, key=lambda arm: (means[arm] if literal else -means[arm], arm))
     return sorted(order[: ceil(len(arms) / 2)])
@@ -34,8 +33,8 @@ class SequentialHalving(Weighted):
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
         self.options = options
-        self.n = np.zeros(arms.count)
-        self.total = np.zeros(arms.count)
+        self.n = [0] * arms.count
+        self.total = [0.0] * arms.count
         self.alive = list(range(arms.count))
         self.left = halvings(arms.count, options.literal)
         self.pulled = 0  # since the last halving
@@ -49,12 +48,13 @@ class SequentialHalving(Weighted):
         self.total[arm] += reward
         self.pulled += 1
         if self.left and self.pulled >= len(self.alive) * self._pulls():
-            self.alive = survivors(self.alive, self.total / np.maximum(self.n, 1), self.options.literal)
+            means = [total / max(n, 1) for total, n in zip(self.total, self.n, strict=True)]
+            self.alive = survivors(self.alive, means, self.options.literal)
             self.left -= 1
             self.pulled = 0
         self._changed()
 
-    def _weigh(self) -> Array:
+    def _weigh(self) -> Numbers:
         return one_hot(self.alive[self.pulled % len(self.alive)], self.arms.count)
 
 

@@ -6,19 +6,20 @@ having followed each arm, R_i = Σ (⟨p, ℓ⟩ − ℓ_i); C [N] = Σ |⟨p, �
 
 from __future__ import annotations
 
-from math import log, sqrt
+from abc import abstractmethod
+from collections.abc import Sequence
+from math import exp, log, sqrt
+from operator import add
 from typing import ClassVar
 
-import numpy as np
-
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policy import Arms, Array, Learns, Weighted
+from specctl.selection.policy import Arms, Learns, Numbers, Weighted, dot, normalized
 
 
-def leader_weights(L: Array) -> Array:
+def leader_weights(L: Numbers) -> Numbers:
     """Follow the leader: all weight on the arm with the least loss so far, shared among equals."""
-    leaders = np.equal(L, L.min()).astype(float)
-    return leaders / leaders.sum()
+    least = min(L)
+    return normalized(float(loss == least) for loss in L)
 
 
 def hedge_rate(t: int, N: int) -> float:
@@ -26,32 +27,34 @@ def hedge_rate(t: int, N: int) -> float:
     return sqrt(8 * log(N) / t)
 
 
-def exponential_weights(L: Array, eta: float) -> Array:
+def exponential_weights(L: Numbers, eta: float) -> Numbers:
     """p ∝ exp(−η L); the least loss is subtracted first, so that exp cannot overflow."""
-    weights = np.exp(eta * (L.min() - L))
-    return weights / weights.sum()
+    least = min(L)
+    return normalized(exp(eta * (least - loss)) for loss in L)
 
 
-def normalizer(u: Array, start: float, tolerance: float = 1e-12) -> float:
-    """The y ≥ 1 with mean exp(u y) = e, for u [N] in [0, 1] whose maximum is 1; `start` is a guess.
+def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-9) -> float:
+    """The y ≥ 1 with mean exp(u y) = e, for N numbers u in [0, 1] whose maximum is 1; `start` is a guess.
+
+    Zeros may be left out of `u`: exp(0 y) = 1, and mostly few arms of many have a positive regret.
 
     Newton on the convex, increasing log mean exp(u y) − 1. As exp(y)/N ≤ mean exp(u y) ≤ exp(y), the root lies in
     [1, 1 + ln N]; from the second step on the iterates fall towards it monotonically.
     """
-    N = len(u)
+    zeros = N - len(u)
     high = 1 + log(N)
     y = min(max(start, 1.0), high)
     for _ in range(50):
-        e = np.exp(u * y)
-        total = float(e.sum())
+        e = [exp(x * y) for x in u]
+        total = sum(e) + zeros
         excess = log(total / N) - 1
         if abs(excess) <= tolerance:
             break
-        y = min(max(y - excess * total / float(u @ e), 1.0), high)
+        y = min(max(y - excess * total / dot(u, e), 1.0), high)
     return y
 
 
-def normalhedge_weights(R: Array, start: float) -> tuple[Array, float]:
+def normalhedge_weights(R: Numbers, start: float) -> tuple[Numbers, float]:
     """p ∝ [R]₊/c · exp([R]₊²/2c) with mean exp([R]₊²/2c) = e; uniform when no R is positive.
 
     NormalHedge (Chaudhuri, Freund and Hsu 2009, Figure 1). Scaled by the largest R, r = [R]₊/max R, the normaliser is
@@ -60,105 +63,116 @@ def normalhedge_weights(R: Array, start: float) -> tuple[Array, float]:
     Returns:
         p [N], and y to start the next search from.
     """
-    top = float(R.max())
+    top = max(R)
     if top <= 0:
-        return np.full(len(R), 1 / len(R)), start
-    r = np.maximum(R, 0) / top
-    u = r * r
-    y = normalizer(u, start)
-    weights = r * np.exp(u * y)
-    return weights / weights.sum(), y
+        return [1 / len(R)] * len(R), start
+    r = [max(regret, 0.0) / top for regret in R]
+    y = normalizer([x * x for x in r if x], len(R), start)
+    return normalized(x and x * exp(x * x * y) for x in r), y
 
 
-def adanormalhedge_weights(R: Array, C: Array) -> Array:
+def adanormalhedge_weights(R: Numbers, C: Numbers) -> Numbers:
     """p_i ∝ ½(Φ(R_i + 1, C_i + 1) − Φ(R_i − 1, C_i + 1)), Φ(R, C) = exp([R]₊²/3C); uniform if all are 0.
 
     AdaNormalHedge (Luo and Schapire 2015, Algorithm 1) with a uniform prior.
     """
-    scale = 3 * (C + 1)
-    up = np.maximum(R + 1, 0) ** 2 / scale
-    down = np.maximum(R - 1, 0) ** 2 / scale
-    top = up.max()
-    weights = np.exp(up - top) - np.exp(down - top)
-    total = weights.sum()
-    return weights / total if total > 0 else np.full(len(R), 1 / len(R))
+    up = [max(r + 1, 0.0) ** 2 / (3 * (c + 1)) for r, c in zip(R, C, strict=True)]
+    down = [max(r - 1, 0.0) ** 2 / (3 * (c + 1)) for r, c in zip(R, C, strict=True)]
+    top = max(up)
+    weights = [exp(high - top) - exp(low - top) for high, low in zip(up, down, strict=True)]
+    return normalized(weights) if any(weights) else [1 / len(R)] * len(R)
 
 
-class FollowTheLeader(Weighted):
-    """`ftl`: the honest ablation of all that follows."""
+class Learner(Weighted):
+    """What all have in common: they begin with nothing learnt, and can begin again."""
 
     learns: ClassVar[Learns] = "losses"
-    learnt = ("L",)
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options.play)
-        self.L = np.zeros(arms.count)
+        self.forget()
 
-    def losses(self, losses: Array) -> None:
-        self.L = self.L + losses
+    @abstractmethod
+    def forget(self) -> None:
+        """Nothing was learnt."""
+
+
+class FollowTheLeader(Learner):
+    """`ftl`: the honest ablation of all that follows."""
+
+    learnt = ("L",)
+
+    def forget(self) -> None:
+        self.L = [0.0] * self.arms.count
         self._changed()
 
-    def _weigh(self) -> Array:
+    def losses(self, losses: Sequence[float]) -> None:
+        self.L = list(map(add, self.L, losses))
+        self._changed()
+
+    def _weigh(self) -> Numbers:
         return leader_weights(self.L)
 
 
-class Hedge(Weighted):
+class Hedge(Learner):
     """`hedge`: exponential weights, with the rate that needs no horizon unless `eta` is given."""
 
-    learns: ClassVar[Learns] = "losses"
     learnt = ("L", "t")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
-        super().__init__(arms, options.play)
-        self.L = np.zeros(arms.count)
-        self.t = 0
+        super().__init__(arms, options)
         self._eta = options.eta
 
-    def losses(self, losses: Array) -> None:
-        self.L = self.L + losses
+    def forget(self) -> None:
+        self.L = [0.0] * self.arms.count
+        self.t = 0
+        self._changed()
+
+    def losses(self, losses: Sequence[float]) -> None:
+        self.L = list(map(add, self.L, losses))
         self.t += 1
         self._changed()
 
-    def _weigh(self) -> Array:
+    def _weigh(self) -> Numbers:
         return exponential_weights(self.L, self._eta or hedge_rate(self.t + 1, self.arms.count))
 
 
-class NormalHedge(Weighted):
+class NormalHedge(Learner):
     """`normalhedge`, the learner of `hedgespec`: no rate to choose."""
 
-    learns: ClassVar[Learns] = "losses"
     learnt = ("R", "y")
 
-    def __init__(self, arms: Arms, options: PolicyRecipe):
-        super().__init__(arms, options.play)
-        self.R = np.zeros(arms.count)
+    def forget(self) -> None:
+        self.R = [0.0] * self.arms.count
         self.y = 1.0
-
-    def losses(self, losses: Array) -> None:
-        self.R = self.R + (self.weights() @ losses - losses)
         self._changed()
 
-    def _weigh(self) -> Array:
+    def losses(self, losses: Sequence[float]) -> None:
+        own = dot(self.weights(), losses)
+        self.R = [regret + own - loss for regret, loss in zip(self.R, losses, strict=True)]
+        self._changed()
+
+    def _weigh(self) -> Numbers:
         weights, self.y = normalhedge_weights(self.R, self.y)
         return weights
 
 
-class AdaNormalHedge(Weighted):
+class AdaNormalHedge(Learner):
     """`adanormalhedge`: as NormalHedge, and adapts to how large each arm's regrets are."""
 
-    learns: ClassVar[Learns] = "losses"
     learnt = ("R", "C")
 
-    def __init__(self, arms: Arms, options: PolicyRecipe):
-        super().__init__(arms, options.play)
-        self.R = np.zeros(arms.count)
-        self.C = np.zeros(arms.count)
-
-    def losses(self, losses: Array) -> None:
-        regret = self.weights() @ losses - losses
-        self.R = self.R + regret
-        self.C = self.C + np.abs(regret)
+    def forget(self) -> None:
+        self.R = [0.0] * self.arms.count
+        self.C = [0.0] * self.arms.count
         self._changed()
 
-    def _weigh(self) -> Array:
+    def losses(self, losses: Sequence[float]) -> None:
+        own = dot(self.weights(), losses)
+        regrets = [own - loss for loss in losses]
+        self.R = list(map(add, self.R, regrets))
+        self.C = [total + abs(regret) for total, regret in zip(self.C, regrets, strict=True)]
+        self._changed()
+
+    def _weigh(self) -> Numbers:
         return adanormalhedge_weights(self.R, self.C)

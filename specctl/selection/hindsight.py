@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.errors import DataError
-from specctl.selection.losses import beyond_the_end, length_loss, usable
+from specctl.selection.losses import beyond_the_end, length_loss, per_second, usable
 from specctl.selection.policy import Array
 from specctl.selection.rules import Rules
 from specctl.selection.trace import Table, Trace
@@ -31,17 +31,22 @@ def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def games(traces: list[Trace], reset: Reset, length: int) -> list[list[int]]:
-    """Indices of the traces between two resets; a session is a run of one domain, at most `length` traces long."""
+    """Indices of the traces between two resets; a session is that of the recording, or a run of one domain where the
+    table does not say, at most `length` traces long."""
     if reset == "stream":
         return [list(range(len(traces)))]
     parts: list[list[int]] = []
     for index, trace in enumerate(traces):
-        goes_on = parts and trace.domain == traces[index - 1].domain and len(parts[-1]) < length
+        goes_on = parts and _session(trace) == _session(traces[index - 1]) and len(parts[-1]) < length
         if reset == "session" and goes_on:
             parts[-1].append(index)
         else:
             parts.append([index])
     return parts
+
+
+def _session(trace: Trace) -> int | str:
+    return trace.domain if trace.session is None else trace.session
 
 
 def token_losses(trace: Trace, rules: Rules) -> Array:
@@ -52,6 +57,8 @@ def token_losses(trace: Trace, rules: Rules) -> Array:
         values = trace.gamma if rules.estimator == "product" else trace.hit
         losses = length_loss(beyond_the_end(values[:, :, : rules.depth].astype(float)))
     losses, told = usable(losses)
+    if rules.loss == "throughput":
+        losses = per_second(losses, rules.costs)
     losses[~told] = 0
     return losses
 

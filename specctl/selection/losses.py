@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +40,16 @@ def expected_length(gamma: Array) -> Array:
 def length_loss(gamma: Array) -> Array:
     """[M, N] f = 1 − AL/(K + 1) in [0, 1), of the positions of `expected_length`."""
     return 1 - expected_length(gamma) / (gamma.shape[2] + 1)
+
+
+def per_second(losses: Array, costs: Sequence[float]) -> Array:
+    """[M, N] losses of gains 1 − ℓ → those of gains a second, in units of the cheapest arm's: 1 − (1 − ℓ) min c / c_i.
+
+    Of expected lengths: AL/c in place of AL. Rounds renew the game, so in the long run an arm alone decodes E[AL]/c
+    tokens a second. The mean of c/AL, seconds a token, is larger than c/E[AL], the more so the more lengths vary.
+    """
+    seconds = np.asarray(costs)
+    return 1 - (1 - losses) * (seconds.min() / seconds)
 
 
 def usable(losses: Array) -> tuple[Array, NDArray[np.bool_]]:

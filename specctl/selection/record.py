@@ -23,7 +23,7 @@ import torch
 
 from specctl import progress
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import Drafter, DraftTree, empty_draft, topology
+from specctl.decoding.draft import DraftTree, empty_draft, topology
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
@@ -31,6 +31,7 @@ from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.errors import UsageError
 from specctl.selection import feedback
+from specctl.selection.combined import Guarded, taps_of
 from specctl.selection.recording import Recording
 from specctl.selection.table_file import Header, Recorded, read_table
 from specctl.selection.trace import Table, Trace
@@ -40,13 +41,14 @@ CONTEXT, REPEATS = 192, 20  # of the steps that are timed
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt ready to be answered with at most `room` new tokens."""
+    """A prompt ready to be answered with at most `room` new tokens, and the number of its session in the stream."""
 
     id: str
     domain: str
     ids: list[int]
     room: int
     seed: int
+    session: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,34 +76,34 @@ class Drafted:
 
 
 class Witness:
-    """A drafter that drafts nothing, and keeps what each of `drafters` would have drafted: `drafts[i][t]`."""
+    """A drafter that drafts nothing, and keeps what each of `arms` would have drafted: `drafts[i][t]`."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], depth: int):
-        self.drafters, self.depth = drafters, depth
-        self.taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.taps}))
-        self.drafts: list[list[Drafted]] = [[] for _ in drafters]
+    def __init__(self, arms: Sequence[Guarded], depth: int):
+        self.arms, self.depth = arms, depth
+        self.taps = taps_of(arms)
+        self.drafts: list[list[Drafted]] = [[] for _ in arms]
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        for (name, drafter), kept in zip(self.drafters.items(), self.drafts, strict=True):
+        for arm, kept in zip(self.arms, self.drafts, strict=True):
             if not kept:
-                drafter.advance(state)  # the prompt is read once, by no proposal in particular
-            kept.append(self._draft(name, drafter, state, budget))
+                arm.advance(state)  # the prompt is read once, by no proposal in particular
+            kept.append(self._draft(arm, state, budget))
         return empty_draft(state.batch, state.device)
 
-    def _draft(self, name: str, drafter: Drafter, state: DecodeState, budget: int) -> Drafted:
+    def _draft(self, arm: Guarded, state: DecodeState, budget: int) -> Drafted:
         started = time.perf_counter()
-        draft = drafter.propose(state, budget)
+        draft = arm.propose(state, budget)
         tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()  # waits for a GPU, too
         seconds = time.perf_counter() - started
         if draft.rows is not None:
             raise UsageError(
-                f"{name} samples its drafts, and the text depends on what it drew: its rounds cannot be replayed",
+                f"{arm.name} samples its drafts, and the text depends on what it drew: its rounds cannot be replayed",
                 hint="drafting.proposal=deterministic",
             )
         deep = max(topology(parents)[0], default=0)
         if deep > self.depth:
             raise UsageError(
-                f"{name} drafts {deep} tokens deep, the table is for {self.depth}",
+                f"{arm.name} drafts {deep} tokens deep, the table is for {self.depth}",
                 hint=f"drafting.depth={self.depth} for all drafters, or a deeper table",
             )
         return Drafted(tokens, parents, deep, seconds)
@@ -109,7 +111,7 @@ class Witness:
 
 def record(
     target: Target,
-    drafters: Mapping[str, Drafter],
+    arms: Sequence[Guarded],
     queries: Sequence[Query],
     sampling: Sampling,
     depth: int,
@@ -120,9 +122,11 @@ def record(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Table:
-    """The table of `drafters` (the arms, by name) on a stream of queries.
+    """The table of some drafters on a stream of queries.
 
-    An answer that ends with the token of its prefill has nothing to draft for and is left out.
+    An answer that ends with the token of its prefill has nothing to draft for and is left out. Of a drafter that raises
+    the table holds what live decoding makes of it: a round without a draft, a text without scores. Either is counted in
+    the `failures` of its arm.
 
     Args:
         depth: K, at least the depth of every draft.
@@ -147,40 +151,36 @@ def record(
         **(made_of or {}),
     }
     if path is not None and resume and path.exists():
-        return read_table(path, {**stamp, "arms": list(drafters), "depth": depth})
-    header = Header(list(drafters), depth, stamp)
+        return read_table(path, {**stamp, "arms": [arm.name for arm in arms], "depth": depth})
+    header = Header([arm.name for arm in arms], depth, stamp)
+    scorer = feedback.Scorer(target, [arm.drafter for arm in arms], depth)
     with (
         Recording(path, header, resume=resume, overwrite=overwrite) as recording,
         progress.track("record", total=len(queries) - recording.next, unit="queries") as bar,
     ):
         for place in range(recording.next, len(queries)):
             progress.interrupts.check()
-            row = _recorded(target, drafters, queries[place], sampling, depth, exact, place)
+            row = _recorded(scorer, arms, queries[place], sampling, exact, place)
             if row is not None:
                 recording.add(row)
             bar.update()
-        return recording.finish(_costs(target, len(drafters), recording.rows))
+        for arm, failures in zip(arms, scorer.failures, strict=True):
+            arm.failures += failures
+        return recording.finish(_costs(target, len(arms), recording.rows))
 
 
 def _recorded(
-    target: Target,
-    drafters: Mapping[str, Drafter],
-    query: Query,
-    sampling: Sampling,
-    depth: int,
-    exact: bool,
-    place: int,
+    scorer: feedback.Scorer, arms: Sequence[Guarded], query: Query, sampling: Sampling, exact: bool, place: int
 ) -> Recorded | None:
     """The trace of one answer; None where nothing was decoded."""
-    witness = Witness(drafters, depth)
+    witness = Witness(arms, scorer.depth)
     options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], exact=exact)
-    (answer,) = decode(target, [query.ids], drafter=witness, **options)
+    (answer,) = decode(scorer.target, [query.ids], drafter=witness, **options)
     if not answer.decoded_tokens:
         return None
     text = answer.output_ids[1:]
     accepted = [[one.accepted(text[t:]) for t, one in enumerate(drafts)] for drafts in witness.drafts]
-    arms = list(drafters.values())
-    known = feedback.table(target, arms, query.ids, answer.output_ids, depth, sampling, seed=query.seed)
+    known = feedback.table(scorer, query.ids, answer.output_ids, sampling, seed=query.seed)
     assert known.overlap is not None
     trace = Trace(
         query=query.id,
@@ -191,6 +191,7 @@ def _recorded(
         overlap=known.overlap,
         hit=known.hit,
         ended=answer.stop == "eos",
+        session=query.session,
     )
     seconds = np.array([sum(one.seconds for one in drafts) for drafts in witness.drafts])
     nodes = np.array([sum(len(one.tokens) for one in drafts) for drafts in witness.drafts])

@@ -18,7 +18,8 @@ class Rules:
         reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of all K positions;
             throughput = committed a second, in units of the largest there can be (`costs`) or has been.
         costs: seconds of a round of each arm, declared; empty = as measured.
-        loss: of a position, for full information: length = 1 − AL/(K + 1); acceptance = 1 − γ at depth 1.
+        loss: of a position, for full information: length = 1 − AL/(K + 1); throughput = the same of AL a second, by
+            `costs` or as measured; acceptance = 1 − γ at depth 1.
         estimator: of acceptance in the length: product = γ, realised = hit.
         unit: token = every position is a start; chunk = only those where a round began, known as far as it committed.
         hybrid_rounds: so many vectors first have the loss `acceptance`, which is known at once.
@@ -26,11 +27,13 @@ class Rules:
             `batch_growth` with every scoring: the longer a game, the less is still to be learnt.
         score_ends: of a text that ends within a game, the tokens that no scoring has reached are scored, too.
         tokens_per_update: after the warm-up, mean of so many vectors that is one update.
+        drift: threshold of the test (`drift.py`) for a game that has changed: its learner forgets, all is scored, and
+            the rounds between two scorings are `batch_rounds` again. None: never.
     """
 
     depth: int
     reward: Literal["tokens", "be", "bd", "throughput"]
-    loss: Literal["length", "acceptance"]
+    loss: Literal["length", "throughput", "acceptance"]
     estimator: Literal["product", "realised"]
     unit: Literal["token", "chunk"]
     hybrid_rounds: int
@@ -39,6 +42,7 @@ class Rules:
     batch_growth: float
     score_ends: bool
     tokens_per_update: int
+    drift: float | None
     costs: tuple[float, ...] = ()
 
 
@@ -46,7 +50,7 @@ def rules_for(name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...
     """The rules of a recipe for the policy of this name; `depth`: of the pool's longest draft.
 
     The reward `paper` is bd for MetaSD's policies, tokens for BanditSpec's. `normalhedge` is `hedgespec` without
-    hybrid loss and skipping, the ablation; every other learner plays HedgeSpec's game, so that they compare.
+    hybrid loss, skipping and forgetting, the ablation; every other learner plays the same game, so that they compare.
     """
     options = recipe.model_dump(exclude={"depth"})
     if learns(name) == "losses":
@@ -55,5 +59,5 @@ def rules_for(name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...
         options["reward"] = "bd" if name.startswith("metasd") else "tokens"
     if name == "normalhedge":
         options |= {"hybrid_rounds": 0, "warmup_rounds": 0, "batch_rounds": 1, "batch_growth": 1.0}
-        options |= {"tokens_per_update": 1, "score_ends": True}
+        options |= {"tokens_per_update": 1, "score_ends": True, "drift": None}
     return Rules(depth=depth, costs=costs, **options)

@@ -22,7 +22,8 @@ from specctl.errors import CheckpointError
 from specctl.runs import atomic_write
 from specctl.selection.trace import Table, Trace
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # 1 has no sessions
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -40,6 +41,7 @@ SCHEMA = pa.schema(
         ("place", pa.int64()),
         ("query", pa.string()),
         ("domain", pa.string()),
+        ("session", pa.int64()),
         ("tokens", pa.int64()),
         ("ended", pa.bool_()),
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, (kind, _) in ARRAYS.items()),
@@ -87,6 +89,7 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
         "place": [row.place for row in rows],
         "query": [row.trace.query for row in rows],
         "domain": [row.trace.domain for row in rows],
+        "session": [row.trace.session for row in rows],
         "tokens": [row.trace.tokens for row in rows],
         "ended": [row.trace.ended for row in rows],
     }
@@ -113,7 +116,7 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
         raise CheckpointError(f"{path} is no table of specctl", hint="specctl select --record writes one") from error
     except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
-    if version != VERSION:
+    if version not in READABLE:
         raise CheckpointError(f"{path} is a table of version {version}, this is version {VERSION}", hint=AGAIN)
     try:
         found = Header(**header)
@@ -131,6 +134,8 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 def _unpacked(content: pa.Table) -> Iterable[dict[str, Any]]:
     """Rows as plain values and flat numpy arrays."""
+    if "session" not in content.column_names:
+        content = content.append_column("session", pa.nulls(content.num_rows, pa.int64()))
     plain = {name: content[name].to_pylist() for name in SCHEMA.names if name not in ARRAYS}
     flat = {name: [one.values.to_numpy(zero_copy_only=False) for one in content[name]] for name in ARRAYS}
     columns = plain | flat
@@ -141,7 +146,7 @@ def _row(header: Header, row: dict[str, Any]) -> Recorded:
     whole = (len(header.arms), row["tokens"], header.depth)
     arrays = {name: np.asarray(row[name], dtype=kind).reshape(whole[:axes]) for name, (kind, axes) in ARRAYS.items()}
     seconds, nodes = arrays.pop("seconds"), arrays.pop("nodes")
-    trace = Trace(query=row["query"], domain=row["domain"], ended=row["ended"], **arrays)
+    trace = Trace(query=row["query"], domain=row["domain"], ended=row["ended"], session=row["session"], **arrays)
     return Recorded(row["place"], trace, seconds, nodes)
 
 
@@ -149,7 +154,8 @@ def _digest(text: str, rows: list[Recorded]) -> str:
     found = hashlib.sha256(text.encode())
     for row in rows:
         trace = row.trace
-        found.update(repr((row.place, trace.query, trace.domain, trace.tokens, trace.ended)).encode())
+        plain = (row.place, trace.query, trace.domain, trace.tokens, trace.ended)
+        found.update(repr(plain if trace.session is None else (*plain, trace.session)).encode())
         for name, (kind, _) in ARRAYS.items():
             found.update(np.ascontiguousarray(row.array(name), dtype=kind).tobytes())
     return found.hexdigest()

@@ -16,6 +16,7 @@ class Trace:
 
     Attributes:
         query, domain: the prompt's id and domain. Traces of a stream keep its order.
+        session: of the stream in which it was recorded; None in tables that do not say.
         accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens stand; a round then commits one
             more, at most T − t.
         drafted: [N, T] how deep that draft is.
@@ -34,6 +35,7 @@ class Trace:
     overlap: NDArray[np.float32]
     hit: NDArray[np.bool_]
     ended: bool
+    session: int | None = None
 
     @property
     def tokens(self) -> int:

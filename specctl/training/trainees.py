@@ -72,6 +72,11 @@ class Trainee:
         self.origin = {"lora": self.recipe.lora.model_dump(include={"rank", "alpha"}) | {"base": origin}}
         return module
 
+    def retarget(self, target: Target) -> None:
+        """Learn from another target of the same sizes and vocabulary; the caller brings a `store` for it."""
+        self.target = target
+        self.module.squash = target.squash
+
     def batch(self, examples: list[Example], step: int) -> Any:
         """The examples as the module's input at an optimizer step, target features included."""
         raise NotImplementedError
@@ -111,6 +116,10 @@ class FeatureTrainee(Trainee):
         super().__init__(recipe, target, corpus)
         self.stride = ttt_stride(recipe, target)
         self.store: FeatureStore = FeatureStore(target, self.module.taps)
+        self.retarget(target)
+
+    def retarget(self, target: Target) -> None:
+        super().retarget(target)
         self.target_head = target.head_weight[self.module.draft_ids].contiguous()
 
     def batch(self, examples: list[Example], step: int) -> Any:

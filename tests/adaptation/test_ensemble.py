@@ -54,6 +54,15 @@ def test_losses_that_cost_no_pass_of_their_own(quadratic, chunk):
     assert first(measure="batch", epochs=2) == ((1.0625, 1.25, 2.0), 0)
 
 
+def test_a_batch_is_prepared_once_for_all_members(quadratic, chunk):
+    """Two batches: a pass to measure, and two epochs."""
+    objective, learner = quadratic([2.0], algo="ensemble", lr=0.25, epochs=2)
+    prepared = []
+    objective.prepare = lambda batch: prepared.append(batch) or batch
+    learner.learn(chunk([0.0], [2.0]))
+    assert len(prepared) == 2 * (1 + 2)
+
+
 def test_the_loss_is_per_token(quadratic, chunk):
     """A chunk of ten times as many tokens must not count ten times as much in the weights."""
     short, long = (quadratic([2.0], algo="ensemble")[1] for _ in range(2))

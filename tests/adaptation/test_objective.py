@@ -1,5 +1,7 @@
 """Losses of real heads as functions of one vector, and a real head that learns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ class Lesson:
         head = self.target_head = target.head_weight[self.head.draft_ids].contiguous()
         self.chunk = [slot_batch(part, store.get(part), steps, self.head.t2d) for part in (examples[:2], examples[2:])]
         self.run = lambda module, batch: module(batch, target.model.embedding, head)
-        self.run_on_distributions = lambda module, batch: module(batch, target.model.embedding, None)
+        self.prepare = lambda batch: with_distributions(batch, head, self.head.squash)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -71,15 +73,58 @@ def test_gradients_are_those_of_the_module(target, arch):
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("arch", ["eagle3", "hydra", "medusa"])
+@pytest.mark.parametrize("arch", ["eagle", "eagle3", "hydra", "medusa"])
 def test_distributions_that_are_made_once(target, arch):
     """The same losses and gradients as from the teacher's states, without a product for every member and depth."""
     lesson = Lesson(target, arch)
-    plain, shared = (Objective(lesson.head, run) for run in (lesson.run, lesson.run_on_distributions))
-    w = plain.start()
-    batch = with_distributions(lesson.chunk[0], lesson.target_head, lesson.head.squash)
-    for ours, theirs in zip(shared.gradient(w, batch, 0), plain.gradient(w, lesson.chunk[0], 0), strict=True):
+    objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
+    w, batch = objective.start(), lesson.chunk[0]
+    plain, prepared = (objective.gradient(w, batch, 0) for batch in (batch, objective.prepare(batch)))
+    for ours, theirs in zip(prepared, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    silent = replace(
+        objective.prepare(batch), distributions=torch.zeros(batch.teacher.shape[0], len(lesson.head.draft_ids))
+    )
+    assert objective.gradient(w, silent, 0)[0] != prepared[0], "they are what is learnt from"
+
+
+@pytest.mark.parametrize("arch", [*FAMILIES, "eagle3 with checkpointed layers"])
+def test_learners_at_once_are_those_that_take_turns(target, arch):
+    """Losses and gradients of three, with the dropout masks and noise that each would draw alone; and of the others
+    where one is not finite."""
+    arch, *checkpointed = arch.split(maxsplit=1)
+    lesson = Lesson(target, arch, **{"dropout": 0.3} if arch == "hydra" else {})
+    lesson.head.gradient_checkpointing = bool(checkpointed)
+    objective = Objective(lesson.head, lesson.run, seed=2)
+    random = torch.Generator().manual_seed(2)
+    start = objective.start()
+    vectors = [start + 0.01 * torch.randn(start.shape, generator=random) for _ in range(3)]
+    alone = [objective.gradient(w, lesson.chunk[0], draw=4) for w in vectors]
+    losses = torch.cat([objective.losses([w], lesson.chunk) for w in vectors])
+    assert len(set(losses.tolist())) == 3
+    for sound in ([0, 1, 2], [0, 2]):
+        together = objective.gradients(vectors, lesson.chunk[0], draw=4)
+        for place in sound:
+            torch.testing.assert_close(together[place], alone[place], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(objective.losses(vectors, lesson.chunk)[sound], losses[sound], rtol=1e-6, atol=0)
+        vectors[1] = vectors[1] * torch.nan
+    assert not together[1][0].isfinite()
+
+
+def test_a_stacked_ensemble_is_one_that_takes_turns(target):
+    """Over two chunks: losses, weights, and what is played."""
+    lesson = Lesson(target, "hydra", dropout=0.3)
+    options = LearnerRecipe(algo="ensemble", lr=0.02, clip=0.5).resolved("hydra", target.hidden_size)
+    found = []
+    for stacks in (True, False):
+        objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
+        assert objective._stacks
+        objective._stacks = stacks
+        learner = make_learner(objective, options, objective.start())
+        losses = [learner.learn([batch]).losses for batch in lesson.chunk]
+        found.append((torch.tensor(losses), learner.p, learner.play().vectors[0]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found[0][2], objective.start())
 
 
 def test_dropout_is_a_function_of_seed_and_draw(target):

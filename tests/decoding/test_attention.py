@@ -19,10 +19,11 @@ def tree(rows):
     return torch.stack([seen, seen, torch.ones(rows, rows, dtype=torch.bool).tril()])
 
 
+@pytest.mark.parametrize("gaps", [(), (range(0), range(2, 30), range(1, 17))])
 @pytest.mark.parametrize("padded", [caches.PADDED, 0])
 @pytest.mark.parametrize(("rows", "shape"), [(1, "chain"), (5, "chain"), (5, "tree")])
-def test_it_is_the_formula(monkeypatch, padded, rows, shape):
-    """`padded` = 0 makes every sequence a call of its own."""
+def test_it_is_the_formula(monkeypatch, padded, rows, shape, gaps):
+    """`padded` = 0 makes every sequence a call of its own. Of `gaps`, what the slots hold plays no part."""
     monkeypatch.setattr(caches, "PADDED", padded)
     torch.manual_seed(0)
     cache = KVCache(2, 3, KV, 64, DIM, dtype=torch.float32, device="cpu")
@@ -32,17 +33,37 @@ def test_it_is_the_formula(monkeypatch, padded, rows, shape):
         BASE, rows, device="cpu", dtype=torch.float32, visible=visible if shape == "tree" else None,
         depth=torch.zeros(3, rows, dtype=torch.long) if shape == "tree" else None,
     )  # fmt: skip
+    plan = plan.without(gaps, torch.float32)
     q = torch.randn(3, rows, HEADS, DIM)
     found = attend(q, cache, LAYER, plan, 0.3).view(3, rows, HEADS, DIM)
     assert len(plan.blocks(HEADS // KV)) == (3 if padded == 0 else 1)
     for b, start in enumerate(BASE):
         seen = torch.cat((torch.ones(rows, start, dtype=torch.bool), visible[b]), 1)
+        for gap in gaps[b : b + 1]:
+            seen[:, gap.start : gap.stop] = False
         for head in range(HEADS):
             group = head // (HEADS // KV)
             keys = cache.keys[LAYER][b, group, : start + rows]
             scores = (0.3 * q[b, :, head] @ keys.T).masked_fill(~seen, -torch.inf)
             expected = scores.softmax(-1) @ cache.values[LAYER][b, group, : start + rows]
             torch.testing.assert_close(found[b, :, head], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_sequence_alone_reads_nothing_of_its_gap(rows):
+    """Not even masked: a NaN there would be one everywhere."""
+    cache = KVCache(2, 1, KV, 64, DIM, dtype=torch.float32, device="cpu")
+    cache.store.normal_()
+    gap, end = range(4, 33), 40 + rows
+    plan = plan_rows([40], rows, device="cpu", dtype=torch.float32)
+    q = torch.randn(1, rows, HEADS, DIM)
+    expected = torch.cat((cache.store[:, :, : gap.start], cache.store[:, :, gap.stop : end]), 2)
+    cache.store[:, :, gap.start : gap.stop] = torch.nan
+    found = attend(q, cache, LAYER, plan.without([gap], torch.float32), 0.3)
+    dense = KVCache(2, 1, KV, end - len(gap), DIM, dtype=torch.float32, device="cpu")
+    dense.store.copy_(expected)
+    plan = plan_rows([40 - len(gap)], rows, device="cpu", dtype=torch.float32)
+    torch.testing.assert_close(found, attend(q, dense, LAYER, plan, 0.3), atol=1e-5, rtol=1e-5)
 
 
 def test_a_sequence_alone_is_the_same_memory():

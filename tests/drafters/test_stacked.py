@@ -12,10 +12,11 @@ from specctl.decoding.target import load_target
 from specctl.drafters import eagle, eagle3
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.lookup import Lookup
-from specctl.drafters.lora import LowRank
+from specctl.drafters.lora import Adapter, LowRank
 from specctl.drafters.stacked import Stacked, teams
 from specctl.drafters.tree import Shape
-from specctl.recipe import DrafterRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from tests.drafters.test_lora import random_adapter
 
 SHAPE = Shape(3, 1, 3, 1, 0.0)
 
@@ -78,13 +79,54 @@ def test_stacked_is_one_by_one(target, prompts, make, dtype, tolerance, monkeypa
 
 
 def test_who_is_scored_together(target):
-    """Heads of one shape on a GPU; on a CPU nobody, and neither adapters nor what is no head."""
+    """Heads of one shape on a GPU; an adapter with its base; not what is no head."""
     heads = [eagle3_drafter(target, 0), eagle3_drafter(target, 1), eagle3_drafter(target, 2, vocabulary=256)]
     pool = [Lookup(), *heads, eagle_drafter(target, 0)]
     assert teams(pool) == [[0], [1], [2], [3], [4]]
     adapted = copy.copy(heads[0])
     adapted.qkv = LowRank(heads[0].qkv, torch.zeros(2, 512), torch.zeros(512, 2))
-    pool.append(adapted)
+    assert teams([*pool, adapted]) == [[0], [1, 5], [2], [3], [4]]
     for head in pool[1:]:
         head.device = torch.device("cuda")
-    assert teams(pool) == [[0], [1, 2], [3], [4], [5]]
+    assert teams(pool) == [[0], [1, 2], [3], [4]]
+    assert teams([*pool[:1], *pool[2:], adapted]) == [[0], [1], [2], [3], [4]]  # products with updates are no stack
+
+
+@pytest.mark.parametrize("family", [eagle3, eagle])
+def test_adapters_are_one_forward_of_their_base(target, prompts, family):
+    """The scores are those of merged heads, also of adapters of other ranks or fewer projections and of the base; all
+    together take the memory of the base and of their updates."""
+    head = eagle3_head(target, 0) if family is eagle3 else eagle.build(TrainRecipe(), target, lambda size: range(size))
+    config, state_dict = family.config(head, target.identity), family.published(head.state_dict())
+    adapters = []
+    for seed, (rank, names) in enumerate([(4, family.ADAPTABLE), (2, family.ADAPTABLE), (3, ("o_proj", "up_proj"))]):
+        pairs = random_adapter(head, torch.Generator().manual_seed(seed), names, rank)
+        adapters.append(Adapter.of({**config, "lora": {"rank": rank, "alpha": 8.0}}, pairs))
+    base = family.drafter(head, target, DraftingRecipe())
+    pool = [base.adapted(adapter) for adapter in adapters] + [base]
+    apart = [
+        family.drafter(family.restore(config, adapter.merge(state_dict)), target, DraftingRecipe())
+        for adapter in adapters
+    ] + [family.drafter(head, target, DraftingRecipe())]
+    assert teams(pool) == [[0, 1, 2, 3]]
+    products, found = [], []
+    stacked = Stacked(pool)
+    real = stacked._whole.down.base
+    stacked._whole.down.base = lambda x: (products.append(len(x)), real(x))[1]
+
+    def ask(state, draft, verdict):
+        spans = [range(len(row.ids) - size, len(row.ids)) for row, size in zip(state.rows, [4, 0, 9], strict=True)]
+        for head, scores in zip(apart, stacked.score(state, spans, 2), strict=True):
+            for one, other in zip(head.score(state, spans, 2), scores, strict=True):
+                torch.testing.assert_close(other.logits, one.logits, atol=1e-3, rtol=1e-3)
+                found.append(one.logits)
+        one, other = (drafters[1].propose(state, 6) for drafters in (pool, apart))  # with updates that are views now
+        assert torch.equal(one.tokens, other.tokens)
+
+    decode(target, prompts, sampling=GREEDY, max_new_tokens=3, seeds=[0] * 3, taps=base.taps, on_round=ask)
+    assert products and len(products) == 2 * len(found) // (3 * len(pool))  # one for all heads, at every depth
+    assert (found[0] - found[3]).abs().max() > 0.01
+    parts = [vars(head)[name] for head in pool for name in ("qkv", "o", "gate_up", "down", "fc")]
+    updates = {t.untyped_storage() for part in parts if isinstance(part, LowRank) for t in (part.down, part.up)}
+    bases = {id(part.base if isinstance(part, LowRank) else part) for part in parts}
+    assert len(bases) == 5 and len({storage.data_ptr() for storage in updates}) == 2 * (5 if family is eagle3 else 4)

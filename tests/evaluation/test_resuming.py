@@ -18,7 +18,7 @@ from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
-from specctl.evaluation import journal
+from specctl.evaluation import journal, online_stage
 from specctl.evaluation.online_stage import Stage
 from specctl.recipe.train import CheckpointRecipe
 from specctl.training import checkpoint
@@ -90,24 +90,18 @@ def again(place, made, tiny):
 
 @pytest.fixture
 def stop(monkeypatch):
-    """SIGTERM comes before the n-th turn of a run."""
-    asked = Stage._answers
+    """`stop(n)`: SIGTERM comes while the n-th turn is answered."""
+    ask = online_stage.ask
 
     def at(turn):
-        left = [turn]
+        turns = iter(range(1, 100))
 
-        def counted(self, name, pupil):
-            answer = asked(self, name, pupil)
+        def interrupted(*args):
+            if next(turns) == turn:
+                progress.interrupts._note(15, None)
+            return ask(*args)
 
-            def noting(*args):
-                left[0] -= name == ALGO[0]
-                if not left[0] and name == ALGO[0]:
-                    progress.interrupts._note(15, None)
-                return answer(*args)
-
-            return noting
-
-        monkeypatch.setattr(Stage, "_answers", counted)
+        monkeypatch.setattr(online_stage, "ask", interrupted)
 
     yield at
     progress.interrupts.reset()

@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from specctl import progress
 from specctl.distillation.prompts import Prompt
@@ -97,6 +98,25 @@ def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
         assert [row["session"] for row in kept if row["drafter"] == name] == order
 
 
+def test_policies_that_skip_beside_those_that_recompute(tmp_path, prompts, target, pool):
+    """The same choices, as `random` learns nothing; with a narrow window fewer tokens to read, and worse drafts."""
+    made = recipe(
+        prompts,
+        algo=["random", "hedgespec"],
+        baselines=["recompute"],
+        catch_up={"name": "streaming", "sink": 1, "window": 2},
+    )
+    found, _, _ = selected(tmp_path, made, target, {**pool, "again": pool["good"]})
+    rows = {row.algo: row for row in found.policies}
+    assert list(rows) == ["random", "hedgespec", "random recompute", "hedgespec recompute"]
+    assert {row.kind for row in found.policies} == {"policy"} and found.lossless.mismatches == 0
+    narrow, whole = rows["random"], rows["random recompute"]
+    assert narrow.caught_up / narrow.switches < whole.caught_up / whole.switches
+    assert narrow.mat < whole.mat and narrow.switch_ms > 0
+    with pytest.raises(ValidationError, match="catch_up=streaming"):
+        recipe(prompts, baselines=["recompute"])
+
+
 def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
     found, _, rounds = selected(tmp_path, recipe(prompts, algo=["ucbspec"], limit=2), target, pool)
     assert {line["round"] for line in rounds if line["query"] == rounds[0]["query"]} == set(
@@ -123,6 +143,34 @@ def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
     assert [line["arm"] for line in rounds] == arms[1]
 
 
+class Sometimes(Lookup):
+    """Drafts after every other prompt."""
+
+    def __init__(self, odd):
+        super().__init__(4)
+        self.odd = odd
+
+    def propose(self, state, budget):
+        return super().propose(state, budget if state.rows[0].prompt_length % 2 == self.odd else 0)
+
+
+@pytest.mark.parametrize("reset", ["query", "session", "stream"])
+def test_the_best_arm_is_that_of_a_game_live_and_in_a_replay(tmp_path, prompts, target, reset):
+    """Arms that are best at other prompts: by query, session and stream the best ones have other mats."""
+    pool = {"even": Sometimes(0), "odd": Sometimes(1)}
+    options = dict(algo=["random"], reset=reset, sampling={"max_new_tokens": 32})
+    selected(tmp_path / "a", recipe(prompts, record=tmp_path / "t.parquet", **options), target, pool, rounds=False)
+    live, _, _ = selected(tmp_path, recipe(prompts, baselines=["fixed"], **options), target, pool)
+    again, _, _ = selected(
+        tmp_path / "b", recipe(prompts, replay=tmp_path / "t.parquet", **options), target, pool, rounds=False
+    )
+    assert (live.oracle_mat, live.regret, live.best_arm_ratio) == pytest.approx(
+        (again.oracle_mat, again.regret, again.best_arm_ratio)
+    )
+    mine, theirs = live.policies[0], again.policies[0]
+    assert mine.share_of_best == pytest.approx(theirs.share_of_best) != 1
+
+
 class Broken(Lookup):
     def propose(self, state, budget):
         raise RuntimeError("no such row")
@@ -137,6 +185,14 @@ def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
     assert rows["draft-all"].failures == rows["draft-all"].rounds
     assert rows["random"].failures == sum(line["arm"] == "broken" for line in rounds)
     assert rows["good"].failures == rows["vanilla"].failures == found.lossless.mismatches == 0
+
+
+def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
+    made = recipe(prompts, record=tmp_path / "t.parquet", sampling={"max_new_tokens": 6})
+    found, _, _ = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False)
+    rows = {row.algo: row for row in found.policies}
+    assert rows["good"].failures == 0 and rows["broken"].mat == 1
+    assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
 
 
 def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
@@ -244,6 +300,28 @@ def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, a
     assert (mine.rounds, mine.pulls) == (theirs.rounds, theirs.pulls)
     assert (live.mat, live.oracle_mat, live.regret) == pytest.approx((again.mat, again.oracle_mat, again.regret))
     assert len({line["arm"] for line in rounds}) > 1
+
+
+def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, pool):
+    """order=shift: games by domain would forget in the middle of every session."""
+    for domain, texts in (("sql", QUESTIONS[:2]), ("math", QUESTIONS[2:])):
+        (tmp_path / f"{domain}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options = dict(reset="session", order="shift", session=2, baselines=["vanilla"], algo=["hedgespec"])
+    cheap = {name: pool[name] for name in ("lookup", "suffix")}
+
+    def made(**more):
+        found = recipe(tmp_path / "{domain}.jsonl", **options, **more)
+        return found.model_copy(update={"data": found.data.model_copy(update={"domain": ["sql", "math"]})})
+
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", made(record=table), target, cheap, rounds=False)
+    live, _, _ = selected(tmp_path, made(), target, cheap)
+    again, _, _ = selected(tmp_path / "b", made(replay=table), target, cheap, rounds=False)
+    assert (live.rounds, live.pulls, live.sessions) == (
+        again.rounds,
+        again.pulls,
+        again.sessions,
+    ) and live.sessions == 2
 
 
 def test_recording_says_what_every_arm_does(recorded, target, pool):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specctl import kernels
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -197,8 +198,10 @@ def test_a_perfect_drafter_is_accepted_whole(target, prompts, plain):
             assert one.target_passes == -(-one.decoded_tokens // (depth + 1))
 
 
-def test_switching_drafters_every_round(target, prompts, plain):
-    """Each of them sits idle while others commit tokens; a stale cache would draft on, unseen but for acceptance."""
+@pytest.mark.parametrize("catch_up", [RECOMPUTE, CatchUp(2, 3)])
+def test_switching_drafters_every_round(target, prompts, plain, catch_up):
+    """Each of them sits idle while others commit tokens; a stale cache would draft on, unseen but for acceptance, and
+    one that has skipped most of the text drafts badly."""
     texts = whole(plain(GREEDY))
     names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "retrieval", "garbage", "lm itself"]
     controller = Rotate([DRAFTERS[name](target, texts) for name in names])
@@ -217,10 +220,11 @@ def test_switching_drafters_every_round(target, prompts, plain):
         seeds=SEEDS,
         controller=controller,
         taps=TAPS,
+        catch_up=catch_up,
         on_round=watch,
     )
     assert whole(found) == texts
-    assert accepted and all(accepted)
+    assert accepted and all(accepted) == (catch_up is RECOMPUTE)
 
 
 class Learning(Rotate):

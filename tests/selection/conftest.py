@@ -27,6 +27,7 @@ def made_up():
             overlap=draw.random(whole, np.float32),
             hit=draw.random(whole) < 0.5,
             ended=bool(place % 3),
+            session=place // 2,
         )
         return Recorded(place, trace, draw.random(len(ARMS)), draw.integers(0, 50, len(ARMS)))
 

@@ -17,7 +17,8 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
-from specctl.selection.feedback import Scorer, table
+from specctl.selection import feedback
+from specctl.selection.feedback import Scorer
 from tests.lossless.drafters import own_weights, ragged
 
 DEPTH = 5
@@ -31,6 +32,10 @@ def head(target, seed, vocabulary=512):
     made = Eagle3Head(architecture, torch.randperm(target.vocab_size)[:vocabulary].sort().values)
     eagle3.initialise(made, target)
     return made
+
+
+def table(target, drafters, prompt, output, depth, sampling, **options):
+    return feedback.table(Scorer(target, drafters, depth), prompt, output, sampling, **options)
 
 
 def trained(target, name, drafting, **options):
@@ -193,14 +198,6 @@ def test_accepted_length_is_the_run_of_hits(target, drafters, text):
             while run < DEPTH and stood - 1 + run < len(hit) and hit[stood - 1 + run, run]:
                 run += 1
             assert run == accepted, (name, stood)
-
-
-def test_greedy_p(target, drafters, prompts):
-    """With the argmax for p, what is accepted is what is hit."""
-    output = decode(target, prompts[1:2], sampling=GREEDY, max_new_tokens=9, seeds=[0])[0].output_ids
-    some = [drafters[name] for name in ("eagle3", "lm", "suffix")]
-    found = table(target, some, prompts[1], output, DEPTH, GREEDY, greedy_p="argmax")
-    assert (found.gamma == found.hit).all() and found.hit.any()
 
 
 class Watch:

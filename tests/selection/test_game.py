@@ -29,7 +29,7 @@ class Spy:
         self.rounds = 0
 
     def weights(self):
-        return np.full(N, 1 / N)
+        return [1 / N] * N
 
     def choose(self):
         self.rounds += 1
@@ -41,13 +41,19 @@ class Spy:
     def losses(self, losses):
         self.told.append(losses)
 
+    def forget(self):
+        self.told.append("forgot")
+
 
 def spied(learns="losses", scale="unit", costs=(), **options):
     spy = Spy(learns, scale)
     return Game(
         spy,
         rules_for(
-            "hedgespec", GameRecipe(**{"depth": None, "batch_growth": 1.0, "score_ends": True, **options}), K, costs
+            "hedgespec",
+            GameRecipe(**{"depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None, **options}),
+            K,
+            costs,
         ),
         ARMS,
     ), spy
@@ -288,7 +294,7 @@ def test_a_game_continues_bit_for_bit(name, unit):
     assert rounds(game, text, 27, 20) == rounds(other, text, 27, 20)
     game.ended()
     other.ended()
-    assert (game.weights() == other.weights()).all()
+    assert game.weights() == other.weights()
     assert game.state() == other.state()
 
 
@@ -311,3 +317,53 @@ def test_scorings_grow_apart():
             asked.append(number)
             game.scored(np.zeros((N, count, K)), np.zeros((N, count, K)))
     assert asked == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("unknown", [[], [70, 90], [105]], ids=["all known", "old ones unknown", "a new one unknown"])
+def test_a_change_is_forgotten_up_to_where_it_began(unknown):
+    """Twenty rounds of four accepted tokens, then none: an alarm after a few. The learner forgets, and of the tokens
+    that no scoring has reached it is told of those since the change only; scoring starts again from short intervals."""
+    game, spy = spied(
+        hybrid_rounds=0, warmup_rounds=1, batch_rounds=4, batch_growth=2.0, tokens_per_update=1, drift=4.0
+    )
+    text = trace(tokens=150)
+    text.gamma[:, unknown, 0] = nan
+    at = scored = 0
+    asked = []
+    for number in range(1, 41):
+        game.choose()
+        accepted = 4 if number <= 20 else 0
+        game.played(0, accepted + 1, accepted, K, True)
+        at += accepted + 1
+        if count := game.due():
+            asked.append(number)
+            game.scored(text.gamma[:, at - count : at], text.hit[:, at - count : at])
+            scored = at
+    alarm = 20 + 1  # σ is its floor of half a token: one round is 8 σ
+    assert asked == [1, 5, 13, alarm, alarm + 4, alarm + 12]
+    forgot = next(n for n, one in enumerate(spy.told) if isinstance(one, str))
+    assert forgot == 13 * 5 - (K - 1), "tokens up to round 13, but for those that wait"
+    wanted = token_losses(text, game.rules)
+    told = [t for t in range(100, scored - (K - 1)) if t not in unknown]
+    assert np.array(spy.told[forgot + 1 :]) == pytest.approx(wanted[told]), "token 100 began round 21"
+    counted = np.concatenate([part for entry in game.log for part in entry.losses])
+    assert len(counted) == scored - (K - 1) - len(unknown), "regret is counted over all"
+
+
+def test_the_loss_of_throughput_is_by_declared_or_measured_seconds():
+    """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds; before arm 0 was measured it is as cheap as the cheapest."""
+    text = trace()
+    wanted = token_losses(text, rules_for("hedgespec", GameRecipe(depth=None), K))
+    declared, spy = spied(**PLAIN, loss="throughput", costs=(1.0, 2.0, 4.0))
+    walk(declared, text, [5] * 6)
+    declared.ended()
+    relative = np.array([1, 1 / 2, 1 / 4])
+    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted) * relative)
+    assert token_losses(text, declared.rules) == pytest.approx(np.array(spy.told))
+    measured, spy = spied(**PLAIN, loss="throughput")
+    for at, seconds in ((0, 2.0), (5, 4.0), (10, 1.0)):
+        measured.played(measured.choose(), 5, 4, K, True, seconds=seconds)
+        measured.scored(text.gamma[:, at : at + 5], text.hit[:, at : at + 5])
+    first, second, third = [1, 1, 1], [1, 1, 1 / 2], relative
+    rates = np.array([first] * 2 + [second] * 5 + [third] * 5)  # K - 1 vectors wait for the next round's tokens
+    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted[:12]) * rates)

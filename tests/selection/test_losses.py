@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specctl.selection.losses import along_drafts, beyond_the_end, expected_length, length_loss
+from specctl.selection.losses import along_drafts, beyond_the_end, expected_length, length_loss, per_second
 
 
 def length_by_enumeration(gamma, t):
@@ -52,3 +52,15 @@ def test_the_product_is_biased_and_the_realised_form_is_not(K, wanted, true):
         realised.append(expected_length(hit)[0, 0])
     assert np.mean(product_form) == pytest.approx(wanted)
     assert np.mean(realised) == pytest.approx(true)
+
+
+def test_a_gain_a_second():
+    """Arm 0 has twice the length of arm 1 and three times its cost: 3/3 against 1.5/1, of at most 4/1."""
+    gamma = np.zeros((2, 3, 3))
+    gamma[0, [0, 1], [0, 1]] = 1.0  # AL = 3
+    gamma[1, 0, 0] = 0.5  # AL = 1.5
+    losses = length_loss(gamma)
+    assert losses == pytest.approx(np.array([[1 - 3 / 4, 1 - 1.5 / 4]]))
+    found = per_second(losses, (0.03, 0.01))
+    assert found == pytest.approx(np.array([[1 - 1 / 4, 1 - 1.5 / 4]]))
+    assert per_second(losses, (0.02, 0.02)) == pytest.approx(losses), "equal costs change nothing"

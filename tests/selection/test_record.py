@@ -22,8 +22,9 @@ from specctl.errors import Interrupted, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe
 from specctl.selection import record as recording
+from specctl.selection.combined import Guarded
 from specctl.selection.lengths import PLAIN, shortened
-from specctl.selection.record import Drafted, Query, record
+from specctl.selection.record import Drafted, Query
 from specctl.selection.table_file import read_table
 from tests.lossless.drafters import Rotate, own_weights
 from tests.lossless.test_equality import random_eagle, random_heads
@@ -31,6 +32,10 @@ from tests.lossless.test_equality import random_eagle, random_heads
 HOT = Sampling(1.0, 0, 1.0)
 DEPTH = 6
 ROOMS = (14, 11)  # the first answer ends by itself
+
+
+def record(target, pool, *more, **options):
+    return recording.record(target, [Guarded(name, drafter) for name, drafter in pool.items()], *more, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +203,48 @@ def test_an_answer_of_one_token_is_left_out(target, pool, queries):
     short = dataclasses.replace(queries[0], room=1)
     table = record(target, {"none": pool["none"]}, [short, queries[1]], GREEDY, DEPTH)
     assert [trace.query for trace in table.traces] == ["q1"]
+
+
+class Sometimes(Lookup):
+    """Raises while drafting at every third position, or whenever it is scored; or its prompt is too much for it."""
+
+    def __init__(self, fails):
+        super().__init__(5)
+        self.fails, self.calls = fails, 0
+
+    def advance(self, state):
+        if self.fails == "advance":
+            raise RuntimeError("no such row")
+        super().advance(state)
+
+    def propose(self, state, budget):
+        self.calls += 1
+        if self.fails == "advance" or (self.fails == "propose" and self.calls % 3 == 0):
+            raise RuntimeError("no such row")
+        return super().propose(state, budget)
+
+    def score(self, state, spans, depths=1):
+        if self.fails == "score":
+            raise RuntimeError("no such row")
+        return super().score(state, spans, depths)
+
+
+@pytest.mark.parametrize("fails", ["advance", "propose", "score"])
+def test_a_drafter_that_raises_is_recorded_as_it_is_decoded(target, pool, queries, table, fails, capsys):
+    """A round without a draft, or a text without scores; counted, said once, and nobody else's business."""
+    arms = [Guarded("lookup", pool["lookup"]), Guarded("broken", Sometimes(fails))]
+    found = recording.record(target, arms, queries, GREEDY, DEPTH)
+    lookup = table.arms.index("lookup")
+    T = sum(trace.tokens for trace in found.traces)
+    for trace, other in zip(found.traces, table.traces, strict=True):
+        assert (trace.accepted[0] == other.accepted[lookup]).all() and (trace.gamma[0] == other.gamma[lookup]).all()
+        if fails == "score":
+            assert (trace.accepted[1] == trace.accepted[0]).all() and not trace.gamma[1].any()
+    drafted = np.concatenate([trace.drafted[1] for trace in found.traces])
+    if fails != "score":
+        failed = np.arange(1, T + 1) % 3 == 0 if fails == "propose" else np.ones(T, bool)
+        assert not drafted[failed].any()
+    texts = len(queries)
+    counts = {"advance": T + texts, "propose": T // 3, "score": texts}  # who is scored reads the text, too
+    assert [arm.failures for arm in arms] == [0, counts[fails]]
+    assert capsys.readouterr().err.count("no such row") == (2 if fails == "advance" else 1)

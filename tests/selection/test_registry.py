@@ -20,7 +20,7 @@ def made(name, seed=0, **options):
 def play(policy, losses):
     """Rounds in which arm i costs losses[t, i]; the arms played and the weights they were drawn from."""
     played, weights = [], []
-    for vector in losses:
+    for vector in losses.tolist():
         weights.append(policy.weights())
         arm = policy.choose()
         if policy.learns == "reward":
@@ -72,20 +72,20 @@ def test_arms_are_drawn_with_the_weights_that_are_reported(name):
     """χ² of 4000 draws, 4 degrees of freedom: above 35 with probability 5e-7."""
     policy = made(name, eta=0.5)
     play(policy, np.random.default_rng(2).random((5, N)))
-    weights = policy.weights()
+    weights = np.array(policy.weights())
     counts = np.bincount([policy.choose() for _ in range(4000)], minlength=N)
     assert ((counts - 4000 * weights) ** 2 / (4000 * weights)).sum() < 35
 
 
 def test_an_arm_without_weight_is_never_drawn():
     policy = made("ftl")
-    policy.losses(np.array([1.0, 0.0, 1.0, 0.0, 1.0]))
+    policy.losses([1.0, 0.0, 1.0, 0.0, 1.0])
     assert {policy.choose() for _ in range(200)} == {1, 3}
 
 
 def test_argmax_plays_the_largest_weight():
     policy = made("hedge", play="argmax")
-    policy.losses(np.array([1.0, 1.0, 0.5, 0.6, 1.0]))
+    policy.losses([1.0, 1.0, 0.5, 0.6, 1.0])
     assert {policy.choose() for _ in range(20)} == {2}
 
 
@@ -93,3 +93,15 @@ def test_an_unknown_policy_names_those_there_are():
     with pytest.raises(UsageError, match="no policy") as caught:
         made("ucb")
     assert "metasd-ucb" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["ftl", "hedge", "normalhedge", "adanormalhedge"])
+def test_a_learner_that_forgets_is_as_new(name):
+    policy, fresh = made(name), made(name)
+    losses = np.random.default_rng(3).random((30, N))
+    for vector in losses.tolist():
+        policy.losses(vector)
+    assert policy.weights() != fresh.weights()
+    policy.forget()
+    assert policy.weights() == fresh.weights()
+    assert {key: policy.state()[key] for key in policy.learnt} == {key: fresh.state()[key] for key in policy.learnt}

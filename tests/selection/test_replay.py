@@ -1,5 +1,7 @@
 """Replays against walks by hand, yardsticks that nothing may beat, and what HedgeSpec is built for."""
 
+from dataclasses import replace as changed
+
 import numpy as np
 import pytest
 
@@ -134,6 +136,15 @@ def test_games_end_where_the_domain_changes_or_the_session_is_full():
     assert games(traces, "stream", 1) == [[0, 1, 2, 3, 4, 5]]
 
 
+def test_sessions_are_those_of_the_recording_where_it_says():
+    """Of two domains (order=shift) one game; two sessions of one domain that follow each other are two."""
+    traces = [
+        changed(scripted(BY_HAND, domain), session=n) for domain, n in zip("abbbcc", [0, 0, 1, 1, 2, 2], strict=True)
+    ]
+    assert games(traces, "session", 8) == [[0, 1], [2, 3], [4, 5]]
+    assert games(traces, "session", 1) == games(traces, "query", 8)
+
+
 class Spy:
     """Plays arm 1 and keeps what it is told."""
 
@@ -144,7 +155,7 @@ class Spy:
         self.told = []
 
     def weights(self):
-        return np.array([0.0, 1.0])
+        return [0.0, 1.0]
 
     def choose(self):
         return 1
@@ -172,6 +183,7 @@ def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeyp
     monkeypatch.setattr("specctl.selection.replay.build", lambda *_: spy)
     table = specialists(3, 40, seed=0, N=2, K=3, bad=0.3)
     recipe = GameRecipe(hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True)
+    recipe = recipe.model_copy(update={"drift": None})
     replay("hedgespec", Hindsight(table), PolicyRecipe(), recipe, "stream")
     rules = rules_for("hedgespec", recipe, 3)
     wanted = np.concatenate([token_losses(trace, rules) for trace in table.traces[:2]])
@@ -187,6 +199,16 @@ def test_what_was_learnt_lasts_until_the_reset(hindsight, name):
     }
     assert share["session"] > share["query"]
     assert share["session"] > share["stream"]
+
+
+def test_a_change_of_domain_is_noticed_within_a_game():
+    """A stream that is never reset changes its domain every 180 tokens; without the test scorings only grow apart."""
+    stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3))
+    mat = {
+        drift: summarize(replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), "stream"), stream).mat
+        for drift in (None, GAME.drift)
+    }
+    assert mat[GAME.drift] > mat[None] + 1
 
 
 def test_hedgespec_beats_the_bandits_with_literal_constants(hindsight):

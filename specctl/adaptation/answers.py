@@ -1,0 +1,132 @@
+"""The answer at the end of a text, and whether it is the right one."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from fractions import Fraction
+
+from specctl.errors import UsageError
+
+SHORT = 64  # characters: a reference no longer than that is itself an answer
+CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 512 << 20, 1 << 20  # of a program that is tried
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+_UNITS = re.compile(r"(?:\\text\{[^}]*\}|[$€£%°]|\\\$|\\%|\\[,;! ])")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+_CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
+_SAID = re.compile(
+    r"answer(?:\s+is|\s*:)\s*(?:option\s+)?\**(\([A-Ja-j]\)|[A-J]\b|[-+$]?\$?[\d.,/]*\d%?)", re.IGNORECASE
+)
+_PROGRAM = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
+
+LIMITS = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_S}, {CPU_S}))
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({FILE_BYTES}, {FILE_BYTES}))
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+"""
+"""Set by the program's own process before anything of it runs; they cannot be raised again."""
+
+
+def extract(text: str) -> str | None:
+    r"""The final answer of a text: the last `\boxed{…}`, else behind the last `####`, else what "the answer is" names.
+    None where a text has none of them: the last number of a text that broke off is no answer."""
+    boxed = _boxed(text)
+    if boxed is not None:
+        return boxed
+    if "####" in text:
+        lines = text.rsplit("####", 1)[1].strip().splitlines()
+        return lines[0].strip() or None if lines else None
+    said = _SAID.findall(text)
+    return said[-1] if said else None
+
+
+def reference_answer(text: str) -> str | None:
+    """The answer of a reference: marked as in a response, or the whole of a short one."""
+    found = extract(text)
+    if found is None and len(text.strip()) <= SHORT and "\n" not in text.strip():
+        found = text.strip()
+    return found or None
+
+
+def normalise(answer: str) -> str | Fraction:
+    """A number as a number ("1,200", "$1200.00" and "1200" are one), a choice as its letter, else folded text."""
+    plain = _UNITS.sub("", _FRACTION.sub(r"\1/\2", answer)).strip().strip("*.").strip()
+    choice = _CHOICE.fullmatch(plain)
+    if choice:
+        return choice[1]
+    try:
+        return Fraction(plain.replace(",", "").replace(" ", ""))
+    except (ValueError, ZeroDivisionError):
+        pass
+    numbers = _NUMBER.findall(plain)
+    if len(numbers) == 1 and not re.search(r"[A-Za-z]{2,}.*\d", plain):  # "18 dollars a day", not "x2 apples"
+        return Fraction(numbers[0].replace(",", ""))
+    return re.sub(r"\s+", " ", plain).casefold()
+
+
+def same(one: str | None, other: str | None) -> bool:
+    """Two answers are equal; what is no answer equals nothing."""
+    return one is not None and other is not None and normalise(one) == normalise(other)
+
+
+def correct(response: str, reference: str | None, *, allow_code_execution: bool = False) -> bool | None:
+    """Whether a response is right; None where the reference does not tell.
+
+    A reference of assertions is a test of the program in the response: it is run only where that is allowed.
+    """
+    if reference is None:
+        return None
+    if reference.lstrip().startswith("assert "):
+        return passes(response, reference, allowed=True) if allow_code_execution else None
+    wanted = reference_answer(reference)
+    return None if wanted is None else same(extract(response), wanted)
+
+
+def passes(response: str, tests: str, *, allowed: bool) -> bool:
+    """Whether the last program of a response passes `tests`, in a process of its own: isolated from our environment,
+    in an empty directory, with bounded time, memory and files. No sandbox: the network is not closed to it. What tells
+    is a word printed behind the tests: a program that exits before them has not passed.
+
+    Raises UsageError unless running programs of a model is explicitly `allowed`.
+    """
+    if not allowed:
+        raise UsageError("programs that a model wrote are not run", "say --allow-code-execution where that is safe")
+    programs = _PROGRAM.findall(response)
+    program = programs[-1] if programs else response
+    passed = secrets.token_hex(8)
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as printed:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", f"{LIMITS}\n{program}\n{tests}\nprint({passed!r})"],
+                cwd=empty,
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.DEVNULL,
+                timeout=2 * CPU_S,
+                check=False,
+            )
+        except (subprocess.TimeoutExpired, OSError, ValueError):  # ValueError: a NUL in the program
+            return False
+        printed.seek(0)
+        return done.returncode == 0 and printed.read().rstrip().endswith(passed.encode())
+
+
+def _boxed(text: str) -> str | None:
+    r"""Contents of the last `\boxed{…}`, whose braces may be nested; None where it was not closed."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for at in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[begin:at].strip() or None
+    return None

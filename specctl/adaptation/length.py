@@ -1,0 +1,132 @@
+"""Draft lengths that follow the drafter: longer where its drafts are accepted, none where they do not pay."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from specctl.decoding.draft import Drafter, DraftTree, Proposer, empty_draft
+from specctl.decoding.state import DecodeState
+from specctl.decoding.timing import synchronise
+from specctl.decoding.verify import Verdict
+from specctl.recipe import DraftingRecipe
+
+LONGEST = 15  # K, where a drafter names none
+MEMORY = 0.98  # of rates and times, per round
+TRY_EVERY = 16  # rounds after which a drafter that is not used may show what it can do
+
+
+def tokens_per_cost(a: float, k: int, alpha: float) -> float:
+    """(1 − a^{k+1}) / ((1 − a)(α k + 1)): expected tokens of a round, bonus token included, per cost of a target step.
+
+    OnlineSpec (Qian et al. 2026), Corollary 4, without its Taylor expansion, which drops the bonus token. (Leviathan et
+    al. 2023, theorem 3.8, is the same quotient.)
+
+    Args:
+        a: probability that a draft token is accepted, given those before it.
+        alpha: α, cost of drafting one token ÷ cost of a target step.
+    """
+    expected = k + 1.0 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
+    return expected / (alpha * k + 1)
+
+
+def best_length(a: float, alpha: float, longest: int) -> int:
+    """The k in 0 … `longest` of the most tokens per cost; the shortest of several."""
+    return max(range(longest + 1), key=lambda k: (tokens_per_cost(a, k, alpha), -k))
+
+
+class AutoLength:
+    """A controller: one drafter, at the depth that pays at the moment.
+
+    a is the running share of accepted draft tokens among those that were verified (accepted and rejected), α the
+    running quotient of the seconds of a draft token and of a target step.
+    """
+
+    def __init__(self, drafter: Drafter, alpha: float | None = None):
+        """`alpha`: a declared cost ratio; None measures it, and makes a run depend on the clock."""
+        self._declared = alpha
+        self.rounds: Counter[int] = Counter()  # by k
+        self.forget()
+        self.use(drafter)
+
+    def forget(self) -> None:
+        """As new: nothing is known."""
+        self.accepted = self.verified = 0.0
+        self.draft_s = self.draft_tokens = self.step_s = self.steps = 0.0
+        self.rounds.clear()
+        self._unused = 0
+
+    def use(self, drafter: Drafter) -> None:
+        """Draft with this one from now on: with new weights, not a new family."""
+        self.drafter, self._shaped = drafter, {}
+        self.longest: int = getattr(getattr(drafter, "shape", None), "depth", None) or LONGEST
+
+    _shaped: dict[int, Drafter]
+
+    @property
+    def alpha(self) -> float:
+        if self._declared is not None:
+            return self._declared
+        if not self.draft_tokens or not self.steps:
+            return 0.0
+        return (self.draft_s / self.draft_tokens) / (self.step_s / self.steps)
+
+    def length(self) -> int:
+        """k of the next round: the longest until something is known."""
+        if not self.verified:
+            return self.longest
+        k = best_length(self.accepted / self.verified, self.alpha, self.longest)
+        if k:
+            self._unused = 0
+            return k
+        self._unused += 1
+        return 1 if self._unused % TRY_EVERY == 0 else 0
+
+    def choose(self, state: DecodeState) -> Proposer:
+        self._k = self.length()
+        self.rounds[self._k] += 1
+        return self
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        began = time.perf_counter()
+        if self._k == 0:
+            draft = empty_draft(state.batch, state.device)
+        elif hasattr(self.drafter, "shaped"):
+            if self._k not in self._shaped:
+                self._shaped[self._k] = self.drafter.shaped(DraftingRecipe(depth=self._k))
+            draft = self._shaped[self._k].propose(state, budget)
+        else:
+            draft = self.drafter.propose(state, min(budget, self._k))
+        synchronise(state.device)
+        self._drafted = time.perf_counter()
+        self._seconds = self._drafted - began
+        self._before = [(row.accepted, row.rejections) for row in state.rows]
+        return draft
+
+    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+        self.step_s = MEMORY * self.step_s + time.perf_counter() - self._drafted
+        self.steps = MEMORY * self.steps + 1
+        accepted = sum(row.accepted - before[0] for row, before in zip(state.rows, self._before, strict=True))
+        rejected = sum(row.rejections - before[1] for row, before in zip(state.rows, self._before, strict=True))
+        if self._k:
+            self.draft_s = MEMORY * self.draft_s + self._seconds
+            self.draft_tokens = MEMORY * self.draft_tokens + max(verdict.depths)  # likely tokens only may be drafted
+            self.accepted = MEMORY * self.accepted + accepted
+            self.verified = MEMORY * self.verified + accepted + rejected
+
+    def take_mean(self) -> float | None:
+        """Mean k of the rounds since the last time."""
+        rounds = sum(self.rounds.values())
+        mean = sum(k * count for k, count in self.rounds.items()) / rounds if rounds else None
+        self.rounds.clear()
+        return mean
+
+    def state(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in KEPT}
+
+    def restore(self, state: dict[str, float]) -> None:
+        for name in KEPT:
+            setattr(self, name, state[name])
+
+
+KEPT = ("accepted", "verified", "draft_s", "draft_tokens", "step_s", "steps")

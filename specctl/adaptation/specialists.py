@@ -1,0 +1,207 @@
+"""Learning while selecting: a policy chooses among specialists, and each learns from the texts that it has won.
+
+The pool moves while it is chosen from: what a policy has learnt about the drafters is forgotten with every query or
+chunk, before it can be about drafters that are no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specctl.adaptation.ensemble import Outcome
+from specctl.adaptation.pupil import Lesson, Pupil, new_buffer
+from specctl.adaptation.watchdog import Acceptance
+from specctl.decoding.draft import Drafter
+from specctl.decoding.target import Target
+from specctl.drafters import pool
+from specctl.formats import checkpoint
+from specctl.recipe import FAMILY_LEARNING, OnlineRecipe
+from specctl.selection import registry
+from specctl.selection.arms import named
+from specctl.selection.build import make_selector
+from specctl.selection.combined import Guarded
+from specctl.selection.controller import Round, Selector, Text
+from specctl.training.feature_files import Features
+
+
+class Specialists:
+    """The pupils of a pool under one selection policy; drafters of families that do not learn are arms, too.
+
+    Attributes:
+        pupils: by name, those that learn.
+        learns: False of a pool that stays as it is.
+        lessons: of the last chunk, those who had won a text.
+    """
+
+    def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int):
+        """Raises CheckpointError where a member is no drafter for this target."""
+        assert recipe.pool is not None
+        self._pool = recipe.pool
+        paths = named([str(path) for path in pool.find_pool(recipe.pool)])
+        self.recipe, self.target, self.seed = recipe, target, seed
+        self.pupils: dict[str, Pupil] = {}
+        self.fixed: dict[str, Drafter] = {}
+        for path, name in paths.items():
+            if checkpoint.family(Path(path)) in FAMILY_LEARNING:
+                self.pupils[name] = Pupil(recipe, algo, target, seed, Path(path))
+            else:
+                self.fixed[name] = pool.load_drafter(path, target, recipe.drafting)
+        taps = {tap for drafter in self._drafters().values() for tap in drafter.taps}
+        self.buffer = new_buffer(recipe, target, tuple(sorted(taps)))
+        self.learns = recipe.rule_of(algo).algo != "static"
+        self.chunks = 0
+        self.lessons: dict[str, Lesson] = {}
+        self.rounds: Counter[str] = Counter()  # of the chunk, by arm
+        self._won: dict[str, Counter[str]] = defaultdict(Counter)  # tokens by query and arm
+        self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # accepted and verified, by arm
+        self._selector = self._select()
+
+    def retarget(self, target: Target) -> None:
+        """Draft for, and learn from, another target from now on. CheckpointError where the drafters do not fit it."""
+        self.target = target
+        for pupil in self.pupils.values():
+            pupil.retarget(target)
+        paths = {name: path for path, name in named([str(path) for path in pool.find_pool(self._pool)]).items()}
+        self.fixed = {name: pool.load_drafter(paths[name], target, self.recipe.drafting) for name in self.fixed}
+        self.buffer = new_buffer(self.recipe, target, self.buffer.taps)
+        self._selector = self._select()
+
+    def _drafters(self) -> dict[str, Drafter]:
+        return {name: pupil.drafter for name, pupil in self.pupils.items()} | self.fixed
+
+    def _select(self) -> Selector:
+        """A selector among the drafters as they are now."""
+        policy = self.recipe.policy
+        return make_selector(
+            self.target,
+            [Guarded(name, drafter) for name, drafter in self._drafters().items()],
+            policy.name,
+            self.recipe.game,
+            lambda arms, text: registry.build(policy.name, arms, policy.options),
+            seed=self.recipe.sampling.seed + self.seed,
+            within_query=policy.reset == "query",
+            on_round=self._note,
+        )
+
+    def _note(self, entry: Round) -> None:
+        self.rounds[entry.arm] += 1
+        self._won[entry.query][entry.arm] += entry.committed
+        self._verified[entry.arm]["accepted"] += entry.accepted
+        self._verified[entry.arm]["verified"] += min(entry.accepted + 1, entry.drafted)
+
+    def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
+        """The prompts that are decoded next."""
+        self.buffer.open(queries)
+        keys = queries if self.recipe.policy.reset == "query" else [f"{n}" for n in range(len(queries))]
+        self._selector.open([Text(*parts) for parts in zip(queries, domains, keys, strict=True)])
+
+    def forget(self) -> None:
+        """Let go of what was answered so far: nothing is learnt from it."""
+        self.buffer.clear()
+        for counts in (self.rounds, self._won, self._verified):
+            counts.clear()
+
+    def drafting(self) -> dict[str, Any]:
+        """Options of `decode`."""
+        found: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps}
+        return found | {"on_round": self.buffer.observe} if self.learns else found
+
+    def sit(self, acceptance: Acceptance) -> Lesson:
+        """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played."""
+        for index, text in self.buffer.texts.items():
+            played = self._won[text.example.prompt_id]
+            winner = max(played, key=lambda arm: played[arm]) if played else ""
+            if winner in self.pupils:
+                buffer = self.pupils[winner].buffer
+                buffer.take(text, self._own(self.buffer.kept.get(index), buffer.taps))
+        self.buffer.clear()
+        self.lessons = {
+            name: pupil.sit(Acceptance(self._verified[name]["accepted"], self._verified[name]["verified"]))
+            for name, pupil in self.pupils.items()
+            if pupil.buffer.texts
+        }
+        self._won.clear()
+        self._verified.clear()
+        self.chunks += 1
+        began = time.perf_counter()
+        self._selector = self._select()
+        lesson = self._together(acceptance)
+        return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
+
+    def _own(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
+        """The states that one specialist reads, out of those that the pool does."""
+        if features is None or taps == self.buffer.taps:
+            return features
+        places = [self.buffer.taps.index(tap) for tap in taps]
+        states = features.taps.unflatten(-1, (len(self.buffer.taps), -1))[:, places].flatten(1)
+        return replace(features, taps=states)
+
+    def _together(self, acceptance: Acceptance) -> Lesson:
+        """The lessons of all as one: sums, mean loss per token, and the arms' rounds instead of members' weights."""
+        lessons = list(self.lessons.values())
+        total = max(1, self.rounds.total())
+        shares = tuple(self.rounds[name] / total for name in self._drafters())
+        self.rounds.clear()
+        known = [(one.outcome.loss, one.tokens) for one in lessons if one.outcome.loss is not None]
+        tokens = sum(count for _, count in known)
+        statuses = {one.outcome.status for one in lessons}
+        order = ("updated", "refused", "empty", "static")
+        outcome = Outcome(
+            status=next((status for status in order if status in statuses), "empty"),
+            loss=sum(loss * count for loss, count in known) / tokens if tokens else None,
+            weights=shares,
+            steps=sum(one.outcome.steps for one in lessons),
+        )
+        return Lesson(
+            "rollback" if any(one.ruling == "rollback" for one in lessons) else "keep",
+            outcome,
+            sum(one.texts for one in lessons),
+            sum(one.tokens for one in lessons),
+            self.buffer.dropped + sum(pupil.buffer.dropped for pupil in self.pupils.values()),
+            tuple(rate for pupil in self.pupils.values() for rate in pupil.learner.rates),
+            sum(one.learn_s for one in lessons),
+            sum(one.swap_s for one in lessons),
+        )
+
+    def save(self, directory: Path, info: dict[str, Any]) -> Path:
+        """Write every specialist as a drafter directory below `directory`: a pool again."""
+        for name, pupil in self.pupils.items():
+            own = checkpoint.read_info(pupil.start)
+            pupil.save(directory / name, {**info, "domain": own.get("domain", []), "mat": {}})
+        return directory
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        yield
+
+    def finish(self) -> None:
+        """The stream has ended."""
+
+    def close(self) -> None:
+        """Nothing runs elsewhere."""
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        facts: dict[str, Any] = {"chunks": self.chunks, "pupils": {}}
+        tensors: dict[str, Tensor] = {}
+        for name, pupil in self.pupils.items():
+            facts["pupils"][name], found = pupil.state()
+            tensors |= {f"{name}/{key}": value for key, value in found.items()}
+        return facts, tensors
+
+    def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Go on from what `state` has told."""
+        self.chunks = facts["chunks"]
+        for name, pupil in self.pupils.items():
+            prefix = f"{name}/"
+            own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+            pupil.restore(facts["pupils"][name], own)
+        self._selector = self._select()

@@ -1,0 +1,93 @@
+"""Texts that prompts begin with, so that nobody reads them twice.
+
+Reasoning step by step asks the target to go on from the text it wrote a moment ago, and from several texts that begin
+alike. A few lines of text are enough for that; a server's tree of them is RadixAttention (Zheng et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specctl.decoding.cache import KVCache, plan_rows
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+
+
+class Line(NamedTuple):
+    """A text that was read: its ids, its cache rows [L, n, 2·Hkv, D] and tapped features [n, F]."""
+
+    ids: list[int]
+    rows: Tensor
+    tapped: Tensor | None
+
+
+class Prefixes:
+    """The last `lines` texts that were finished with one target.
+
+    Attributes:
+        read: tokens that prefills have run so far.
+    """
+
+    def __init__(self, lines: int):
+        self.lines: deque[Line] = deque(maxlen=lines)
+        self.read = 0
+
+    @torch.inference_mode()
+    def prefill(
+        self, target: Target, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...], slots: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Fill `slots` of the cache; logits of each last row [n, V] and tapped states [n, P, F], padded at the right.
+
+        Prompts are run one by one, each behind the longest beginning that it shares with a line or an earlier prompt.
+        """
+        here: list[Line] = []
+        logits = []
+        for prompt, slot in zip(prompts, slots, strict=True):
+            alone = cache.sequence(slot)
+            start, line = self._longest(prompt, [*self.lines, *here], bool(taps))
+            if line is not None:
+                alone.store[:, 0, :start] = line.rows[:, :start]
+            plan = plan_rows([start], len(prompt) - start, device=target.device, dtype=target.dtype)
+            tokens = torch.tensor([prompt[start:]], device=target.device)
+            hidden, tapped = target.model.forward(tokens, alone, plan, taps)
+            self.read += len(prompt) - start
+            features = None
+            if tapped is not None:
+                features = (
+                    tapped[0] if line is None or line.tapped is None else torch.cat((line.tapped[:start], tapped[0]))
+                )
+            here.append(Line(prompt, alone.store[:, 0], features))
+            logits.append(target.model.logits(hidden[:, -1]))
+        kept = [line.tapped for line in here if line.tapped is not None]
+        return torch.cat(logits), pad_sequence(kept, batch_first=True) if kept else None
+
+    def keep(self, state: DecodeState) -> None:
+        """Remember the texts that have finished since the last call, while their rows are there."""
+        finished = {id(row) for row in state.finished}
+        for b, row in enumerate(state.rows):
+            count = len(row.ids) - 1
+            if id(row) in finished and all(line.ids != row.ids[:count] for line in self.lines):
+                features = None if state.features is None else state.features[b, :count].clone()
+                self.lines.append(Line(row.ids[:count], state.cache.store[:, b, :count].clone(), features))
+
+    @staticmethod
+    def _longest(prompt: list[int], lines: list[Line], tapped: bool) -> tuple[int, Line | None]:
+        """The line that shares most with the prompt, and how much. The prompt's last token is always read: the logits
+        behind it are wanted."""
+        best: tuple[int, Line | None] = (0, None)
+        for line in lines:
+            if tapped and line.tapped is None:
+                continue
+            shared = 0
+            for mine, theirs in zip(prompt[:-1], line.ids, strict=False):
+                if mine != theirs:
+                    break
+                shared += 1
+            if shared > best[0]:
+                best = shared, line
+        return best

@@ -1,0 +1,104 @@
+"""Lookahead reasoning (`specctl online --algo lr | osd-lr | online-lr`): steps, judge, budget and what is learnt from.
+
+Settings of Lookahead Reasoning (Fu et al. 2025, arXiv 2506.19830) and of its online preference learning in OnlineSpec.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from specctl.recipe.sections import Fraction, PositiveFloat, Section
+
+ReasoningMode = Literal["target", "draft", "lr", "osd-lr", "online-lr"]
+LearningMode = Literal["osd-lr", "online-lr"]
+LOOKAHEAD_CHUNK = 25  # prompts between two updates
+FULL_BELOW = 1_000_000_000  # parameters: larger draft models learn an adapter
+
+
+class JudgeRecipe(Section):
+    """Who decides whether two steps mean the same."""
+
+    kind: Literal["exact", "embedding", "model"] = "exact"
+    # embedding: a local sentence encoder; model: a chat model, by Hugging Face id or directory, or the name under which
+    # `endpoint` serves one
+    name: str | None = None
+    revision: str | None = None
+    endpoint: str | None = None  # OpenAI-compatible, such as http://localhost:8000/v1
+    key_variable: str = "OPENAI_API_KEY"  # environment variable with the endpoint's key
+    threshold: Fraction = 0.95  # embedding: cosine from which on two steps are aligned
+    timeout_s: PositiveFloat = 30.0  # of one request
+    max_tokens: PositiveInt = 16  # of a ruling
+    batch_size: PositiveInt = 32
+
+    @model_validator(mode="after")
+    def _complete(self) -> JudgeRecipe:
+        if self.kind != "exact" and self.name is None:
+            raise ValueError(f"judge.kind={self.kind} needs judge.name, a model")
+        if self.endpoint is not None and self.kind != "model":
+            raise ValueError("judge.endpoint serves a chat model: set judge.kind=model")
+        return self
+
+
+class PreferenceRecipe(Section):
+    """How a draft model learns from a chunk's disagreements; None = by the size of the model (`rate_of`)."""
+
+    beta: PositiveFloat = 0.1  # of DPO (Rafailov et al. 2023)
+    lr: PositiveFloat | None = None
+    epochs: PositiveInt = 3
+    batch: PositiveInt = 16
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of AdamW
+    clip: PositiveFloat = 1.0
+    max_length: PositiveInt = 4096  # tokens of context and step; of longer ones the end
+    lora: bool | None = None  # None = above a billion parameters
+    lora_rank: PositiveInt = 16
+    lora_alpha: PositiveFloat = 32.0
+
+
+class LookaheadRecipe(Section):
+    """One protocol for all modes; None = the built-in target's value or that of a reasoning model (`resolved`)."""
+
+    delimiter: Annotated[str, Field(min_length=1)] | None = None  # ends a step
+    depth: Annotated[int, Field(ge=1, le=4)] = 4  # steps that are drafted ahead
+    step_tokens: PositiveInt = 100  # longest step
+    budget: PositiveInt | None = None  # tokens of thinking
+    transition: str | None = None  # what is said when the budget is spent, before the answer
+    answer_tokens: PositiveInt | None = None  # longest answer behind it
+    max_repeats: Annotated[int, Field(ge=2)] = 4  # the same step so many times in a row is a loop: thinking ends
+    temperature: NonNegativeFloat = 0.6
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    repetition_penalty: PositiveFloat | None = None
+    parallel: bool = True  # the target's steps for all prefixes in one batch; False: one by one, to compare
+    judge: JudgeRecipe = JudgeRecipe()
+    learning: PreferenceRecipe = PreferenceRecipe()
+    allow_code_execution: bool = False  # run programs that the target wrote, to score them
+    seed: NonNegativeInt = 0
+
+    def resolved(self, target: str) -> LookaheadRecipe:
+        """With the settings of a target where the recipe names none. The built-in one writes one step a line, repeats
+        numbers on purpose and knows no instructions but the beginning of an answer."""
+        builtin = target == "builtin"
+        found = {
+            "delimiter": "\n" if builtin else "\n\n",
+            "budget": 200 if builtin else 1024,
+            "transition": "\n####" if builtin else TRANSITION,
+            "answer_tokens": 16 if builtin else 512,
+            "repetition_penalty": 1.0 if builtin else 1.2,
+        }
+        return self.model_copy(update={name: value for name, value in found.items() if getattr(self, name) is None})
+
+    def rate_of(self, mode: LearningMode, parameters: int) -> float:
+        """`learning.lr`, or 5e-7 for DPO on a model of 600 million parameters and 1e-5 for SFT, growing as models
+        shrink: with the inverse square root of their size."""
+        if self.learning.lr is not None:
+            return self.learning.lr
+        return (5e-7 if mode == "online-lr" else 1e-5) * max(1.0, (6e8 / parameters) ** 0.5)
+
+
+TRANSITION = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+    "</think>\n\n"
+)
+"""Said when a thinking model has spent its budget: the words Qwen3 was trained with (Yang et al. 2025, section 4.4)."""

@@ -1,0 +1,134 @@
+"""Texts that begin alike are read once, and nobody can tell from what is generated; texts may end at given ids."""
+
+import pytest
+import torch
+
+from specctl.decoding.loop import decode
+from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.sampling import GREEDY, Draws, Sampling
+from specctl.decoding.target import load_target
+from specctl.drafters.lookup import Lookup
+
+HOT = Sampling(0.8, 0, 1.0)
+SHORT = {"max_new_tokens": 6, "sampling": GREEDY}
+
+
+def texts(target, prompts, prefixes=None, **options):
+    return [one.output_ids for one in decode(target, prompts, seeds=[7] * len(prompts), prefixes=prefixes, **options)]
+
+
+@pytest.fixture(scope="module")
+def nested(prompts):
+    """Each prompt begins with the one before it, as a draft's steps make them."""
+    whole = prompts[1]
+    return [whole[:12], whole[:13], whole[:25], whole]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT])
+def test_what_is_remembered_changes_no_text(target, nested, prompts, sampling):
+    prefixes = Prefixes(lines=3)
+    options = {"max_new_tokens": 6, "sampling": sampling}
+    for some in (nested, prompts, nested[::-1], [nested[2] + [50, 60]]):
+        assert texts(target, some, prefixes, **options) == texts(target, some, **options)
+
+
+def test_common_beginnings_are_read_once(target, nested):
+    prefixes = Prefixes(lines=4)
+    found = texts(target, nested, prefixes, **SHORT)
+    assert prefixes.read <= len(nested[-1]) + len(nested) - 1, "each prompt read what the one before it lacks"
+    read = prefixes.read
+    texts(target, [nested[-1] + found[-1] + [50]], prefixes, **SHORT)
+    assert prefixes.read - read <= 2, "a text that was generated is known up to its last token"
+
+
+def test_slots_that_are_used_again_do_not_spoil_what_is_remembered(target, prompts):
+    prefixes = Prefixes(lines=8)
+    first = texts(target, prompts, prefixes, slots=1, **SHORT)
+    longer = [prompt + output for prompt, output in zip(prompts, first, strict=True)]
+    assert texts(target, longer, prefixes, slots=2, **SHORT) == texts(target, longer, **SHORT)
+
+
+def test_features_are_remembered_with_keys_and_values(target, nested):
+    """A drafter that reads features would draft from rows that were never written."""
+    seen = []
+
+    def watch(state, draft, verdict):
+        seen.append(state.features[0, : len(nested[1]) - 1].clone())
+
+    prefixes = Prefixes(lines=2)
+    options = {"seeds": [0], "taps": (2,), "max_new_tokens": 2, "sampling": GREEDY}
+    decode(target, [nested[1]], on_round=watch, **options)
+    decode(target, [nested[0]], prefixes=prefixes, **options)
+    decode(target, [nested[1]], prefixes=prefixes, on_round=watch, **options)
+    assert torch.allclose(*seen, atol=1e-4)
+
+
+def test_a_drafter_speculates_behind_remembered_text(target, nested):
+    prefixes = Prefixes(lines=4)
+    texts(target, nested, prefixes, **SHORT)
+    longer = [nested[-1] + [50, 60]]
+    drafted = texts(target, longer, prefixes, drafter=Lookup(), **SHORT)
+    assert drafted == texts(target, longer, **SHORT)
+
+
+def test_rounds_on_the_device_end_and_remember_alike(target, prompts, monkeypatch):
+    expected = texts(target, prompts, **SHORT)
+    ends = frozenset({expected[0][2], expected[1][4]})
+    cut = texts(target, prompts, ends=ends, **SHORT)
+    assert cut != expected
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    prefixes = Prefixes(lines=3)
+    assert texts(target, prompts, prefixes, ends=ends, **SHORT) == cut
+    longer = [prompt + output for prompt, output in zip(prompts, cut, strict=True)]
+    read = prefixes.read
+    assert texts(target, longer, prefixes, **SHORT) == texts(target, longer, **SHORT)
+    assert prefixes.read - read == len(longer), "of each text the last token only"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mistral-window"])
+def test_targets_on_transformers_forward_remember_too(tiny_directory, kind):
+    target = load_target(tiny_directory(kind), device="cpu", dtype="fp32")
+    prompt = list(range(40, 70))
+    prefixes = Prefixes(lines=2)
+    for some in ([prompt[:20]], [prompt[:21], prompt]):
+        assert texts(target, some, prefixes, **SHORT) == texts(target, some, **SHORT)
+
+
+def test_a_text_ends_at_given_ids(target, prompts):
+    (whole,) = texts(target, prompts[:1], **SHORT)
+    end = whole[4]
+    (cut,) = texts(target, prompts[:1], ends=frozenset({end}), **SHORT)
+    assert cut == whole[: whole.index(end) + 1]
+
+
+def penalised_by_hand(logits, seen, penalty):
+    out = logits.clone()
+    for token in seen:
+        out[token] = out[token] / penalty if out[token] > 0 else out[token] * penalty
+    return out
+
+
+def test_the_penalty_counts_text_and_ancestors_only():
+    """A node that sees its siblings would be penalised for words that its text does not have."""
+    logits = torch.randn(1, 4, 10, generator=torch.Generator().manual_seed(0))
+    draws = Draws([Sampling(0.0, 0, 1.0, 1.5)], [0], torch.device("cpu"))
+    found = draws.penalise(logits, [[1, 2, 2]], [[-1, -1, 0]], torch.tensor([[3, 4, 5]]))
+    for row, seen in enumerate([{1, 2}, {1, 2, 3}, {1, 2, 4}, {1, 2, 3, 5}]):
+        assert torch.equal(found[0, row], penalised_by_hand(logits[0, row], seen, 1.5))
+    off = Draws([HOT], [0], torch.device("cpu"))
+    assert off.penalise(logits, [[1]], [[]], torch.empty(1, 0)) is logits
+
+
+def test_the_penalty_is_transformers_own_and_drafts_do_not_change_it(target, prompts):
+    import transformers
+
+    processor = transformers.RepetitionPenaltyLogitsProcessor(1.3)
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(1))
+    text = [3, 7, 7, 1]
+    draws = Draws([Sampling(0.0, 0, 1.0, 1.3)], [0], torch.device("cpu"))
+    ours = draws.penalise(logits.unsqueeze(1), [text], [[]], torch.empty(1, 0))[:, 0]
+    assert torch.equal(ours, processor(torch.tensor([text]), logits))
+    options = {"max_new_tokens": 16, "sampling": Sampling(0.8, 0, 1.0, 1.3)}
+    plain = texts(target, prompts, **options)
+    assert plain != texts(target, prompts, max_new_tokens=16, sampling=Sampling(0.8, 0, 1.0))
+    assert texts(target, prompts, drafter=Lookup(), **options) == plain

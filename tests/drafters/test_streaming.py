@@ -1,0 +1,171 @@
+"""What a drafter skips that is far behind: it is not read, it is not seen, and the rest is what it would be anyway."""
+
+import pytest
+import torch
+
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.device_round import device_rounds
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters.eagle3 import Eagle3Drafter
+from specctl.drafters.hydra import HydraDrafter
+from specctl.drafters.lm import LMDrafter, Shape
+from specctl.drafters.tree import Shape as TreeShape
+from tests.drafters.test_depth_drafter import built
+from tests.drafters.test_stacked import SHAPE, eagle3_head, eagle_drafter
+from tests.lossless.drafters import own_weights
+
+SINK, WINDOW = 2, 6
+NARROW = CatchUp(SINK, WINDOW)
+TREE = TreeShape(3, 2, 8, 3, 0.0)
+
+
+@pytest.fixture(scope="module")
+def own(target):
+    return own_weights(target, 0.3)
+
+
+MAKE = {
+    "eagle3": lambda target, own: Eagle3Drafter(eagle3_head(target, 0), target, SHAPE),
+    "eagle3 tree": lambda target, own: Eagle3Drafter(eagle3_head(target, 0), target, TREE),
+    "eagle": lambda target, own: eagle_drafter(target, 0),
+    "hydra": lambda target, own: HydraDrafter(built(target, "hydra"), target, SHAPE),
+    "lm": lambda target, own: LMDrafter(own, target, Shape(3, 0.0, False)),
+}
+
+
+def watch(target, prompts, drafter, ask, new=4, **options):
+    """`ask(state)` after every round of plain decoding; returns how often it was asked."""
+    asked = []
+
+    def on_round(state, draft, verdict):
+        asked.append(ask(state))
+
+    decode(
+        target,
+        prompts,
+        **{"sampling": GREEDY, "max_new_tokens": new, "seeds": [0] * len(prompts), "catch_up": NARROW, **options},
+        taps=drafter.taps,
+        on_round=on_round,
+    )
+    return len(asked)
+
+
+@pytest.mark.parametrize(
+    "cached, end, read",
+    [
+        (0, 6, 6),
+        (0, 8, 8),
+        (0, 9, 8),
+        (0, 50, 8),
+        (1, 50, 7),
+        (2, 8, 6),
+        (2, 9, 6),
+        (30, 36, 6),
+        (30, 50, 6),
+        (9, 9, 0),
+    ],
+)
+def test_sink_and_window_are_read(cached, end, read):
+    """Nothing is skipped that would cost as much as it saves; a sink is read once."""
+    assert NARROW.count(cached, end) == read and RECOMPUTE.count(cached, end) == end - cached
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_behind_is_what_is_read(target, prompts, own, name, monkeypatch):
+    drafter = MAKE[name](target, own)
+    layer = drafter if name == "lm" else getattr(drafter, "prefix", drafter)
+    part, method = (drafter.model, "forward") if name == "lm" else (layer, "_layer")
+    rows, real = [], getattr(part, method)
+    monkeypatch.setattr(part, method, lambda tokens, *args: (rows.append(tokens.numel()), real(tokens, *args))[1])
+
+    def ask(state):
+        if len(state.rows[0].ids) - state.rows[0].prompt_length in (3, 13):  # far behind, twice
+            rows.clear()
+            (needed,) = drafter.behind(state)
+            drafter.advance(state)
+            assert sum(rows) == needed == (SINK + WINDOW if state.rows[0].ids[-1] == first(state, 3) else WINDOW)
+
+    def first(state, count):
+        return state.rows[0].ids[state.rows[0].prompt_length + count - 1]
+
+    assert watch(target, prompts[1:2], drafter, ask, new=16) >= 12
+
+
+def test_an_lm_reads_as_transformers_does(target, prompts, own):
+    """The whole model, over sink and window alone at their places in the text; then over what has been added."""
+    drafter, since = LMDrafter(own, target, Shape(3, 0.0, False)), []
+
+    def ask(state):
+        drafter.advance(state)
+        since.append([len(row.ids) - WINDOW for row in state.rows])
+        for row, logits, start in zip(state.rows, state.memory[drafter].logits, since[0], strict=True):
+            places = torch.tensor([[*range(SINK), *range(max(start, SINK), len(row.ids))]])
+            expected = own.model(input_ids=torch.tensor([row.ids])[:, places[0]], position_ids=places).logits[0, -1]
+            torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
+
+    with torch.inference_mode():
+        assert watch(target, prompts, drafter, ask) == 3
+    assert min(since[0]) > SINK
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 tree", "eagle", "hydra"])
+@pytest.mark.parametrize("reach", [3, 9])
+def test_what_is_skipped_is_not_seen(target, prompts, own, name, reach):
+    """Drafts and scores are those of a head that has read everything and is then shown sink and window alone. The rows
+    that are asked for reach over the window (9) or not: then more is read, with a window before it."""
+    ours, theirs = (MAKE[name](target, own) for _ in range(2))
+    of = lambda drafter: getattr(drafter, "prefix", drafter)  # noqa: E731
+
+    def ask(state):
+        for drafter in (ours, theirs):
+            drafter.invalidate(state)
+        ours.advance(state)
+        state.catch_up = RECOMPUTE
+        theirs.advance(state)
+        state.catch_up = NARROW
+        mine, whole = (of(drafter)._memory(state) for drafter in (ours, theirs))
+        assert not torch.allclose(mine.hidden, whole.hidden, atol=1e-2)  # it does miss something
+        gaps = [range(SINK, end - WINDOW) for end in state.cached]
+        assert mine.cache.skipped == gaps
+        for b, gap in enumerate(gaps):
+            mine.cache.store[:, b, gap.start : gap.stop] = 100.0
+        whole.cache.skipped = list(gaps)
+        whole.hidden, _ = of(theirs).read(state, 1, every=False)
+        torch.testing.assert_close(mine.hidden, whole.hidden, atol=1e-4, rtol=1e-4)
+        one, other = (drafter.propose(state, 8) for drafter in (ours, theirs))
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
+        spans = [range(len(row.ids) - reach, len(row.ids)) for row in state.rows]
+        scores = ours.score(state, spans, 2)
+        if reach > WINDOW:
+            assert all(gap.stop < end - reach for gap, end in zip(mine.cache.skipped, state.cached, strict=True))
+            whole.cache.skipped = list(mine.cache.skipped)
+        for found, expected in zip(scores, theirs.score(state, spans, 2), strict=True):
+            torch.testing.assert_close(found.logits, expected.logits, atol=1e-3, rtol=1e-3)
+
+    assert watch(target, prompts, ours, ask) == 3
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_next_text_of_a_slot_has_skipped_nothing_yet(target, prompts, own, name):
+    drafter, found = MAKE[name](target, own), []
+
+    def ask(state):
+        drafter.propose(state, 4)
+        memory = state.memory[getattr(getattr(drafter, "prefix", drafter), "key", drafter)]
+        found.append((state.rows[0].index, memory.cache.skipped[0]))
+
+    watch(target, [prompts[1], prompts[0][:5], prompts[1]], drafter, ask, new=3, slots=1)
+    assert [bool(skipped) for _, skipped in found] == [True, True, False, False, True, True]
+
+
+def test_rounds_on_the_device_know_of_no_gaps(target, prompts, own, monkeypatch):
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    drafter, found = MAKE["eagle3"](target, own), []
+
+    def ask(state):
+        for state.catch_up in (RECOMPUTE, NARROW):
+            found.append(device_rounds(target, state, drafter, 8) is None)
+
+    watch(target, prompts[:1], drafter, ask, new=2)
+    assert found == [False, True]
