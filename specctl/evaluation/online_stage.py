@@ -231,7 +231,8 @@ class Stage:
                 f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
                 f"η is {_rates(lesson)} now"
             )
-        self.refused[name] = self.refused[name] + 1 if refused or lesson.ruling == "rollback" else 0
+        harmed = lesson.ruling == "rollback" and self.recipe.pool is None  # one of several specialists is not all
+        self.refused[name] = self.refused[name] + 1 if refused or harmed else 0
         if self.refused[name] == GIVE_UP:
             raise SpecctlError(
                 f"{name} has learnt nothing for {GIVE_UP} chunks: its updates do harm, or are not finite",
