@@ -145,7 +145,7 @@ class Pupil:
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Learn from the chunk that was just answered, and play the new weights from now on."""
         lesson = self.learn(acceptance)
-        if lesson.outcome.status != "updated" and lesson.ruling != "rollback":
+        if lesson.outcome.status == "static":  # else a lower η, or another draw among the members, plays other weights
             return lesson
         began = time.perf_counter()
         self.drafter = self.play()

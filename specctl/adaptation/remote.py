@@ -103,11 +103,15 @@ class RemotePupil(Pupil):
         self.buffer.clear()
         known = self._last
         lesson = Lesson("keep", Outcome("pending"), 0, 0, 0, (), 0.0) if known is None else known.lesson
+        if known is not None and known is self._told:  # what was said of it a chunk ago happened once
+            lesson = replace(lesson, ruling="keep", outcome=replace(lesson.outcome, status="pending"))
+        self._told = known
         self.chunks += 1
         behind = self._handed - self._learnt
         spent, self._swap_s = self._swap_s, 0.0
         return replace(lesson, learn_s=time.perf_counter() - began, swap_s=spent, behind=behind)
 
+    _told: Learnt | None = None  # the last lesson that a chunk's row has told of
     _swap_s = 0.0  # since the last chunk
     _vector: Tensor | None = None  # [P] the newest weights; None = those to start from
 

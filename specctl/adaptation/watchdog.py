@@ -65,19 +65,35 @@ class Watchdog:
     ) -> tuple[Ruling, Outcome]:
         """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
         the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
+
+        A chunk that is refused is tried with the weights from before the last update, too: where that goes well, these
+        were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.)
         """
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, chunk, kept))
         if ruling == "rollback":
-            learner.restore(self._kept)
-            learner.slow(self._options.backoff)
+            outcome = self._again(learner, chunk)
         else:
-            self._before = acceptance
-        self._kept = learner.state() if self._options.rollback else {}
-        outcome = learner.learn(chunk)
+            kept, now = self._kept, learner.state()
+            outcome = learner.learn(chunk)
+            if outcome.status == "refused" and kept and math.isfinite(self._loss):
+                again = self._again(learner, chunk)
+                if again.status == "refused":
+                    learner.restore(now)
+                else:
+                    ruling, outcome = "rollback", again
+            if ruling != "rollback":
+                self._before, self._kept = acceptance, now if self._options.rollback else {}
         self._loss = math.nan if outcome.loss is None else outcome.loss
         if outcome.status == "refused":
             learner.slow(self._options.backoff)
         return ruling, outcome
+
+    def _again(self, learner: Learner, chunk: Iterable[Any]) -> Outcome:
+        """Learn from the chunk with the weights from before the last update, more slowly."""
+        learner.restore(self._kept)
+        learner.slow(self._options.backoff)
+        self._kept = learner.state()
+        return learner.learn(chunk)
 
     def judge(self, acceptance: Acceptance, losses: Callable[[dict[str, Tensor]], tuple[float, float]]) -> Ruling:
         """keep; drift, the update stays and the stream has changed; or rollback.

@@ -12,6 +12,7 @@ from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
+from specctl.errors import Interrupted
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
@@ -46,7 +47,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     from specctl.cli import plan
     from specctl.selection import registry
 
-    plan.check_data(recipe.data)
+    plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     recipe = of_init(recipe)
     registry.check([recipe.policy.name])
     if recipe.pool is not None:
@@ -60,10 +61,16 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     with library_output():
         for one in first:
             progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
-        for missing in data.values():
-            api.execute("distill", missing)
-        for one in first:
-            api.execute("train-drafter", one)
+        try:
+            for missing in data.values():
+                api.execute("distill", missing)
+            for one in first:
+                api.execute("train-drafter", one)
+        except Interrupted as stop:
+            place = recipe.output_dir or "DIR"
+            raise Interrupted(
+                f"{stop.message} while warming up", f"continue with --resume --output-dir {place}"
+            ) from None
         _, document = api.execute("online", recipe)
     output.result(document, show, brief=document["run_dir"])
 

@@ -27,6 +27,8 @@ from specctl.runs import Run
 
 OWN = ("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training")
 """Fields of the first learner's row that the document has at its top, too."""
+SHOWN = ("algo", "seed", "chunk", "mat", "loss", "learn_s")
+"""Fields of a chunk that go to metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class OnlineResult:
     """The result document of `online`: the first learner's own numbers, then all contenders side by side.
 
     `per_chunk` are those of the first learner on the first pass; all are in chunks.jsonl. `static` is the row of the
-    same drafter without learning, None where that was not asked for. `drafters`: where each learner's last weights are.
+    same drafter without learning, None where that was not asked for. `drafters`: each learner's, as it was after the
+    first pass.
     """
 
     algo: str
@@ -69,21 +72,22 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
-    journal = Journal(recipe, run, {**recipe_stamp(recipe), "drafters": weights})
+    journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
     if journal.start():
         progress.log(f"resumed behind chunk {journal.mark.number}")
     elif recipe.resume:
         progress.log(f"nothing in {run.dir} to resume: from the beginning")
-    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
-    saved: dict[str, str] = {}
-    for place, seed in enumerate(recipe.seeds):
-        if place >= journal.mark.passed:
-            saved |= _pass(recipe, run, target, seed, journal, rejections if place == 0 else _silent(recipe))
+    rejected = run.dir / "rejected.jsonl"
+    for place, seed in enumerate(recipe.seeds[journal.mark.passed :], journal.mark.passed):
+        # Later passes see the same lines again.
+        _pass(recipe, run, target, seed, journal, Rejections(None if place else rejected, recipe.data.max_rejected))
     records = journal.records()
     journal.finish(records)
     if recipe.save_outputs:
-        write_outputs(run.dir, records, target.tokenizer)
-    return _result(recipe, records, journal.rows(), saved or _found(recipe, run), rejections.count)
+        with journal.writing():
+            write_outputs(run.dir, records, target.tokenizer)
+    count = len(rejected.read_text(encoding="utf-8").splitlines()) if rejected.exists() else 0
+    return _result(recipe, records, journal.rows(), _drafters(recipe, run), count)
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:
@@ -93,15 +97,8 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
     return [recipe.start_of(family) for family in recipe.families]
 
 
-def _silent(recipe: OnlineRecipe) -> Rejections:
-    """For later passes over the same prompts."""
-    return Rejections(None, recipe.data.max_rejected)
-
-
-def _pass(
-    recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Journal, rejections: Rejections
-) -> dict[str, str]:
-    """One pass over the stream. Returns where the learners' drafters are."""
+def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Journal, rejections: Rejections) -> None:
+    """One pass over the stream; what was learnt is saved at its end."""
     data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
     options = recipe.target.chat_template_kwargs
     stream = PromptStream(data, recipe.stream, target, rejections, size=recipe.chunk, chat_template_kwargs=options)
@@ -128,10 +125,9 @@ def _pass(
                 records = stage.answer(chunk, done)
                 rows = stage.learn(chunk, records)
                 records, _ = compared(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
-                for row in rows:
-                    run.metrics(
-                        **{key: getattr(row, key) for key in ("algo", "seed", "chunk", "mat", "loss", "learn_s")}
-                    )
+                with journal.writing():
+                    for row in rows:
+                        run.metrics(**{key: getattr(row, key) for key in SHOWN})
                 facts, tensors = stage.state()
                 number, passed = journal.mark.number + 1, journal.mark.passed
                 journal.keep(records, rows, Mark(number, passed, stream.position(), facts), tensors)
@@ -141,12 +137,16 @@ def _pass(
         if isinstance(stop, KeyboardInterrupt):
             raise
         hint = f"continue with --resume --output-dir {run.dir}"
+        if stream.stdin:
+            hint += (
+                f", and send again what came behind the first {(journal.mark.stream or {}).get('prompts', 0)} prompts"
+            )
         raise Interrupted(f"{stop.message} after {journal.mark.number} chunks", hint=hint) from None
     finally:
         stage.close()
-    saved = {name: str(_save(recipe, run, stage, name)) for name in recipe.algo}
+    for name in recipe.algo:
+        _save(recipe, run, stage, name)
     journal.passed()
-    return saved
 
 
 def _use_target(recipe: OnlineRecipe, stage: Stage, name: str, since: str = "") -> None:
@@ -160,20 +160,19 @@ def _place(recipe: OnlineRecipe, run: Run, name: str, seed: int) -> Path:
     return run.dir / "drafters" / (name if seed == recipe.seeds[0] else f"{name}-seed{seed}")
 
 
-def _save(recipe: OnlineRecipe, run: Run, stage: Stage, name: str) -> Path:
+def _save(recipe: OnlineRecipe, run: Run, stage: Stage, name: str) -> None:
     """Write a learner's drafter as it is after the stream."""
     start = recipe.pool or recipe.start_of(recipe.family_of(name))
     info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
     if recipe.pool is None:
         domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
         info = {**checkpoint.read_info(start), "domain": list(domains), **info}
-    return stage.pupils[name].save(_place(recipe, run, name, stage.seed), info)
+    stage.pupils[name].save(_place(recipe, run, name, stage.seed), info)
 
 
-def _found(recipe: OnlineRecipe, run: Run) -> dict[str, str]:
-    """Where a finished run has left its drafters."""
-    places = {name: _place(recipe, run, name, recipe.seeds[0]) for name in recipe.algo}
-    return {name: str(place) for name, place in places.items() if place.is_dir()}
+def _drafters(recipe: OnlineRecipe, run: Run) -> dict[str, str]:
+    """Where a finished run has left those of its first pass; the others' are beside them."""
+    return {name: str(_place(recipe, run, name, recipe.seeds[0])) for name in recipe.algo}
 
 
 def _result(

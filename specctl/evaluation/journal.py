@@ -1,15 +1,15 @@
 """What a run of `specctl online` has on disk while it goes on, chunk by chunk, and how it is taken up again.
 
 chunks.jsonl        a line per learner and chunk
-records/            a file per chunk: every answer
+records/            a file per chunk: every answer; at the end all are in records.parquet, too
 checkpoints/        the newest states of all learners, with the place in the stream
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from specctl.errors import CheckpointError, SpecctlError
 from specctl.evaluation.online_stage import ChunkRow
 from specctl.evaluation.records import RECORDS, Record, Stamp, check_same, read_parts, write_records
 from specctl.recipe import OnlineRecipe
-from specctl.runs import Run, to_json
+from specctl.runs import Run, atomic_write, to_json
 from specctl.training import checkpoint
 
 CHUNKS, PARTS, CHECKPOINTS = "chunks.jsonl", "records", "checkpoints"
@@ -66,7 +66,8 @@ class Journal:
         if found is None:
             checkpoint.discard(self.checkpoints)
             checkpoint.discard(self.parts)
-            (self.run.dir / CHUNKS).unlink(missing_ok=True)
+            for name in (CHUNKS, RECORDS):
+                (self.run.dir / name).unlink(missing_ok=True)
         else:
             path, state = found
             check_same(state["stamp"], self.stamp, str(path))
@@ -84,20 +85,20 @@ class Journal:
                 path.unlink()
         there = {int(path.stem) for path in self.parts.glob("*.parquet")}
         missing = set(range(1, self.mark.number + 1)) - there
-        if missing and not (self.run.dir / RECORDS).exists():  # a finished run has them all in that file
+        if missing:
             raise CheckpointError(f"{self.parts} lacks the answers of chunk {min(missing)}", "start with --overwrite")
-        kept = self.rows()[: self.mark.number * len(self.recipe.algo)]
-        with open(self.run.dir / CHUNKS, "w", encoding="utf-8") as file:
-            file.writelines(to_json(asdict(row)) + "\n" for row in kept)
+        wanted = self.mark.number * len(self.recipe.algo)
+        kept = self.rows()[:wanted]
+        if len(kept) < wanted:
+            raise CheckpointError(f"{self.run.dir / CHUNKS} has lost chunks", "start with --overwrite")
+        atomic_write(self.run.dir / CHUNKS, "".join(to_json(asdict(row)) + "\n" for row in kept))
 
     def keep(self, records: Sequence[Record], rows: Sequence[ChunkRow], mark: Mark, tensors: dict[str, Tensor]) -> None:
         """Write down a chunk, and every so often the state behind it."""
-        try:
+        with self.writing():
             write_records(self.parts, records, self.stamp, f"{mark.number:08d}.parquet")
             with open(self.run.dir / CHUNKS, "a", encoding="utf-8") as file:
                 file.writelines(to_json(asdict(row)) + "\n" for row in rows)
-        except OSError as error:
-            raise self._refused(error) from error
         self.mark, self.tensors = mark, tensors
         if mark.number % self.recipe.checkpoint.every == 0:
             self.save()
@@ -112,19 +113,23 @@ class Journal:
         if self.mark == self._saved:
             return
         state = {"stamp": self.stamp, "mark": asdict(self.mark)}
-        keep = self.recipe.checkpoint.keep
-        try:
-            checkpoint.save_tensors(self.checkpoints, self.mark.number, state, self.tensors, keep=keep)
-        except OSError as error:
-            raise self._refused(error) from error
+        # The end of a pass has a number of its own: the state behind its last chunk stays until that one is there.
+        step = self.mark.number + self.mark.passed
+        with self.writing():
+            checkpoint.save_tensors(self.checkpoints, step, state, self.tensors, keep=self.recipe.checkpoint.keep)
         self._saved = self.mark
 
-    def _refused(self, error: OSError) -> SpecctlError:
-        return SpecctlError(
-            f"cannot save to {self.run.dir}: {error.strerror or error}",
-            hint=f"make room and continue with --resume --output-dir {self.run.dir}: "
-            f"what was learnt from {self._saved.number} chunks is whole",
-        )
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever is written within: SpecctlError says how to go on where the disk refuses it."""
+        try:
+            yield
+        except OSError as error:
+            raise SpecctlError(
+                f"cannot save to {self.run.dir}: {error.strerror or error}",
+                hint=f"make room and continue with --resume --output-dir {self.run.dir}: "
+                f"what was learnt from {self._saved.number} chunks is whole",
+            ) from error
 
     def rows(self) -> list[ChunkRow]:
         """All chunks, in order."""
@@ -142,9 +147,9 @@ class Journal:
 
     def records(self) -> list[Record]:
         """All answers, in order; without the prompts' ids."""
-        return read_parts(self.parts) or read_parts(self.run.dir)
+        return read_parts(self.parts)
 
     def finish(self, records: Sequence[Record]) -> None:
-        """All answers into one file."""
-        write_records(self.run.dir, records, self.stamp)
-        shutil.rmtree(self.parts, ignore_errors=True)
+        """All answers into one file, besides the parts: a run whose last state is damaged needs some of them."""
+        with self.writing():
+            write_records(self.run.dir, records, self.stamp)

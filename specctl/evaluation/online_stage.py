@@ -96,7 +96,7 @@ class Stage:
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
-        self.refused: Counter[str] = Counter()  # chunks in a row of which nothing could be learnt
+        self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
 
     def _load_fixed(self) -> dict[str, Drafter]:
         """The drafters that do not learn, by name."""
@@ -223,19 +223,19 @@ class Stage:
 
     def _watch(self, name: str, lesson: Lesson) -> None:
         """Say what went wrong; give up where nothing helps."""
+        refused = lesson.outcome.status == "refused"
         if lesson.ruling == "rollback":
-            progress.warn(f"{name}: the last update lowered acceptance and is taken back; η is {_rates(lesson)} now")
-        if lesson.outcome.status != "refused":
-            self.refused[name] = 0
-            return
-        self.refused[name] += 1
-        progress.warn(
-            f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
-            f"η is {_rates(lesson)} now"
-        )
+            progress.warn(f"{name}: the last update did harm and is taken back; η is {_rates(lesson)} now")
+        if refused:
+            progress.warn(
+                f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
+                f"η is {_rates(lesson)} now"
+            )
+        harmed = lesson.ruling == "rollback" and self.recipe.pool is None  # one of several specialists is not all
+        self.refused[name] = self.refused[name] + 1 if refused or harmed else 0
         if self.refused[name] == GIVE_UP:
             raise SpecctlError(
-                f"{name} has learnt nothing for {GIVE_UP} chunks: losses or gradients are not finite",
+                f"{name} has learnt nothing for {GIVE_UP} chunks: its updates do harm, or are not finite",
                 hint="lower learner.lr, or set learner.clip",
             )
 

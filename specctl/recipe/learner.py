@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated, Literal, cast, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -44,8 +45,10 @@ def rule_and_family(name: str) -> tuple[Algo, str | None]:
     rule = name.removesuffix(f"-{family}")
     rule = SHORT.get(rule, rule)
     if rule not in get_args(Algo):
-        known = ", ".join(get_args(Algo))
-        raise ValueError(f"no algo {name!r}: there are {known}, or one with a family, such as opt-hydra, ens-eagle3")
+        rules = [*get_args(Algo), *SHORT]
+        near = get_close_matches(name, [*rules, *(f"{one}-{head}" for one in rules for head in FAMILY_LEARNING)], n=1)
+        known = f"there are {', '.join(get_args(Algo))}, or one with a family, such as opt-hydra, ens-eagle3"
+        raise ValueError(f"no algo {name!r}: {f'did you mean {near[0]}?' if near else known}")
     return cast(Algo, rule), family
 
 

@@ -125,6 +125,10 @@ class OnlineRecipe(ResumableRecipe):
             raise ValueError("stdin comes once: one seed")
         if self.data.prompts == "-" and self.stream.shuffle:
             raise ValueError("stdin is answered in its order: stream.shuffle is for files")
+        if "static" in self.baselines and any(rule_and_family(name)[0] == "static" for name in self.algo):
+            raise ValueError("the drafter that does not learn is a baseline already: set baselines without static")
+        if self.learner.combine == "probs":
+            raise ValueError("learner.combine: no drafter mixes the members' distributions: use weights or sample")
         return self
 
     def target_at(self, prompts: int) -> str:

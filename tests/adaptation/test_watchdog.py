@@ -74,6 +74,31 @@ def test_weights_whose_loss_is_no_number_are_taken_back(quadratic, chunk):
     assert dog.judge(BAD, lambda kept: (1.0, 1.0)) == "drift"
 
 
+def test_ruins_are_taken_back_whatever_acceptance_says(quadratic, chunk, played):
+    """A drafter that was never right cannot fall, and no rate is low enough for weights whose loss is infinite."""
+    objective, learner = quadratic([8.0], algo="ogd", lr=1e25)
+    dog = Watchdog(LearnerRecipe(backoff=1e-26))
+    assert dog.learn(learner, objective, chunk([0.0]), BAD)[0] == "keep"
+    ruling, outcome = dog.learn(learner, objective, chunk([0.0]), BAD)
+    assert (ruling, outcome.status, outcome.loss) == ("rollback", "updated", 32.0)
+    assert 0 < played(learner).item() < 8 and learner.rates == (pytest.approx(0.1),)
+    assert dog.learn(learner, objective, chunk([0.0]), BAD)[0] == "keep"
+
+
+def test_a_chunk_that_is_no_number_is_not_the_weights_fault(quadratic, chunk, played):
+    """What was learnt before stays; the rate shrinks once."""
+    objective, learner = quadratic([8.0], algo="ogd", lr=0.5)
+    dog = Watchdog(LearnerRecipe())
+    dog.learn(learner, objective, chunk([0.0]), GOOD)
+    before = played(learner).item()
+    for refusal in (1, 2):
+        ruling, outcome = dog.learn(learner, objective, chunk([float("nan")]), GOOD)
+        assert (ruling, outcome.status, played(learner).item()) == ("keep", "refused", before)
+        assert learner.rates == (0.5 * 0.5**refusal,)
+    assert dog.learn(learner, objective, chunk([0.0]), GOOD)[1].status == "updated"
+    assert played(learner).item() < before
+
+
 @pytest.mark.parametrize("lr", [5.0, 1e8, 1e30])
 def test_a_rate_that_is_far_too_large_recovers(quadratic, chunk, lr):
     """Some updates are refused, some taken back, every time the rate shrinks: in the end something is learnt."""

@@ -227,6 +227,32 @@ def test_switching_drafters_every_round(target, prompts, plain, catch_up):
     assert accepted and all(accepted) == (catch_up is RECOMPUTE)
 
 
+class Learning(Rotate):
+    """Plays its drafters one after the other, two rounds each, and stays with the last: weights that get better."""
+
+    def choose(self, state):
+        self.round += 1
+        return self.drafters[min((self.round - 1) // 2, len(self.drafters) - 1)]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_weights_that_change_between_rounds(target, prompts, plain, sampling):
+    """A cache of the weights before would draft on, unseen but for acceptance: those of the target are never wrong."""
+    noises = [1.0, 0.1, 0.0]
+    controller = Learning([lm.LMDrafter(own_weights(target, n), target, lm.Shape(2, 0.0, False)) for n in noises])
+    accepted = {0: [], 1: [], 2: []}
+
+    def watch(state, draft, verdict):
+        accepted[min((controller.round - 1) // 2, 2)].append(all(stop != "rejected" for stop in verdict.stops))
+
+    found = decode(
+        target, prompts, sampling=sampling, max_new_tokens=NEW, seeds=SEEDS, controller=controller, on_round=watch
+    )
+    assert whole(found) == whole(plain(sampling))
+    assert not all(accepted[0])
+    assert accepted[2] and (sampling is HOT or all(accepted[2]))
+
+
 @pytest.mark.parametrize("name", ["perfect", "trees", "lookup", "retrieval", "lm itself"])
 def test_end_of_sequence_inside_a_draft(target, prompts, plain, name, monkeypatch):
     """The draft goes on behind the end of the text: neither the tokens nor the counts may show it."""

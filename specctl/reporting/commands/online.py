@@ -77,7 +77,7 @@ def _static(summary: Sequence[Mapping[str, Any]]) -> tuple[float, str] | None:
 
 def _weights(run: RunRecord) -> list[Picture]:
     weights = [chunk["weights"] for chunk in run.result.get("per_chunk") or [] if chunk.get("weights")]
-    if not weights or len({len(one) for one in weights}) > 1:
+    if not weights or {len(one) for one in weights} == {1} or len({len(one) for one in weights}) > 1:
         return []
     names = [f"member {index}" for index in range(1, len(weights[0]) + 1)]
     members = Looks()

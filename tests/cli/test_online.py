@@ -1,0 +1,190 @@
+"""`specctl online` as users call it: what is refused, what is planned and shown, and warming up first."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specctl.errors import Interrupted
+from specctl.formats import checkpoint
+from tests.evaluation.streams import sure_target, write_copy, write_prompts
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+@pytest.fixture
+def start(tmp_path, tiny):
+    """Prompts, a drafter of family lm, and the options that name them."""
+    write_prompts(tmp_path)
+    write_copy(tmp_path / "lm", tiny, tiny.name, 0.03)
+    return ["--target", tiny.name, "--dtype", "fp32", "--device", "cpu", "--prompts", "prompts.jsonl", "--init", "lm"]
+
+
+SMALL = ["--max-new-tokens", "6", "--chunk", "2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--algo", "opt-hidra"], 2, "did you mean opt-hydra?"),
+        (["--algo", "ogdd"], 2, "did you mean ogd?"),
+        (["--algo", "ogd,ogd"], 2, "names an algo twice"),
+        (["--algo", "ogd,static"], 2, "baselines without static"),
+        (["--algo", "ensemble", "learner.combine=probs"], 2, "combine"),
+        (["--prompts", "-", "--seeds", "0,1"], 2, "stdin comes once"),
+        (["--prompts", "-", "stream.shuffle=true"], 2, "stdin is answered in its order"),
+        (["--prompts", "nowhere.jsonl"], 3, "no prompts file nowhere.jsonl"),
+        (["--schedule", "sql"], 2, "no part of a schedule"),
+        (["--schedule", "sqll:4"], 2, "did you mean sql"),
+        (["--resume"], 2, "resume needs output_dir"),
+        (["--init", "lookup"], 2, "no drafter lookup"),
+        (["learner.lr=-1"], 2, "greater than 0"),
+        (["learner.rate=1"], 2, "learner.rate"),
+    ],
+)
+def test_what_is_refused(specctl, argv, code, says):
+    done = specctl("online", *argv, "--dry-run")
+    assert done.code == code, done.err
+    assert says in done.err and done.out == ""
+
+
+def test_a_start_that_cannot_learn(specctl, start, tmp_path, tiny):
+    """A datastore has no weights; a head of another family than the algo names cannot be its start."""
+    done = specctl("online", *start, "--algo", "opt-hydra", "--dry-run")
+    assert done.code == 2 and "lm is of family lm, the algo asks for hydra" in done.err
+    config = json.loads((tmp_path / "lm/config.json").read_text())
+    checkpoint.save(tmp_path / "store", config=config | {"family": "retrieval"}, tensors={}, info={})
+    done = specctl("online", "--init", "store", "--dry-run")
+    assert done.code == 2 and "family retrieval, which has no weights that could learn" in done.err
+    (tmp_path / "empty").mkdir()
+    done = specctl("online", "--init", "empty", "--dry-run")
+    assert done.code == 4 and "empty is not a drafter" in done.err
+
+
+@pytest.mark.parametrize("name", ["online/opt-hydra", "online/ens-eagle3"])
+def test_shipped_recipes(specctl, name):
+    done = specctl("online", "--recipe", name, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    steps = " ".join(done.json["steps"])
+    assert "400 sql, 400 math, 400 code" in steps and "distil 1000 prompts of sql" in steps
+    assert done.json["recipe"]["algo"][0] == name.split("/")[1]
+
+
+def test_it_learns_and_reports(specctl, start, tmp_path):
+    """The command on a small target, three learners side by side; then its report, and the run again."""
+    run = ["--output-dir", "run"]
+    done = specctl("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--json")
+    assert done.code == 0, done.err
+    document = done.json
+    assert document["command"] == "online" and document["algo"] == "ensemble" and document["family"] == "lm"
+    assert document["static"]["mat"] > 1 and document["lossless"]["mismatches"] == 0
+    assert document == json.loads((tmp_path / "run/result.json").read_text())
+    again = specctl("online", *start, *SMALL, *run)
+    assert again.code == 2 and "--overwrite" in again.err
+    other = specctl("online", *start, "--max-new-tokens", "7", "--chunk", "2", *run, "--resume")
+    assert other.code == 2 and "algo was" in other.err and "sampling.max_new_tokens was 6, is 7" in other.err
+    resumed = specctl("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--resume")
+    assert resumed.code == 0, resumed.err
+    assert "0 mismatches" in resumed.out and "ensemble learnt: run/drafters/ensemble" in resumed.out
+    assert "× static" in resumed.out and "learning" in resumed.out
+    shown = specctl("report", "run", "--json")
+    assert shown.code == 0, shown.err
+    assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == ["online-chunks.png", "online-weights.png"]
+    assert "mat, not learning" in Path(shown.json["report"]).read_text()
+    # What was learnt is a drafter like any other.
+    measured = specctl("eval", *start[:-2], "--drafter", "run/drafters/ogd", "--max-new-tokens", "6", "--json")
+    assert measured.code == 0, measured.err
+    assert measured.json["lossless"]["mismatches"] == 0
+
+
+def test_a_report_of_one_learner(specctl, start):
+    """Without an ensemble there are no weights to show."""
+    done = specctl("online", *start, *SMALL, "--output-dir", "run", "--baselines", "vanilla", "-q")
+    assert done.code == 0 and done.out.strip() == "run", done.err
+    shown = specctl("report", "run", "--json")
+    assert shown.code == 0 and len(shown.json["pictures"]) == 1, shown.err
+
+
+def test_a_schedule_with_a_file_for_each_domain(specctl, start, tmp_path):
+    """The domains are those of the schedule, whatever data.domain would be; the learnt drafter is for them, too."""
+    for domain in ("code", "math"):
+        (tmp_path / f"{domain}.jsonl").write_text((tmp_path / "prompts.jsonl").read_text())
+    options = ["--prompts", "{domain}.jsonl", "--schedule", "math:2,code:1", "--output-dir", "run"]
+    done = specctl("online", *start, *SMALL, *options, "--baselines", "static", "--json")
+    assert done.code == 0, done.err
+    assert [row["domains"] for row in done.json["per_chunk"]] == [{"math": 2}, {"code": 1}]
+    assert {row["domain"]: row["prompts"] for row in done.json["per_domain"]} == {"math": 2, "code": 1}
+    assert json.loads((tmp_path / "run/drafters/ogd/drafter.json").read_text())["domain"] == ["sql", "math", "code"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "prompts.jsonl has 0 prompts"),
+        ("\n\n", "prompts.jsonl has 0 prompts"),
+        (json.dumps({"prompt": "word " * 400}) + "\n", "1 of 1 prompts rejected"),
+        ("{\n" * 3, "3 of 3 prompts rejected"),
+    ],
+)
+def test_streams_of_nothing(specctl, start, tmp_path, content, says):
+    """Empty, or with nothing that the target can answer: prompts beyond its context, lines that are none."""
+    (tmp_path / "prompts.jsonl").write_text(content)
+    done = specctl("online", *start, *SMALL, "--json")
+    assert done.code == 3 and done.json["error"]["type"] == "DataError"
+    assert says in done.json["error"]["message"], done.err
+
+
+def test_nothing_recovers(specctl, start, tmp_path):
+    """η so large that every update has to be taken back: after eight chunks that is the end, with what to do."""
+    write_prompts(tmp_path, [f"Count to {n}." for n in range(10)])
+    options = ["--max-new-tokens", "4", "--chunk", "1", "--lr", "1e30", "--baselines", "static", "--output-dir", "run"]
+    done = specctl("online", *start, *options, "--json")
+    assert done.code == 1, done.err
+    assert "ogd has learnt nothing for 8 chunks" in done.json["error"]["message"]
+    assert "learner.lr" in done.json["error"]["hint"] and "Traceback" not in done.err
+    assert done.err.count("is taken back") == 8
+
+
+def test_a_smaller_rate_recovers(specctl, start, tmp_path):
+    """The same, but it shrinks fast enough: warnings, and a run that ends well."""
+    write_prompts(tmp_path, [f"Count to {n}." for n in range(4)])
+    options = ["--max-new-tokens", "4", "--chunk", "1", "--lr", "1e30", "learner.backoff=1e-34", "--output-dir", "run"]
+    done = specctl("online", *start, *options, "--json")
+    assert done.code == 0, done.err
+    assert [row["ruling"] for row in done.json["per_chunk"]] == ["keep", "rollback", "keep", "keep"]
+    assert done.json["learners"][0]["rollbacks"] == 1 and done.json["lossless"]["mismatches"] == 0
+
+
+def test_a_signal_while_it_warms_up(specctl, library):
+    """The run directory is what --resume asks for; there is none yet."""
+
+    def stopped(recipe, run):
+        raise Interrupted("interrupted by SIGTERM", hint="continue with --resume")
+
+    library("distill", stopped)
+    done = specctl("online", "--algo", "opt-hydra", "--output-dir", "run", "--json")
+    assert done.code == 75
+    assert done.json["error"]["message"] == "interrupted by SIGTERM while warming up"
+    assert done.json["error"]["hint"] == "continue with --resume --output-dir run"
+
+
+def test_it_warms_up_first_and_says_so(specctl, tmp_path):
+    """The line of the README on an empty directory; the next run uses the drafter again."""
+    options = ["--algo", "opt-hydra", "--limit", "2", "--max-new-tokens", "6", "--device", "cpu", "--dtype", "fp32"]
+    options += ["warmup.responses=8", "warmup.minutes=0.02"]
+    planned = specctl("online", *options, "--dry-run", "--json")
+    assert planned.code == 0, planned.err
+    said = " ".join(planned.json["steps"])
+    assert "distil 8 prompts of sql" in said and "train a drafter of family hydra" in said
+    done = specctl("online", *options, "--json")
+    assert done.code == 0, done.err
+    assert "no drafter in drafters/sql-hydra: warming one up on 8 responses first" in done.err
+    assert done.json["family"] == "hydra" and done.json["prompts"] == 2
+    assert done.json["lossless"] == {"sequences": 4, "mismatches": 0, "ties": 0}
+    before = checkpoint.fingerprint(tmp_path / "drafters/sql-hydra")
+    again = specctl("online", *options, "--json")
+    assert again.code == 0 and "warming" not in again.err, again.err
+    assert checkpoint.fingerprint(tmp_path / "drafters/sql-hydra") == before
