@@ -45,7 +45,8 @@ class Descent:
     """The inner loop of a member over one chunk, from x = w_t on; the member itself stays as it was.
 
     Attributes:
-        moved: [P] w_t − x, summed up, so that g_t = moved / η is the exact gradient where one SGD step was made.
+        x: [P] what is played: where the next gradient is taken.
+        w_hat, h, t: ŵ, the hint and the number of rounds, as the member's; a round is a step.
         steps: optimizer steps so far.
         sound: no loss or gradient was other than finite. Nothing happens after one that was.
         first: (Σ loss, Σ weight) of the first pass over the chunk, each batch before the step on it.
@@ -53,7 +54,7 @@ class Descent:
 
     def __init__(self, member: Member):
         self.x, self.buffers, self._member = member.w, member.buffers, member
-        self.moved = torch.zeros_like(self.x)
+        self.w_hat, self.h, self.t = member.w_hat, member.h, member.t
         self.steps, self.sound = 0, True
         self.first = torch.zeros(2, dtype=torch.float64)
         self._sums = torch.zeros(2, dtype=torch.float64)
@@ -83,17 +84,19 @@ class Descent:
         member = self._member
         gradient = rules.clipped(gradient, norm, member.options.clip or 0.0)
         direction, buffers = member.direction(gradient, self.buffers, member.options)
-        moved = self.moved + member.eta * direction
-        x = self.x - member.eta * direction
+        w_hat, h, t = member.after(self.w_hat, self.h, self.t, direction)
+        x = member.play(w_hat, h)
         self.sound = bool(torch.tensor(total + norm).isfinite()) and bool(x.isfinite().all())
         if self.sound:
-            self.x, self.moved, self.buffers, self.steps = x, moved, buffers, self.steps + 1
+            self.w_hat, self.h, self.t, self.x, self.buffers = w_hat, h, t, x, buffers
+            self.steps += 1
 
 
 class Member:
-    """w_t = Π[ŵ_t − η h_t], ŵ_{t+1} = Π[ŵ_t − η g_t(w_t)], g_t the total displacement of the inner loop over η.
+    """w_t = Π[ŵ_t − η h_t], ŵ_{t+1} = Π[ŵ_t − η g_t(w_t)], where a round t is a step of the inner loop.
 
-    With the hint `none`, h = 0 and this is OGD. The optimizer's state persists from chunk to chunk.
+    (With a whole chunk's displacement as g_t, w_t would lie a whole chunk beyond ŵ_t: ten steps of Adam ahead, which
+    was worse than not learning.) With the hint `none`, h = 0 and this is OGD. All state persists from chunk to chunk.
     """
 
     def __init__(self, start: Tensor, options: LearnerRecipe, eta: float, optimizer: str, hint: rules.Hint):
@@ -103,29 +106,32 @@ class Member:
         self.buffers: Buffers = {name: torch.zeros_like(start) for name in vectors}
         if optimizer == "adam":
             self.buffers["j"] = torch.tensor(0)
-        self.w_hat, self._origin, self._t = start, start, 0
-        self._h = None if hint == "none" else torch.zeros_like(start)
+        self.w_hat, self._origin, self.t = start, start, 0
+        self.h = None if hint == "none" else torch.zeros_like(start)
 
     @property
     def w(self) -> Tensor:
         """[P] the weights that are played."""
-        if self._h is None:
-            return self.w_hat
-        return self._project(rules.optimistic_play(self.w_hat, self._h, self.eta))
+        return self.play(self.w_hat, self.h)
+
+    def play(self, w_hat: Tensor, h: Tensor | None) -> Tensor:
+        """w_t of ŵ_t and h_t."""
+        return w_hat if h is None else self._project(rules.optimistic_play(w_hat, h, self.eta))
+
+    def after(self, w_hat: Tensor, h: Tensor | None, t: int, g: Tensor) -> tuple[Tensor, Tensor | None, int]:
+        """ŵ, h and t of the next round."""
+        found = self._project(rules.descend(w_hat, g, self.eta))
+        return found, None if h is None else rules.next_hint(self._hint, h, g, t + 1), t + 1
 
     def end(self, descent: Descent) -> None:
         """Take over what the inner loop found."""
-        g = descent.moved / self.eta
-        self.w_hat = self._project(rules.descend(self.w_hat, g, self.eta))
-        self.buffers, self._t = descent.buffers, self._t + 1
-        if self._h is not None:
-            self._h = rules.next_hint(self._hint, self._h, g, self._t)
+        self.w_hat, self.h, self.t, self.buffers = descent.w_hat, descent.h, descent.t, descent.buffers
 
     def state(self) -> dict[str, Tensor]:
         """All that it learnt. The tensors are never changed afterwards."""
-        found = {"w_hat": self.w_hat, "t": torch.tensor(self._t), "eta": torch.tensor(self.eta, dtype=torch.float64)}
-        if self._h is not None:
-            found["h"] = self._h
+        found = {"w_hat": self.w_hat, "t": torch.tensor(self.t), "eta": torch.tensor(self.eta, dtype=torch.float64)}
+        if self.h is not None:
+            found["h"] = self.h
         if self.options.radius is not None:
             found["origin"] = self._origin
         return found | {f"optimizer.{name}": value for name, value in self.buffers.items()}
@@ -133,8 +139,8 @@ class Member:
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a `state()`, whichever device its tensors are on."""
         here = {name: value.to(self.w_hat.device) for name, value in state.items() if value.ndim}
-        self.w_hat, self._t, self.eta = here["w_hat"], int(state["t"]), float(state["eta"])
-        self._h, self._origin = here.get("h"), here.get("origin", self._origin)
+        self.w_hat, self.t, self.eta = here["w_hat"], int(state["t"]), float(state["eta"])
+        self.h, self._origin = here.get("h"), here.get("origin", self._origin)
         stored = {name: f"optimizer.{name}" for name in self.buffers}
         self.buffers = {name: here.get(key, state[key]) for name, key in stored.items()}
 

@@ -99,11 +99,12 @@ def test_several_batches_and_epochs(quadratic, played, chunk):
     assert played(epochs).tolist() == [1.0]
 
 
-def test_the_hint_is_the_whole_displacement(quadratic, played, chunk):
-    """Two inner steps, 8 → 4 → 2, are g = 6/η: ŵ = 2, and w = 2 − 6 = −4. The last inner gradient alone gives 0."""
+def test_every_inner_step_is_a_round(quadratic, played, chunk):
+    """ŵ = 8, g = 8: ŵ = 4, w = 4 − 4 = 0; there g = 0: ŵ = 4, w = 4. With the whole displacement as the hint, after the
+    loop alone, w would be 2 − 6 = −4: as far beyond as a whole chunk has moved it."""
     _, learner = quadratic([8.0], algo="optimistic", epochs=2)
     learner.learn(chunk([0.0]))
-    assert played(learner).tolist() == [-4.0]
+    assert played(learner).tolist() == [4.0]
 
 
 def test_projection_is_of_what_is_played_too(quadratic, played, chunk):
@@ -206,10 +207,13 @@ def test_osd_learns_from_other_positions_by_the_same_rule(quadratic, played, chu
 def test_settings_of_the_families():
     """The papers' numbers, and that what the recipe says is not overruled."""
     eagle3 = LearnerRecipe().resolved("eagle3", 4096)
-    assert (eagle3.optimizer, eagle3.lr, eagle3.epochs, eagle3.clip) == ("adam", 1e-4, 2, 0.5)
-    assert LearnerRecipe().resolved("eagle3", 256).lr == pytest.approx(16e-4), "narrow heads take larger steps"
+    assert (eagle3.optimizer, eagle3.lr, eagle3.epochs, eagle3.clip) == ("adam", 6e-5, 2, 0.5)
+    assert LearnerRecipe().resolved("eagle3", 256).lr == pytest.approx(9.6e-4), "narrow heads take larger steps"
     hydra = LearnerRecipe().resolved("hydra", 256)
-    assert (hydra.optimizer, hydra.lr, hydra.dropout, hydra.clip) == ("sgd", 0.1, 0.1, 0.0)
+    assert (hydra.optimizer, hydra.lr, hydra.dropout, hydra.clip) == ("adam", pytest.approx(2.4e-3), 0.1, 0.0)
+    assert LearnerRecipe(algo="ensemble").resolved("eagle3", 256).lr == pytest.approx(4.8e-4), (
+        "rates around the family's"
+    )
     assert LearnerRecipe(algo="momentum").resolved("eagle", 4096).lr == 0.1, "the heavy ball takes no rate of Adam's"
     own = LearnerRecipe(lr=0.3, clip=0.0, epochs=4, dropout=0.0).resolved("eagle3", 256)
     assert (own.lr, own.clip, own.epochs, own.dropout) == (0.3, 0.0, 4, 0.0)
