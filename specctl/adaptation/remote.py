@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from specctl.adaptation.buffer import Text
+from specctl.adaptation.buffer import ReplayBuffer, Text
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.pupil import Lesson, Pupil
 from specctl.adaptation.watchdog import Acceptance
@@ -39,10 +39,33 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the decoder hands over."""
+    """What the decoder hands over; features of all texts one behind the other, as every tensor is an open file."""
 
-    texts: list[tuple[Text, Features | None]]
+    texts: list[Text]
+    features: Features | None
     acceptance: Acceptance
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
+        """All that a buffer holds; without features where the target is to be run again."""
+        kept = [buffer.kept[index] for index in buffer.texts if index in buffer.kept]
+        if not kept:
+            return cls(list(buffer.texts.values()), None, acceptance)
+        joined = (torch.cat(parts) for parts in zip(*(vars(one).values() for one in kept), strict=True))
+        return cls(list(buffer.texts.values()), Features(*joined), acceptance)
+
+    def into(self, buffer: ReplayBuffer) -> None:
+        """Take all texts into a buffer."""
+        if self.features is None:
+            parts: list[Features | None] = [None] * len(self.texts)
+        else:
+            slots = [len(text.example.tokens) - 2 for text in self.texts]
+            asked = [text.example.response_length - 1 for text in self.texts]
+            sizes = (slots, asked, asked)
+            split = (x.split(size) for x, size in zip(vars(self.features).values(), sizes, strict=True))
+            parts = [Features(*part) for part in zip(*split, strict=True)]
+        for text, features in zip(self.texts, parts, strict=True):
+            buffer.take(text, features)
 
 
 @dataclass(frozen=True)
@@ -97,8 +120,7 @@ class RemotePupil(Pupil):
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
         began = time.perf_counter()
-        texts = [(text, self.buffer.kept.get(index)) for index, text in self.buffer.texts.items()]
-        self._inbox.put(Chunk(texts, acceptance))
+        self._inbox.put(Chunk.of(self.buffer, acceptance))
         self._handed += 1
         self.buffer.clear()
         known = self._last
@@ -205,8 +227,7 @@ def _live(
                 waiting.append(inbox.get())
             chunks += len(waiting)
             for one in waiting:
-                for text, features in one.texts:
-                    pupil.buffer.take(text, features)
+                one.into(pupil.buffer)
             accepted = sum(one.acceptance.accepted for one in waiting)
             lesson = pupil.learn(Acceptance(accepted, sum(one.acceptance.verified for one in waiting)))
             facts, state = pupil.state()
