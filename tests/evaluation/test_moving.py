@@ -1,6 +1,7 @@
 """`online` where more than the weights moves: a process of its own, a pool, draft lengths, the target itself."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,13 +58,13 @@ def test_a_process_of_its_own_learns_the_same(tmp_path, prompts, tiny, pool):
     assert there.lossless.mismatches == 0 and there.per_chunk[0].behind == 1
     assert there.per_chunk[0].status == "pending" and here.per_chunk[0].status == "updated"
     children = [name for name in os.listdir("/proc") if name.isdigit() and _parent(name) == os.getpid()]
-    names = [open(f"/proc/{name}/cmdline").read() for name in children]
+    names = [Path(f"/proc/{name}/cmdline").read_text() for name in children]
     assert not any("spawn_main" in name for name in names), "a learner that stands still would wait for ever"
 
 
 def _parent(pid):
     try:
-        return int(open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     except OSError:
         return None
 
