@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from specctl.adaptation import rules
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.learners import feedback, make_learner
@@ -20,6 +21,8 @@ from specctl.adaptation.watchdog import Acceptance, Ruling, Watchdog
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
+from specctl.drafters.feature import FeatureDrafter
+from specctl.drafters.mixture import Mixture
 from specctl.formats import checkpoint
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, batches
@@ -107,12 +110,15 @@ class Pupil:
         self.drafter = self.play()
 
     def play(self) -> Drafter:
-        """A drafter of the weights that the learner plays."""
-        return self.drafter_of(self.played())
+        """A drafter of what the learner plays."""
+        play = self.learner.play()
+        heads = [self.drafter_of(w) for w in play.vectors]
+        return heads[0] if len(heads) == 1 else Mixture(cast(list[FeatureDrafter], heads), play.weights)
 
     def played(self) -> torch.Tensor:
-        """[P] the weights that the learner plays."""
-        return self.learner.play().vectors[0]
+        """[P] the weights that the learner plays; of a mixture their mean."""
+        play = self.learner.play()
+        return rules.mean_of(torch.tensor(play.weights), list(play.vectors))
 
     def drafter_of(self, w: torch.Tensor) -> Drafter:
         """A drafter of the weights w [P]."""
@@ -196,7 +202,7 @@ class Pupil:
         return made
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
-        """Write what is played as a drafter directory."""
+        """Write what is played as a drafter directory; of a mixture the mean of its weights."""
         state = self.trainee.module.state_dict() | self.objective.parameters(self.played())
         tensors = self.trainee.tensors(state)
         return checkpoint.save(directory, config=self.trainee.config(), tensors=tensors, info=info, overwrite=True)

@@ -172,7 +172,7 @@ class RemotePupil(Pupil):
 
     def _swap(self) -> None:
         began = time.perf_counter()
-        self.drafter = self.play()
+        self.drafter = self.drafter_of(self.played())
         synchronise(self.target.device)
         self._swap_s += time.perf_counter() - began
 

@@ -111,7 +111,11 @@ class OnlineRecipe(ResumableRecipe):
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the directory of the run to continue")
         if self.learner.combine == "probs":
-            raise ValueError("learner.combine=probs needs N drafts a round and is not built: weights or sample")
+            others = [name for name in self.algo if self.family_of(name) not in ("eagle", "eagle3")]
+            if others or self.pool is not None or self.asynchronous:
+                raise ValueError(
+                    "learner.combine=probs mixes heads of eagle and eagle3, learnt here: weights or sample"
+                )
         if self.pool is not None:
             if self.init is not None:
                 raise ValueError("learners of a pool start from its drafters: init and pool exclude each other")
@@ -127,8 +131,6 @@ class OnlineRecipe(ResumableRecipe):
             raise ValueError("stdin is answered in its order: stream.shuffle is for files")
         if "static" in self.baselines and any(rule_and_family(name)[0] == "static" for name in self.algo):
             raise ValueError("the drafter that does not learn is a baseline already: set baselines without static")
-        if self.learner.combine == "probs":
-            raise ValueError("learner.combine: no drafter mixes the members' distributions: use weights or sample")
         return self
 
     def target_at(self, prompts: int) -> str:

@@ -33,7 +33,7 @@ SMALL = ["--max-new-tokens", "6", "--chunk", "2"]
         (["--algo", "ogdd"], 2, "did you mean ogd?"),
         (["--algo", "ogd,ogd"], 2, "names an algo twice"),
         (["--algo", "ogd,static"], 2, "baselines without static"),
-        (["--algo", "ensemble", "learner.combine=probs"], 2, "combine"),
+        (["--algo", "ens-hydra", "learner.combine=probs"], 2, "combine"),
         (["--prompts", "-", "--seeds", "0,1"], 2, "stdin comes once"),
         (["--prompts", "-", "stream.shuffle=true"], 2, "stdin is answered in its order"),
         (["--prompts", "nowhere.jsonl"], 3, "no prompts file nowhere.jsonl"),

@@ -125,6 +125,15 @@ def test_draft_lengths_follow_the_drafter(tmp_path, prompts, tiny, pool):
     assert lengths[0] > 2 * lengths[1]
 
 
+def test_members_may_draft_together(tmp_path, prompts, tiny, pool):
+    """Three heads of different weights, mixed; what is saved is the mean of their weights."""
+    made = recipe(prompts, pool / "head", tiny, algo=["ensemble"], learner={"combine": "probs", "epsilon": 0.1})
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert found.lossless.mismatches == 0 and found.per_chunk[-1].effective > 2
+    start, after = checkpoint.load(pool / "head").tensors, weights(tmp_path / "run", "ensemble")
+    assert after.keys() == start.keys() and any(not torch.equal(after[key], start[key]) for key in start)
+
+
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, tiny):
     """A later checkpoint of the target: a few steps on one text, as a fine-tune begins."""
