@@ -96,7 +96,7 @@ FLAGS: dict[str, Flag] = {
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
     "algo": Flag(("algo",), str, "Policy, or several with commas: hedgespec, hedge, ucbspec, metasd-ucb, …"),
     "learner": Flag(
-        ("algo",), str, "Update rule, or with a family, or several: ogd, opt-hydra, ens-eagle3, osd-eagle, …"
+        ("algo",), str, "Update rule, or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
     ),
     "schedule": Flag(("stream.schedule",), str, "Prompts of each domain in turn: sql:400,math:400."),
     "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),

@@ -18,6 +18,7 @@ from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.online_rows import DomainRow, LearnerRow, Passes, SeedRow
 from specctl.evaluation.online_stage import ChunkRow, Stage
+from specctl.evaluation.reasoning_run import ReasoningResult, reason
 from specctl.evaluation.records import Record, recipe_stamp, write_outputs
 from specctl.evaluation.rows import compared
 from specctl.evaluation.states import Mark
@@ -59,8 +60,10 @@ class OnlineResult:
     rejected: int
 
 
-def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult:
+def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult | ReasoningResult:
     """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
+
+    Those of lookahead reasoning draft steps (`reason`), all others tokens.
 
     `target` is given by callers that hold it already.
 
@@ -69,6 +72,8 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
         Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
         SpecctlError: a learner learns nothing any more, or the disk is full.
     """
+    if recipe.reasons:
+        return reason(recipe, run, target=target)
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}

@@ -136,8 +136,8 @@ class OnlineRecipe(ResumableRecipe):
         if self.drafting != DraftingRecipe() and self.reasoning.drafter is None:
             unused.append("drafting")
         if unused:
-            instead = BY_TOKENS.get(unused[0], "it shapes the drafts of reasoning.drafter")
-            raise ValueError(f"{unused[0]} is of learning by tokens, not of {self.algo[0]}" + f": {instead}" * bool(instead))
+            name, instead = unused[0], BY_TOKENS.get(unused[0], "it shapes the drafts of reasoning.drafter")
+            raise ValueError(f"{name} is of learning by tokens, not of {self.algo[0]}" + f": {instead}" * bool(instead))
         sampling = SamplingRecipe()
         if (self.sampling.max_new_tokens, self.sampling.exact) != (sampling.max_new_tokens, sampling.exact):
             raise ValueError("the length of a text is reasoning.budget and reasoning.answer_tokens, and none is exact")
@@ -157,7 +157,8 @@ class OnlineRecipe(ResumableRecipe):
             sections = [part for part in (self.sampling, self.reasoning) if name in part.model_fields_set]
             said = {getattr(part, name) for part in sections}
             if len(said) > 1:
-                raise ValueError(f"sampling.{name} and reasoning.{name} are one and the same: {' or '.join(map(str, said))}?")
+                values = " or ".join(map(str, sorted(said)))
+                raise ValueError(f"sampling.{name} and reasoning.{name} are one and the same: {values}?")
             found[name] = said.pop() if said else getattr(self.reasoning, name)
         self.sampling = self.sampling.model_copy(update=found)
         self.reasoning = self.reasoning.model_copy(update=found)
@@ -187,7 +188,8 @@ class OnlineRecipe(ResumableRecipe):
             raise ValueError("stdin comes once: one seed")
         if self.data.prompts == "-" and self.stream.shuffle:
             raise ValueError("stdin is answered in its order: stream.shuffle is for files")
-        if not self.reasons and "static" in self.baselines and any(rule_and_family(name)[0] == "static" for name in self.algo):
+        rules = [] if self.reasons else [rule_and_family(name)[0] for name in self.algo]
+        if "static" in self.baselines and "static" in rules:
             raise ValueError("the drafter that does not learn is a baseline already: set baselines without static")
         if self.learner.combine == "probs":
             raise ValueError("learner.combine: no drafter mixes the members' distributions: use weights or sample")

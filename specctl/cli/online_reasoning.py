@@ -1,0 +1,127 @@
+"""What `specctl online --algo lr | osd-lr | online-lr` checks, plans and shows of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.cli.output import cell, table
+from specctl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from specctl.recipe import OnlineRecipe
+
+COLUMNS = {
+    "mode": "mode",
+    "step_acceptance": "steps accepted",
+    "accepted_per_target_step": "per target step",
+    "avg_len": "steps a round",
+    "mat": "mat",
+    "speedup": "× target",
+    "speedup_with_learning": "× target, net",
+    "tflops": "TFLOP",
+    "agreement": "answers of the target",
+    "accuracy": "right answers",
+}
+"""Fields of a mode that people are shown, and their headings; net: the time of learning counts."""
+SHARES = {"step_acceptance", "agreement", "accuracy"}
+
+
+def check(recipe: OnlineRecipe) -> None:
+    """The models that are named on this machine are there, and can do what they are named for.
+
+    Raises UsageError, CheckpointError.
+    """
+    from specctl.cli import plan
+    from specctl.decoding.target import location
+    from specctl.formats import checkpoint
+
+    own = recipe.reasoning
+    if own.draft is not None:
+        place = Path(location(own.draft))
+        if checkpoint.is_drafter(place) and (family := checkpoint.family(place)) != "lm":
+            raise CheckpointError(
+                f"reasoning.draft: {own.draft} is of family {family}, which writes no steps by itself",
+                "train a small LM: specctl train-drafter --arch lm",
+            )
+    if own.drafter is not None:
+        plan.check_drafters([own.drafter])
+    if own.judge.name is not None and own.judge.endpoint is None:
+        location(own.judge.name)
+
+
+def steps(recipe: OnlineRecipe) -> list[str]:
+    """What is done behind the warm-up, in words."""
+    from specctl.adaptation.reasoning import LEARNING
+
+    own = recipe.reasoning.resolved(recipe.target.name)
+    judge = f"the {own.judge.kind} judge" if own.judge.name is None else f"judge {own.judge.name}"
+    where = f" at {own.judge.endpoint}" if own.judge.endpoint else ""
+    learners = [mode for mode in recipe.modes if mode in LEARNING]
+    inside = f", which {own.drafter} speculates in," if own.drafter else ""
+    found = [
+        f"think in steps that end with {own.delimiter!r}{inside} for {own.budget} tokens and answer in "
+        f"{own.answer_tokens}, {len(recipe.seeds)} time(s), as {', '.join(recipe.modes)}",
+        f"draft up to {own.depth} steps with {recipe.draft}; {judge}{where} compares them with the target's",
+    ]
+    if learners:
+        found.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the steps that differ")
+    return [
+        *found,
+        "compare all final answers with those of the target alone, and save texts, pairs and what was learnt",
+    ]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """One row per mode, what learning gained, and in how many answers the target alone is not met."""
+    from rich.console import Group
+
+    rows = document["modes"]
+    columns = {name: title for name, title in COLUMNS.items() if name == "agreement" or any(map(_known(name), rows))}
+    cells = [[_shown(name, row[name]) for name in columns] for row in rows]
+    return Group(
+        table(*columns.values(), rows=cells),
+        *(
+            f"{one['mode']} − {one['than']}, steps accepted: {_shown('step_acceptance', one['step_acceptance'])}"
+            for one in document["differences"]
+        ),
+        *_fidelity(document),
+        *(f"{name} judged {_judged(counts)}" for name, counts in document["judges"].items()),
+        *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
+        f"run: {cell(document['run_dir'])}",
+    )
+
+
+def _known(name: str) -> Any:
+    def known(row: dict[str, Any]) -> bool:
+        value = row[name]
+        return (value["value"] if isinstance(value, dict) else value) is not None
+
+    return known
+
+
+def _shown(name: str, value: Any) -> str:
+    """A number, of a rate with its interval."""
+    if not isinstance(value, dict):
+        return cell(value)
+    if value["value"] is None:
+        return "–"
+    scale, unit = (100, " %") if name in SHARES else (1, "")
+    number, ends = cell(scale * value["value"]), value["interval"]
+    return number + unit + (f" [{cell(scale * ends[0])}, {cell(scale * ends[1])}]" if ends else "")
+
+
+def _fidelity(document: dict[str, Any]) -> list[str]:
+    """The texts are not the target's own: what that did to the answers is always said."""
+    alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
+    if alone is None:
+        return ["not lossless: how often the answers are those of the target alone was not measured (baselines)"]
+    told = alone["prompts"] - alone["unanswered"]
+    return [f"not lossless: answers are compared where the target alone has one, {told} of {alone['prompts']} prompts"]
+
+
+def _judged(counts: dict[str, int]) -> str:
+    asked = f"{counts['asked']} asked about" + (
+        f", {counts['unanswered']} without a ruling" * bool(counts["unanswered"])
+    )
+    return f"{counts['aligned']} of {counts['pairs']} pairs of steps to be one ({counts['identical']} equal, {asked})"
