@@ -113,6 +113,12 @@ class Lookahead:
         trace.right = correct(trace.text, arrival.prompt.reference, allow_code_execution=allowed)
         return trace
 
+    def forget(self) -> None:
+        """Keep nothing of texts from before: what follows is the same, and the same work, wherever a run goes on."""
+        self.target.forget()
+        if self.draft is not None:
+            self.draft.writer.forget()
+
     def _work(self) -> tuple[Work, Work]:
         """Of target and draft LM until now."""
         draft = Work() if self.draft is None else self.draft.writer.work

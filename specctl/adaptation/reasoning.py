@@ -124,6 +124,8 @@ class Reasoning:
 
         Raises Interrupted, with the learners anywhere in the chunk: go on from a `state()`.
         """
+        for answering in self._answering.values():
+            answering.forget()
         traces: dict[ReasoningMode, list[Trace]] = {mode: [] for mode in self.modes}
         for place, arrival in enumerate(arrivals):
             turn = place % len(self.modes)

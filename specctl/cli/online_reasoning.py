@@ -25,6 +25,8 @@ COLUMNS = {
 }
 """Fields of a mode that people are shown, and their headings; net: the time of learning counts."""
 SHARES = {"step_acceptance", "agreement", "accuracy"}
+INTERVALS = {"speedup", *SHARES}
+"""Rates that are shown with their intervals."""
 
 
 def check(recipe: OnlineRecipe) -> None:
@@ -108,7 +110,9 @@ def _shown(name: str, value: Any) -> str:
         return "–"
     scale, unit = (100, " %") if name in SHARES else (1, "")
     number, ends = cell(scale * value["value"]), value["interval"]
-    return number + unit + (f" [{cell(scale * ends[0])}, {cell(scale * ends[1])}]" if ends else "")
+    return (
+        number + unit + (f" [{cell(scale * ends[0])}, {cell(scale * ends[1])}]" if ends and name in INTERVALS else "")
+    )
 
 
 def _fidelity(document: dict[str, Any]) -> list[str]:
