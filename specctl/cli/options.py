@@ -108,6 +108,9 @@ FLAGS: dict[str, Flag] = {
     "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
     "asynchronous": Flag(("asynchronous",), bool, "A process of its own learns while the decoder goes on."),
     "online_baselines": Flag(("baselines",), str, "vanilla,static (default), one of them, or none.", _none_or_names),
+    "allow_code_execution": Flag(
+        ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."
+    ),
     "strict": Flag(("strict",), bool, "Refuse a pool with a member that cannot be used."),
     "reset": Flag(("reset",), str, "When a policy forgets: query (default), session or stream."),
     "session": Flag(("session",), int, "Consecutive prompts of one domain."),

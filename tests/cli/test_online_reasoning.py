@@ -20,7 +20,7 @@ SMALL += ["--chunk", "2", "--temperature", "0"]
 @pytest.fixture
 def start(tmp_path, target):
     """Prompts with their answers, a small LM that nobody has trained, and the options that name them."""
-    prompts = [{"prompt": f"What is {n} + {n}?", "reference": f"#### {2 * n}"} for n in (1, 2, 3)]
+    prompts = [{"prompt": f"What is {n} + {n}?", "response": f"#### {2 * n}"} for n in (1, 2, 3)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
     torch.manual_seed(0)
     sizes = DrafterRecipe(preset="tiny", hidden_size=32, num_heads=2, intermediate_size=32, num_layers=1)
@@ -71,6 +71,7 @@ def test_the_plan(specctl):
     recipe, said = done.json["recipe"], " ".join(done.json["steps"])
     assert recipe["sampling"]["temperature"] == recipe["reasoning"]["temperature"] == 0.3
     assert recipe["sampling"]["seed"] == recipe["reasoning"]["seed"] == recipe["data"]["seed"] == 5
+    assert recipe["reasoning"]["allow_code_execution"] is False
     assert recipe["data"]["domain"] == ["math"] and "train a drafter of family lm" in said
     assert "as target, draft, lr, online-lr" in said and "after every 25 prompts online-lr learn" in said
     Path("again.yaml").write_text(json.dumps({"command": "online", **recipe}))
@@ -108,11 +109,12 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
     assert texts["online-lr"] == texts["osd-lr"] == texts["lr"] == texts["target"], "greedy, and the exact judge"
     by_mode = {row["mode"]: row for row in document["modes"]}
     assert by_mode["lr"]["agreement"]["value"] == 1 and by_mode["lr"]["accuracy"]["value"] is not None
-    refused = specctl(*argv[:4], *argv[4:-2], "reasoning.depth=1", "--output-dir", "run", "--resume")
-    assert refused.code == 2, refused.err
+    refused = specctl(*argv, "reasoning.depth=1", "--resume")
+    assert refused.code == 2 and "reasoning.depth was 2, is 1" in refused.err, refused.err
     resumed = specctl(*argv, "--resume")
     assert resumed.code == 0, resumed.err
-    assert "not lossless: answers are compared where the target alone has one, 3 of 3 prompts" in resumed.out
+    told = 3 - by_mode["target"]["unanswered"]
+    assert told and f"where the target alone has one, {told} of 3 prompts" in resumed.out
     assert "answers of the target" in resumed.out and "100.0 % [100.0, 100.0]" in resumed.out
     assert "online-lr − lr, steps accepted" in resumed.out and "osd-lr learnt: run/drafters/osd-lr" in resumed.out
     shown = specctl("report", "run", "--csv", "--json")
