@@ -88,6 +88,7 @@ def show(document: dict[str, Any]) -> Any:
             for one in document["differences"]
         ),
         *_fidelity(document),
+        *_cut(document),
         *(f"{name} judged {_judged(counts)}" for name, counts in document["judges"].items()),
         *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
         f"run: {cell(document['run_dir'])}",
@@ -122,6 +123,16 @@ def _fidelity(document: dict[str, Any]) -> list[str]:
         return ["not lossless: how often the answers are those of the target alone was not measured (baselines)"]
     told = alone["prompts"] - alone["unanswered"]
     return [f"not lossless: answers are compared where the target alone has one, {told} of {alone['prompts']} prompts"]
+
+
+def _cut(document: dict[str, Any]) -> list[str]:
+    """Where most steps of the target alone, one a round, are none."""
+    alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
+    if alone is None or 2 * alone["cut"] <= alone["rounds"]:
+        return []
+    return [
+        f"{alone['cut']} of {alone['rounds']} steps were cut: set reasoning.delimiter, or larger reasoning.step_tokens"
+    ]
 
 
 def _judged(counts: dict[str, int]) -> str:

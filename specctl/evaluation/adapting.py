@@ -78,21 +78,15 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     run.annotate(target=target.identity)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
-    if journal.start():
-        progress.log(f"resumed behind chunk {journal.mark.number}")
-    elif recipe.resume:
-        progress.log(f"nothing in {run.dir} to resume: from the beginning")
-    rejected = run.dir / "rejected.jsonl"
-    for place, seed in enumerate(recipe.seeds[journal.mark.passed :], journal.mark.passed):
-        # Later passes see the same lines again.
-        _pass(recipe, run, target, seed, journal, Rejections(None if place else rejected, recipe.data.max_rejected))
+    journal.start()
+    for seed, rejections in journal.passes():
+        _pass(recipe, run, target, seed, journal, rejections)
     records = journal.records()
     journal.finish(records)
     if recipe.save_outputs:
         with journal.writing():
             write_outputs(run.dir, records, target.tokenizer)
-    count = len(rejected.read_text(encoding="utf-8").splitlines()) if rejected.exists() else 0
-    return _result(recipe, records, journal.rows(), _drafters(recipe, run), count)
+    return _result(recipe, records, journal.rows(), _drafters(recipe, run), journal.rejected)
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:

@@ -27,12 +27,9 @@ class Journal(States):
     def __init__(self, recipe: OnlineRecipe, run: Run, stamp: Stamp):
         super().__init__(recipe, run, stamp, PARTS)
 
-    def start(self) -> bool:
-        """As of all states; the answers of an older run go, too."""
-        found = super().start()
-        if not found:
-            (self.run.dir / RECORDS).unlink(missing_ok=True)
-        return found
+    def _clear(self) -> None:
+        super()._clear()
+        (self.run.dir / RECORDS).unlink(missing_ok=True)
 
     def _cut(self) -> None:
         super()._cut()

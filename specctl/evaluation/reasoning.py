@@ -32,6 +32,7 @@ class ModeRow:
         accepted_per_target_step: drafted steps kept ÷ rounds; a round's target steps are one batch.
         avg_len: steps kept, the target's own included, ÷ rounds: 1 without lookahead.
         mat: tokens ÷ forwards of the target; a batch's are counted once.
+        cut: steps that ended at the limit, without a delimiter.
         wasted: share of the target's steps that were not kept.
         seconds, draft_s, judge_s, learning_s: wall-clock of answering, of it draft LM and judge, and of learning.
         speedup: seconds of the target alone ÷ those of the mode, on the same prompts, of texts that may differ.
@@ -51,6 +52,7 @@ class ModeRow:
     wasted: float | None
     tokens: int
     rounds: int
+    cut: int
     seconds: float
     draft_s: float
     judge_s: float
@@ -87,6 +89,7 @@ def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | N
         wasted=ratio(written - kept, written),
         tokens=sum(len(trace.ids) for trace in traces),
         rounds=sum(trace.rounds for trace in traces),
+        cut=sum(trace.cut for trace in traces),
         seconds=sum(seconds),
         draft_s=sum(trace.draft_s for trace in traces),
         judge_s=sum(trace.judge_s for trace in traces),

@@ -91,17 +91,10 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(recipe)}
     draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))
     journal = ReasoningJournal(recipe, run, stamp)
-    if journal.start():
-        progress.log(f"resumed behind chunk {journal.mark.number}")
-    elif recipe.resume:
-        progress.log(f"nothing in {run.dir} to resume: from the beginning")
-    rejected = run.dir / "rejected.jsonl"
-    for place, seed in enumerate(recipe.seeds[journal.mark.passed :], journal.mark.passed):
-        # Later passes see the same lines again.
-        rejections = Rejections(None if place else rejected, recipe.data.max_rejected)
+    journal.start()
+    for seed, rejections in journal.passes():
         _pass(recipe, seed, target, draft, judge, journal, rejections)
-    count = len(rejected.read_text(encoding="utf-8").splitlines()) if rejected.exists() else 0
-    return _result(recipe, run, journal, count)
+    return _result(recipe, run, journal)
 
 
 def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
@@ -109,7 +102,13 @@ def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
     if recipe.reasoning.draft is None:
         checkpoint.present(Path(recipe.draft))
     named = [name for name in (recipe.draft, recipe.reasoning.drafter) if name is not None]
-    return {name: checkpoint.fingerprint(name) if checkpoint.is_drafter(Path(name)) else None for name in named}
+    return {name: checkpoint.fingerprint(place) if (place := _directory(name)) else None for name in named}
+
+
+def _directory(name: str) -> Path | None:
+    """Where a drafter is; None for a model of `transformers` and for drafters without weights."""
+    place = Path(name).expanduser()
+    return place if checkpoint.is_drafter(place) else None
 
 
 def _pass(
@@ -124,8 +123,8 @@ def _pass(
     """One pass over the stream; what was learnt is saved at its end."""
     stream = PromptStream.of_pass(recipe, target, rejections, seed)
     own = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
-    inside = own.drafter and pool.load_drafter(own.drafter, target, recipe.drafting)
-    reasoning = Reasoning(target, draft, own, recipe.modes, judge=judge, drafter=inside or None)
+    inside = pool.load_drafter(own.drafter, target, recipe.drafting) if own.drafter else None
+    reasoning = Reasoning(target, draft, own, recipe.modes, judge=judge, drafter=inside)
     mark = journal.mark
     if mark.stage is not None and mark.stream is not None:
         reasoning.restore(_by_mode(journal.tensors), mark.stage["chunks"])
@@ -138,7 +137,10 @@ def _pass(
             record = reasoning.chunk(arrivals, bar.update)
             judged = {mode: _less(now, before[mode]) for mode, now in _counts(reasoning).items()}
             rows = chunk_rows(record, seed, judged)
-            bar.update(0, chunk=record.chunk, step_acceptance=rows[-1].step_acceptance)
+            bar.update(0, chunk=record.chunk, accepted=rows[-1].step_acceptance)
+            for mode, lesson in record.lessons.items():
+                if lesson.refused:
+                    progress.warn(f"{mode}: chunk {record.chunk} taught what is not finite; it is as it was before")
             with journal.writing():
                 for one in rows:
                     journal.run.metrics(**{key: getattr(one, key) for key in SHOWN})
@@ -177,20 +179,21 @@ def _save(
     recipe: OnlineRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
 ) -> None:
     """Write a learnt draft LM as what it was before: a drafter of family lm, or a model of `transformers`."""
-    if not checkpoint.is_drafter(Path(draft.name)):
+    start = _directory(draft.name)
+    if start is None:
         with checkpoint.staged(place) as folder:
             model.save_pretrained(folder)
             draft.tokenizer.save_pretrained(folder)
         return
     module = lm.LM(model)
-    domains = dict.fromkeys([*pool.domains_of(draft.name), *recipe.stream_domains])
-    info = {**checkpoint.read_info(draft.name), "domain": list(domains), "mat": {}}
+    domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
+    info = {**checkpoint.read_info(start), "domain": list(domains), "mat": {}}
     info["learnt"] = f"{learnt}, from {draft.name}"
     config, tensors = lm.config(module, target.identity), lm.published(module.state_dict())
     checkpoint.save(place, config=config, tensors=tensors, info=info, overwrite=True)
 
 
-def _result(recipe: OnlineRecipe, run: Run, journal: ReasoningJournal, rejected: int) -> ReasoningResult:
+def _result(recipe: OnlineRecipe, run: Run, journal: ReasoningJournal) -> ReasoningResult:
     chunks, traces, modes = journal.rows(), journal.traces(), recipe.modes
 
     def over(mode: ReasoningMode, seeds: Sequence[int]) -> list[Trace]:
@@ -223,7 +226,7 @@ def _result(recipe: OnlineRecipe, run: Run, journal: ReasoningJournal, rejected:
         per_seed=[_seed_row(rated(mode, [seed]), seed) for seed in recipe.seeds for mode in modes],
         judges={mode: dict(counts) for mode, counts in judged.items()},
         drafters={mode: str(_place(recipe, run, mode, recipe.seeds[0])) for mode in learners},
-        rejected=rejected,
+        rejected=journal.rejected,
     )
 
 

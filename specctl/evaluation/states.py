@@ -18,14 +18,16 @@ from typing import Any
 
 from torch import Tensor
 
+from specctl import progress
 from specctl.adaptation.stream import PromptStream
+from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
 from specctl.evaluation.records import Stamp, check_same
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run, to_json
 from specctl.training import checkpoint
 
-CHUNKS, CHECKPOINTS = "chunks.jsonl", "checkpoints"
+CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,17 @@ class States:
     mark: Mark
     tensors: dict[str, Tensor]
 
-    def start(self) -> bool:
-        """Take up the newest checkpoint if the recipe asks for it, else begin anew. Whether there was one.
+    def start(self) -> None:
+        """Take up the newest checkpoint if the recipe asks for it, else begin anew; says which.
 
         Raises CheckpointError (none is whole, or what belongs to it is gone), UsageError (it was made under another
         recipe).
         """
         found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
         if found is None:
-            checkpoint.discard(self.checkpoints)
-            checkpoint.discard(self.parts)
-            for name in self.lines:
-                (self.run.dir / name).unlink(missing_ok=True)
+            self._clear()
+            if self.recipe.resume:
+                progress.log(f"nothing in {self.run.dir} to resume: from the beginning")
         else:
             path, state = found
             check_same(state["stamp"], self.stamp, str(path))
@@ -83,10 +84,30 @@ class States:
             self.tensors = checkpoint.load_tensors(path)
             self._saved = self.mark
             self._cut()
+            progress.log(f"resumed behind chunk {self.mark.number}")
         self.parts.mkdir(exist_ok=True)
-        return found is not None
+
+    def passes(self) -> Iterator[tuple[int, Rejections]]:
+        """The seeds whose passes are left, each with what keeps unusable prompts: of the first pass, as the later ones
+        see the same lines again."""
+        for place, seed in enumerate(self.recipe.seeds[self.mark.passed :], self.mark.passed):
+            yield seed, Rejections(None if place else self.run.dir / REJECTED, self.recipe.data.max_rejected)
+
+    @property
+    def rejected(self) -> int:
+        """Prompts that could not be used."""
+        path = self.run.dir / REJECTED
+        return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+
+    def _clear(self) -> None:
+        """Forget an earlier run."""
+        checkpoint.discard(self.checkpoints)
+        checkpoint.discard(self.parts)
+        for name in self.lines:
+            (self.run.dir / name).unlink(missing_ok=True)
 
     def _cut(self) -> None:
+        """Forget what was written behind the mark. CheckpointError where something from before it is gone."""
         for path in self.parts.glob("*.parquet"):
             if int(path.stem) > self.mark.number:
                 path.unlink()

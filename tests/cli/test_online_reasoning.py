@@ -136,7 +136,7 @@ def test_fidelity_is_never_hidden():
     none = {"value": None, "interval": None}
     numbers = dict.fromkeys(["step_acceptance", "accepted_per_target_step", "avg_len", "mat", "speedup"], none)
     row = {"prompts": 4, "unanswered": 4, "agreement": none, "accuracy": none, "tflops": 0.1, **numbers}
-    row["speedup_with_learning"] = None
+    row |= {"speedup_with_learning": None, "cut": 7, "rounds": 9}
     document = {"differences": [], "judges": {}, "drafters": {}, "run_dir": "run"}
     for modes, says in ((["lr"], "was not measured"), (["target", "lr"], "0 of 4 prompts")):
         console = Console(width=500)
@@ -144,3 +144,4 @@ def test_fidelity_is_never_hidden():
             console.print(show(document | {"modes": [{"mode": mode, **row} for mode in modes]}))
         assert says in captured.get() and "answers of the target" in captured.get()
         assert "right answers" not in captured.get()
+        assert ("7 of 9 steps were cut: set reasoning.delimiter" in captured.get()) == ("target" in modes)

@@ -130,6 +130,7 @@ def test_numbers_are_those_of_the_traces(whole):
     for mode, counts in found.judges.items():
         assert counts["asked"] + counts["cached"] + counts["identical"] == counts["pairs"] > 0, mode
     assert list(found.judges) == MODES[2:]
+    assert rows["target"].cut > rows["target"].rounds / 2, "a target that never writes the delimiter"
 
 
 def test_greedy_texts_are_the_targets_own(whole):
@@ -240,6 +241,14 @@ def test_a_judge_that_is_down_aligns_nothing(tmp_path, make, tiny, capsys):
     assert counts["unanswered"] == counts["asked"] > 0 and counts["aligned"] == counts["identical"]
     assert capsys.readouterr().err.count("gave no ruling") == 1
     assert found.modes[2].agreement == found.modes[0].agreement
+
+
+def test_a_lesson_that_is_not_finite_is_told_of(tmp_path, make, tiny, draft, capsys):
+    learning = {"lr": 1e30, "epochs": 2, "batch": 1}
+    found = learnt(tmp_path / "run", make(algo=["osd-lr"], seeds=[0], reasoning={"learning": learning}), tiny)[0]
+    assert any(row.refused for row in found.per_chunk)
+    assert "osd-lr: chunk 1 taught what is not finite" in capsys.readouterr().err
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run", "osd-lr").values())
 
 
 def test_texts_without_answers_agree_about_nothing(whole):
