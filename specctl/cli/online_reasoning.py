@@ -79,10 +79,10 @@ def show(document: dict[str, Any]) -> Any:
     from rich.console import Group
 
     rows = document["modes"]
-    columns = {name: title for name, title in COLUMNS.items() if name == "agreement" or any(map(_known(name), rows))}
-    cells = [[_shown(name, row[name]) for name in columns] for row in rows]
+    shown = [name for name in COLUMNS if name == "agreement" or any(_known(row[name]) for row in rows)]
+    cells = [[_shown(name, row[name]) for name in shown] for row in rows]
     return Group(
-        table(*columns.values(), rows=cells),
+        table(*(COLUMNS[name] for name in shown), rows=cells),
         *(
             f"{one['mode']} − {one['than']}, steps accepted: {_shown('step_acceptance', one['step_acceptance'])}"
             for one in document["differences"]
@@ -95,25 +95,20 @@ def show(document: dict[str, Any]) -> Any:
     )
 
 
-def _known(name: str) -> Any:
-    def known(row: dict[str, Any]) -> bool:
-        value = row[name]
-        return (value["value"] if isinstance(value, dict) else value) is not None
-
-    return known
+def _known(value: Any) -> bool:
+    return (value["value"] if isinstance(value, dict) else value) is not None
 
 
 def _shown(name: str, value: Any) -> str:
     """A number, of a rate with its interval."""
     if not isinstance(value, dict):
         return cell(value)
-    if value["value"] is None:
-        return "–"
     scale, unit = (100, " %") if name in SHARES else (1, "")
-    number, ends = cell(scale * value["value"]), value["interval"]
-    return (
-        number + unit + (f" [{cell(scale * ends[0])}, {cell(scale * ends[1])}]" if ends and name in INTERVALS else "")
-    )
+    numbers = [cell(scale * one) for one in (value["value"], *(value["interval"] or ())) if one is not None]
+    if not numbers:
+        return "–"
+    interval = f" [{numbers[1]}, {numbers[2]}]" if name in INTERVALS and len(numbers) == 3 else ""
+    return numbers[0] + unit + interval
 
 
 def _fidelity(document: dict[str, Any]) -> list[str]:
@@ -136,7 +131,7 @@ def _cut(document: dict[str, Any]) -> list[str]:
 
 
 def _judged(counts: dict[str, int]) -> str:
-    asked = f"{counts['asked']} asked about" + (
-        f", {counts['unanswered']} without a ruling" * bool(counts["unanswered"])
-    )
+    asked = f"{counts['asked']} asked about"
+    if counts["unanswered"]:
+        asked += f", {counts['unanswered']} of them without a ruling"
     return f"{counts['aligned']} of {counts['pairs']} pairs of steps to be one ({counts['identical']} equal, {asked})"
