@@ -144,7 +144,7 @@ def _pass(
             with journal.writing():
                 for one in rows:
                     journal.run.metrics(**{key: getattr(one, key) for key in SHOWN})
-            tensors = {f"{mode}.{name}": x for mode, state in reasoning.state().items() for name, x in state.items()}
+            tensors = _flat(reasoning.state())
             number, passed = journal.mark.number + 1, journal.mark.passed
             here = Mark(number, passed, stream.position(), {"chunks": reasoning.chunks})
             journal.keep(record, rows, here, tensors)
@@ -152,6 +152,11 @@ def _pass(
         place = _place(recipe, journal.run, mode, seed)
         _save(recipe, place, learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
     journal.passed()
+
+
+def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """`Reasoning.state` for a checkpoint: in the memory of the host, until it is written."""
+    return {f"{mode}.{name}": value.cpu() for mode, own in state.items() for name, value in own.items()}
 
 
 def _by_mode(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -216,7 +221,7 @@ def _result(recipe: OnlineRecipe, run: Run, journal: ReasoningJournal) -> Reason
         chunks=len(chunks) // len(modes),
         prompts=rows[0].prompts,
         draft=recipe.draft,
-        judge=recipe.reasoning.judge.kind,
+        judge=recipe.reasoning.judge.name or recipe.reasoning.judge.kind,
         modes=rows,
         differences=[
             Difference(mode, than, acceptance_difference(over(mode, recipe.seeds), over(than, recipe.seeds)))

@@ -243,6 +243,13 @@ def test_a_judge_that_is_down_aligns_nothing(tmp_path, make, tiny, capsys):
     assert found.modes[2].agreement == found.modes[0].agreement
 
 
+def test_without_baselines_nothing_is_compared(tmp_path, make, tiny):
+    found = learnt(tmp_path / "run", make(algo=["lr"], seeds=[0], reasoning={"baselines": []}), tiny)[0]
+    (row,) = found.modes
+    assert (row.mode, row.prompts, row.agreement.value, row.speedup.value) == ("lr", len(QUESTIONS), None, None)
+    assert (found.differences, found.drafters) == ([], {})
+
+
 def test_a_lesson_that_is_not_finite_is_told_of(tmp_path, make, tiny, draft, capsys):
     learning = {"lr": 1e30, "epochs": 2, "batch": 1}
     found = learnt(tmp_path / "run", make(algo=["osd-lr"], seeds=[0], reasoning={"learning": learning}), tiny)[0]
