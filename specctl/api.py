@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specctl.evaluation.compare import GenerateResult
     from specctl.evaluation.importing import ImportResult
     from specctl.evaluation.matrix import EvalResult
+    from specctl.evaluation.reasoning_run import ReasoningResult
     from specctl.evaluation.selecting import SelectResult
     from specctl.formats.exporting import ExportResult
     from specctl.reporting.report import ReportResult
@@ -80,7 +81,7 @@ def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -
     return execute("select", with_domains_of_pool(resolved, members(resolved)))[0]
 
 
-def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult:
+def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult | ReasoningResult:
     """Drafters that learn along a stream, from one that must be there: only the command line warms up first."""
     return execute("online", _recipe("online", recipe, overrides))[0]
 

@@ -52,6 +52,7 @@ class Trace:
         ids: all that stands behind the prompt, in the writer's tokens, transition included.
         stop: the text ended itself, or was cut at the budget or in a loop.
         rounds: batches of target steps; target_steps: steps the target wrote in them, of which own_steps were kept.
+        cut: steps of the text that ended at the limit, without a delimiter.
         drafted, accepted: steps of the draft LM; rejected: rounds ended by one; accepted_tokens: of those kept.
         seconds, draft_s, judge_s: wall-clock, of it with the draft LM and the judge.
         target, draft: work of the two models.
@@ -67,6 +68,7 @@ class Trace:
     rounds: int = 0
     target_steps: int = 0
     own_steps: int = 0
+    cut: int = 0
     drafted: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -113,6 +115,12 @@ class Lookahead:
         trace.right = correct(trace.text, arrival.prompt.reference, allow_code_execution=allowed)
         return trace
 
+    def forget(self) -> None:
+        """Keep nothing of texts from before: what follows is the same, and the same work, wherever a run goes on."""
+        self.target.forget()
+        if self.draft is not None:
+            self.draft.writer.forget()
+
     def _work(self) -> tuple[Work, Work]:
         """Of target and draft LM until now."""
         draft = Work() if self.draft is None else self.draft.writer.work
@@ -130,6 +138,7 @@ class Lookahead:
             added, accepted = self._round(arrival, thought, budget - len(thought), trace)
             for place, step in enumerate(added):
                 thought, steps = thought + step.ids, [*steps, step]
+                trace.cut += step.end == "limit"
                 if place < accepted:
                     trace.accepted += 1
                     trace.accepted_tokens += len(step.ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -118,14 +118,20 @@ class Reasoning:
         }
         self._answering = {mode: self._made(mode) for mode in modes}
 
-    def chunk(self, arrivals: Sequence[Arrival]) -> ChunkRecord:
-        """Answer every prompt in every mode, then learn. Modes take turns prompt by prompt, in rotating order: what
-        else the machine does slows all of them alike."""
+    def chunk(self, arrivals: Sequence[Arrival], done: Callable[[], None] = lambda: None) -> ChunkRecord:
+        """Answer every prompt in every mode, then learn; `done` is told of every prompt. Modes take turns prompt by
+        prompt, in rotating order: what else the machine does slows all of them alike.
+
+        Raises Interrupted, with the learners anywhere in the chunk: go on from a `state()`.
+        """
+        for answering in self._answering.values():
+            answering.forget()
         traces: dict[ReasoningMode, list[Trace]] = {mode: [] for mode in self.modes}
         for place, arrival in enumerate(arrivals):
             turn = place % len(self.modes)
             for mode in self.modes[turn:] + self.modes[:turn]:
                 traces[mode].append(self._answering[mode].answer(arrival))
+            done()
         lessons: dict[ReasoningMode, Lesson] = {}
         seconds: dict[ReasoningMode, float] = {}
         for mode, learner in self.learners.items():

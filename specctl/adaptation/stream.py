@@ -20,7 +20,7 @@ from specctl.distillation.plan import render
 from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts, warn
-from specctl.recipe import DataRecipe, StreamRecipe
+from specctl.recipe import DataRecipe, OnlineRecipe, StreamRecipe
 
 JUDGED = 100  # lines from which on the share of rejected ones says something
 
@@ -96,6 +96,13 @@ class PromptStream:
         counts = [count for _, count in self.segments if count is not None]
         self.total = sum(counts) if len(counts) == len(self.segments) else None
         self._at, self._resumed = Position(), Position()
+
+    @classmethod
+    def of_pass(cls, recipe: OnlineRecipe, target: Target, rejections: Rejections, seed: int) -> PromptStream:
+        """The stream of one of the `seeds` of `specctl online`."""
+        data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
+        options = recipe.target.chat_template_kwargs
+        return cls(data, recipe.stream, target, rejections, size=recipe.chunk, chat_template_kwargs=options)
 
     def position(self) -> dict[str, Any]:
         """Behind the last chunk that was given out; JSON-able, for `resume`."""

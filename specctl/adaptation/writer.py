@@ -42,13 +42,18 @@ class Writer:
         self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty)
         self.stepper = Stepper(model, recipe.delimiter, recipe.step_tokens)
         self.work = Work()
-        self._prefixes = Prefixes(lines=recipe.depth + 1)
+        self._lines = recipe.depth + 1
+        self.forget()
 
     def steps(self, texts: list[list[int]], limits: list[int], seed: int) -> list[Step]:
         """The next step of every text, in one batch, of at most `limits` tokens. The seed is the problem's: a position
         draws the same number, whoever writes there and however often."""
         written = self._decode(texts, [min(limit, self.stepper.limit) for limit in limits], seed, self.stepper.ends)
         return [self.stepper.first(ids) for ids in written]
+
+    def forget(self) -> None:
+        """Read again whatever is read next."""
+        self._prefixes = Prefixes(lines=self._lines)
 
     def rest(self, text: list[int], limit: int, seed: int) -> list[int]:
         """All that comes, up to the end of the text or the limit."""

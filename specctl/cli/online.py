@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl import progress
+from specctl.cli import online_reasoning
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
     *("target_schedule", "draft_length", "asynchronous", "online_baselines", "batch", "seeds"),
+    "allow_code_execution",
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
@@ -42,7 +44,10 @@ def register(app: typer.Typer) -> None:
 
 
 def online(recipe: OnlineRecipe, dry_run: bool) -> None:
-    """Decode a stream with drafters that keep learning from what verification says about their drafts."""
+    """Decode a stream with drafters that keep learning from what verification says about their drafts.
+
+    lr, osd-lr and online-lr draft whole reasoning steps with a small LM: not lossless, so answers are compared.
+    """
     from specctl import api
     from specctl.cli import plan
     from specctl.selection import registry
@@ -50,6 +55,8 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     recipe = of_init(recipe)
     registry.check([recipe.policy.name])
+    if recipe.reasons:
+        online_reasoning.check(recipe)
     if recipe.pool is not None:
         plan.pool_members(recipe.pool)
     if recipe.output_dir:
@@ -72,7 +79,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
                 f"{stop.message} while warming up", f"continue with --resume --output-dir {place}"
             ) from None
         _, document = api.execute("online", recipe)
-    output.result(document, show, brief=document["run_dir"])
+    output.result(document, online_reasoning.show if recipe.reasons else show, brief=document["run_dir"])
 
 
 def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
@@ -128,17 +135,23 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
     found = [plan.check_target(recipe.target)]
     found += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
     found += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
-    domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
-    stream = domains or f"those of {', '.join(recipe.data.domain)}"
+    if recipe.reasons:
+        return [*found, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
     where = "a process of its own learns" if recipe.asynchronous else "learn"
     return [
         *found,
-        f"answer prompts ({stream}; {recipe.stream.kind}), {len(recipe.seeds)} time(s), "
+        f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}",
         f"{where} after every {recipe.chunk} prompts: "
         + ", ".join(f"{name} from {recipe.pool or recipe.start_of(recipe.family_of(name))}" for name in recipe.algo),
         "compare every text with plain decoding's, and save what was learnt",
     ]
+
+
+def stream_of(recipe: OnlineRecipe) -> str:
+    """What comes, in words."""
+    domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
+    return f"{domains or 'those of ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"
 
 
 def show(document: dict[str, Any]) -> Any:

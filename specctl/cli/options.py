@@ -96,7 +96,7 @@ FLAGS: dict[str, Flag] = {
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
     "algo": Flag(("algo",), str, "Policy, or several with commas: hedgespec, hedge, ucbspec, metasd-ucb, …"),
     "learner": Flag(
-        ("algo",), str, "Update rule, or with a family, or several: ogd, opt-hydra, ens-eagle3, osd-eagle, …"
+        ("algo",), str, "Update rule, or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
     ),
     "schedule": Flag(("stream.schedule",), str, "Prompts of each domain in turn: sql:400,math:400."),
     "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),
@@ -108,6 +108,9 @@ FLAGS: dict[str, Flag] = {
     "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
     "asynchronous": Flag(("asynchronous",), bool, "A process of its own learns while the decoder goes on."),
     "online_baselines": Flag(("baselines",), str, "vanilla,static (default), one of them, or none.", _none_or_names),
+    "allow_code_execution": Flag(
+        ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."
+    ),
     "strict": Flag(("strict",), bool, "Refuse a pool with a member that cannot be used."),
     "reset": Flag(("reset",), str, "When a policy forgets: query (default), session or stream."),
     "session": Flag(("session",), int, "Consecutive prompts of one domain."),

@@ -12,15 +12,16 @@ from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections
 from specctl.drafters import pool
-from specctl.errors import Interrupted
 from specctl.evaluation import metrics
-from specctl.evaluation.journal import Journal, Mark
+from specctl.evaluation.journal import Journal
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.online_rows import DomainRow, LearnerRow, Passes, SeedRow
 from specctl.evaluation.online_stage import ChunkRow, Stage
+from specctl.evaluation.reasoning_run import ReasoningResult, reason
 from specctl.evaluation.records import Record, recipe_stamp, write_outputs
 from specctl.evaluation.rows import compared
+from specctl.evaluation.states import Mark
 from specctl.formats import checkpoint
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run
@@ -59,8 +60,10 @@ class OnlineResult:
     rejected: int
 
 
-def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult:
+def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult | ReasoningResult:
     """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
+
+    Those of lookahead reasoning draft steps (`reason`), all others tokens.
 
     `target` is given by callers that hold it already.
 
@@ -69,25 +72,21 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
         Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
         SpecctlError: a learner learns nothing any more, or the disk is full.
     """
+    if recipe.reasons:
+        return reason(recipe, run, target=target)
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
-    if journal.start():
-        progress.log(f"resumed behind chunk {journal.mark.number}")
-    elif recipe.resume:
-        progress.log(f"nothing in {run.dir} to resume: from the beginning")
-    rejected = run.dir / "rejected.jsonl"
-    for place, seed in enumerate(recipe.seeds[journal.mark.passed :], journal.mark.passed):
-        # Later passes see the same lines again.
-        _pass(recipe, run, target, seed, journal, Rejections(None if place else rejected, recipe.data.max_rejected))
+    journal.start()
+    for seed, rejections in journal.passes():
+        _pass(recipe, run, target, seed, journal, rejections)
     records = journal.records()
     journal.finish(records)
     if recipe.save_outputs:
         with journal.writing():
             write_outputs(run.dir, records, target.tokenizer)
-    count = len(rejected.read_text(encoding="utf-8").splitlines()) if rejected.exists() else 0
-    return _result(recipe, records, journal.rows(), _drafters(recipe, run), count)
+    return _result(recipe, records, journal.rows(), _drafters(recipe, run), journal.rejected)
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:
@@ -99,9 +98,7 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
 
 def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Journal, rejections: Rejections) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
-    data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
-    options = recipe.target.chat_template_kwargs
-    stream = PromptStream(data, recipe.stream, target, rejections, size=recipe.chunk, chat_template_kwargs=options)
+    stream = PromptStream.of_pass(recipe, target, rejections, seed)
     stage = Stage(recipe, target, seed)
     mark = journal.mark
     answered = (mark.stream or {}).get("prompts", 0)
@@ -111,7 +108,7 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Jo
         stream.resume(mark.stream, rewind=not stream.stdin)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     try:
-        with progress.track(label, total=stream.total, unit="prompts") as bar:
+        with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
             bar.update(answered)
             shown = recipe.algo[0]
 
@@ -131,17 +128,7 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Jo
                 facts, tensors = stage.state()
                 number, passed = journal.mark.number + 1, journal.mark.passed
                 journal.keep(records, rows, Mark(number, passed, stream.position(), facts), tensors)
-        stage.finish()
-    except (Interrupted, KeyboardInterrupt) as stop:
-        journal.save()
-        if isinstance(stop, KeyboardInterrupt):
-            raise
-        hint = f"continue with --resume --output-dir {run.dir}"
-        if stream.stdin:
-            hint += (
-                f", and send again what came behind the first {(journal.mark.stream or {}).get('prompts', 0)} prompts"
-            )
-        raise Interrupted(f"{stop.message} after {journal.mark.number} chunks", hint=hint) from None
+            stage.finish()
     finally:
         stage.close()
     for name in recipe.algo:

@@ -32,8 +32,11 @@ class ModeRow:
         accepted_per_target_step: drafted steps kept ÷ rounds; a round's target steps are one batch.
         avg_len: steps kept, the target's own included, ÷ rounds: 1 without lookahead.
         mat: tokens ÷ forwards of the target; a batch's are counted once.
+        cut: steps that ended at the limit, without a delimiter.
         wasted: share of the target's steps that were not kept.
         seconds, draft_s, judge_s, learning_s: wall-clock of answering, of it draft LM and judge, and of learning.
+        speedup: seconds of the target alone ÷ those of the mode, on the same prompts, of texts that may differ.
+        speedup_with_learning: the same, learning included.
         tflops: products with weights of target and draft LM.
         accuracy: over prompts whose reference has an answer.
         agreement: with the final answer of the target alone, over prompts where that has one: the text is not lossless.
@@ -49,10 +52,13 @@ class ModeRow:
     wasted: float | None
     tokens: int
     rounds: int
+    cut: int
     seconds: float
     draft_s: float
     judge_s: float
     learning_s: float
+    speedup: Rate
+    speedup_with_learning: float | None
     tflops: float
     accuracy: Rate
     agreement: Rate
@@ -72,6 +78,7 @@ def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | N
     """The row of one mode. `alone`: the target's answers to the same prompts, in the same order."""
     written = sum(trace.target_steps for trace in traces)
     kept = sum(trace.own_steps for trace in traces)
+    seconds, alone_s = [trace.seconds for trace in traces], [trace.seconds for trace in alone or ()]
     return ModeRow(
         mode=mode,
         prompts=len(traces),
@@ -82,10 +89,13 @@ def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | N
         wasted=ratio(written - kept, written),
         tokens=sum(len(trace.ids) for trace in traces),
         rounds=sum(trace.rounds for trace in traces),
-        seconds=sum(trace.seconds for trace in traces),
+        cut=sum(trace.cut for trace in traces),
+        seconds=sum(seconds),
         draft_s=sum(trace.draft_s for trace in traces),
         judge_s=sum(trace.judge_s for trace in traces),
         learning_s=learning_s,
+        speedup=_rate(traces, alone_s, seconds) if alone_s else Rate(None, None),
+        speedup_with_learning=ratio(sum(alone_s), sum(seconds) + learning_s) if alone_s else None,
         tflops=sum(trace.flops for trace in traces) / 1e12,
         accuracy=_share(traces, [trace.right for trace in traces]),
         agreement=_share(traces, _agreeing(traces, alone)),
@@ -94,16 +104,17 @@ def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | N
     )
 
 
-def acceptance_difference(ours: Sequence[Trace], theirs: Sequence[Trace]) -> Interval | None:
-    """Interval of the step acceptance of one mode less that of another one on the same prompts, paired."""
+def acceptance_difference(ours: Sequence[Trace], theirs: Sequence[Trace]) -> Rate:
+    """Step acceptance of one mode less that of another one on the same prompts, and its paired interval."""
     prompts = [trace.prompt_id for trace in ours]
     if prompts != [trace.prompt_id for trace in theirs]:
         raise ValueError("the modes answered other prompts")
-    one, other = (
-        ratio_of_sums(prompts, [t.accepted for t in traces], [t.accepted + t.rejected for t in traces])
-        for traces in (ours, theirs)
-    )
-    return bootstrap(lambda counts: one(counts) - other(counts), len(set(prompts)))
+    counts = [([t.accepted for t in traces], [t.accepted + t.rejected for t in traces]) for traces in (ours, theirs)]
+    if not all(sum(judged) for _, judged in counts):
+        return Rate(None, None)
+    one, other = (ratio_of_sums(prompts, accepted, judged) for accepted, judged in counts)
+    mine, others = (sum(accepted) / sum(judged) for accepted, judged in counts)
+    return Rate(mine - others, bootstrap(lambda drawn: one(drawn) - other(drawn), len(set(prompts))))
 
 
 def _agreeing(traces: Sequence[Trace], alone: Sequence[Trace] | None) -> list[bool | None]:

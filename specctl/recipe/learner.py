@@ -7,6 +7,7 @@ from typing import Annotated, Literal, cast, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from specctl.recipe.lookahead import REASONING
 from specctl.recipe.sections import Fraction, PositiveFloat, Section
 
 Algo = Literal["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
@@ -47,8 +48,9 @@ def rule_and_family(name: str) -> tuple[Algo, str | None]:
     rule = SHORT.get(rule, rule)
     if rule not in get_args(Algo):
         rules = [*get_args(Algo), *SHORT]
-        near = get_close_matches(name, [*rules, *(f"{one}-{head}" for one in rules for head in FAMILY_LEARNING)], n=1)
-        known = f"there are {', '.join(get_args(Algo))}, or one with a family, such as opt-hydra, ens-eagle3"
+        paired = (f"{one}-{head}" for one in rules for head in FAMILY_LEARNING)
+        near = get_close_matches(name, [*rules, *paired, *REASONING], n=1)
+        known = f"there are {', '.join([*get_args(Algo), *REASONING])}, or a family's, such as opt-hydra, ens-eagle3"
         raise ValueError(f"no algo {name!r}: {f'did you mean {near[0]}?' if near else known}")
     return cast(Algo, rule), family
 

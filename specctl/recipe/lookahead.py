@@ -13,6 +13,7 @@ from specctl.recipe.sections import Fraction, PositiveFloat, Section
 
 ReasoningMode = Literal["target", "draft", "lr", "osd-lr", "online-lr"]
 LearningMode = Literal["osd-lr", "online-lr"]
+REASONING = ("lr", "osd-lr", "online-lr")  # the modes that are an `algo` of specctl online
 LOOKAHEAD_CHUNK = 25  # prompts between two updates
 FULL_BELOW = 1_000_000_000  # parameters: larger draft models learn an adapter
 
@@ -59,6 +60,11 @@ class PreferenceRecipe(Section):
 class LookaheadRecipe(Section):
     """One protocol for all modes; None = the built-in target's value or that of a reasoning model (`resolved`)."""
 
+    # The LM that drafts steps: a drafter directory of family lm, or any causal LM by Hugging Face id or directory.
+    # None = ./drafters/<domain>-lm, warmed up if missing.
+    draft: str | None = None
+    drafter: str | None = None  # speculates on tokens inside the target's steps: a directory, lookup or suffix
+    baselines: list[Literal["target", "draft", "lr"]] = ["target", "draft", "lr"]  # modes measured beside the algos
     delimiter: Annotated[str, Field(min_length=1)] | None = None  # ends a step
     depth: Annotated[int, Field(ge=1, le=4)] = 4  # steps that are drafted ahead
     step_tokens: PositiveInt = 100  # longest step

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
+from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, LookaheadRecipe, ReasoningMode
 from specctl.recipe.sections import (
     DataRecipe,
     DraftingRecipe,
@@ -23,6 +24,26 @@ from specctl.recipe.stream import StreamRecipe
 from specctl.recipe.train import CheckpointRecipe
 
 FAMILY = "eagle3"  # of an algo that names none
+BY_TOKENS = {
+    "arch": "the draft model is an LM",
+    "init": "name the draft LM by reasoning.draft",
+    "pool": "",
+    "policy": "",
+    "game": "",
+    "learner": "set reasoning.learning",
+    "buffer": "",
+    "target_schedule": "",
+    "draft_length": "",
+    "draft_cost": "",
+    "asynchronous": "",
+    "learner_device": "",
+    "baselines": "set reasoning.baselines",
+    "batch": "",
+    "save_outputs": "every text is in traces.jsonl",
+}
+"""Keys that lookahead reasoning has no use for, and what it has instead."""
+ONE = ("temperature", "top_k", "top_p", "seed")
+"""Keys of `sampling` that are those of `reasoning`, whichever says them."""
 
 
 class WarmupRecipe(Section):
@@ -67,6 +88,7 @@ class OnlineRecipe(ResumableRecipe):
     pool: LocalPath | None = None  # specialists to choose among: each learns from the texts that it has won
     policy: ChoiceRecipe = ChoiceRecipe()
     game: GameRecipe = GameRecipe()
+    reasoning: LookaheadRecipe = LookaheadRecipe()  # of algo lr, osd-lr and online-lr
     learner: LearnerOptions = LearnerOptions()
     buffer: BufferRecipe = BufferRecipe()
     # The target changes along the stream, as in RL: ./step-100:400,./step-200:400 = so many prompts each, the last one
@@ -85,8 +107,12 @@ class OnlineRecipe(ResumableRecipe):
     @field_validator("algo")
     @classmethod
     def _known(cls, algo: list[str]) -> list[str]:
+        steps = [name for name in algo if name in REASONING]
         for name in algo:
-            rule_and_family(name)
+            if name not in REASONING:
+                rule_and_family(name)
+        if 0 < len(steps) < len(algo):
+            raise ValueError(f"{', '.join(steps)} drafts steps, the others tokens: they take runs of their own")
         if len(set(algo)) < len(algo):
             raise ValueError("names an algo twice")
         return algo
@@ -99,6 +125,43 @@ class OnlineRecipe(ResumableRecipe):
             if not name or not count.isdecimal() or int(count) == 0:
                 raise ValueError(f"{part!r} is no part of a schedule such as ./step-100:400,./step-200:400")
         return schedule
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> OnlineRecipe:
+        if not self.reasons:
+            if self.reasoning != LookaheadRecipe():
+                raise ValueError(f"reasoning is for algo {', '.join(REASONING)}, not for {', '.join(self.algo)}")
+            return self
+        unused = [name for name in BY_TOKENS if getattr(self, name) != type(self).model_fields[name].default]
+        if self.drafting != DraftingRecipe() and self.reasoning.drafter is None:
+            unused.append("drafting")
+        if unused:
+            name, instead = unused[0], BY_TOKENS.get(unused[0], "it shapes the drafts of reasoning.drafter")
+            raise ValueError(f"{name} is of learning by tokens, not of {self.algo[0]}" + f": {instead}" * bool(instead))
+        sampling = SamplingRecipe()
+        if (self.sampling.max_new_tokens, self.sampling.exact) != (sampling.max_new_tokens, sampling.exact):
+            raise ValueError("the length of a text is reasoning.budget and reasoning.answer_tokens, and none is exact")
+        self._sample_alike()
+        self._with_math()
+        return self
+
+    def _with_math(self) -> None:
+        """Where no domain is named: texts of one line have no steps to speak of."""
+        if "domain" not in self.data.model_fields_set and self.data.source != "unconditional":
+            self.data = self.data.model_copy(update={"domain": ["math"]})
+
+    def _sample_alike(self) -> None:
+        """`--temperature` and `reasoning.temperature` are one; a recipe that was resolved says both."""
+        found = {}
+        for name in ONE:
+            sections = [part for part in (self.sampling, self.reasoning) if name in part.model_fields_set]
+            said = {getattr(part, name) for part in sections}
+            if len(said) > 1:
+                values = " or ".join(map(str, sorted(said)))
+                raise ValueError(f"sampling.{name} and reasoning.{name} are one and the same: {values}?")
+            found[name] = said.pop() if said else getattr(self.reasoning, name)
+        self.sampling = self.sampling.model_copy(update=found)
+        self.reasoning = self.reasoning.model_copy(update=found)
 
     @model_validator(mode="after")
     def _consistent(self) -> OnlineRecipe:
@@ -129,7 +192,8 @@ class OnlineRecipe(ResumableRecipe):
             raise ValueError("stdin comes once: one seed")
         if self.data.prompts == "-" and self.stream.shuffle:
             raise ValueError("stdin is answered in its order: stream.shuffle is for files")
-        if "static" in self.baselines and any(rule_and_family(name)[0] == "static" for name in self.algo):
+        rules = [] if self.reasons else [rule_and_family(name)[0] for name in self.algo]
+        if "static" in self.baselines and "static" in rules:
             raise ValueError("the drafter that does not learn is a baseline already: set baselines without static")
         return self
 
@@ -142,14 +206,33 @@ class OnlineRecipe(ResumableRecipe):
                 return name
         return self.target_schedule[-1].rpartition(":")[0] if self.target_schedule else self.target.name
 
+    @property
+    def reasons(self) -> bool:
+        """Whether steps are drafted, and not tokens."""
+        return self.algo[0] in REASONING
+
+    @property
+    def modes(self) -> list[ReasoningMode]:
+        """Of lookahead reasoning, those measured beside first."""
+        return list(dict.fromkeys([*self.reasoning.baselines, *self.algo]))  # type: ignore[list-item]
+
+    @property
+    def draft(self) -> str:
+        """The LM that drafts steps."""
+        return self.reasoning.draft or str(self.start_of("lm"))
+
     def family_of(self, algo: str) -> str:
         """Of the drafter that learns by `algo`."""
+        if algo in REASONING:
+            return "lm"
         return rule_and_family(algo)[1] or self.arch or FAMILY
 
     @property
     def families(self) -> list[str]:
         """Of the drafters that start from `init` or a warm-up."""
-        return [] if self.pool is not None else list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
+        if self.pool is not None or (self.reasons and self.reasoning.draft is not None):
+            return []
+        return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
 
     def rule_of(self, algo: str) -> LearnerRecipe:
         """The learner that `algo` names; constants of its family are still open."""
@@ -158,6 +241,8 @@ class OnlineRecipe(ResumableRecipe):
     @property
     def chunk(self) -> int:
         """Prompts between two updates."""
+        if self.reasons:
+            return self.stream.chunk or LOOKAHEAD_CHUNK
         return max(self.stream.chunk_of(family) for family in self.families or [FAMILY])
 
     @property

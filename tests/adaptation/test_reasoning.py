@@ -12,7 +12,7 @@ from specctl.adaptation.stream import Arrival
 from specctl.distillation.prompts import Prompt
 from specctl.drafters import lm
 from specctl.errors import CheckpointError, UsageError
-from specctl.evaluation.reasoning import acceptance_difference, rows
+from specctl.evaluation.reasoning import Rate, acceptance_difference, rows
 from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe, LookaheadRecipe
 
@@ -115,6 +115,8 @@ def test_rows_add_up(whole):
     assert online.step_acceptance.interval[0] <= online.step_acceptance.value <= online.step_acceptance.interval[1]
     assert online.prompts == 4 and online.learning_s > 0 and alone.learning_s == 0
     assert online.tflops > alone.tflops > 0
+    assert alone.speedup.value == alone.speedup_with_learning == 1
+    assert online.speedup_with_learning < online.speedup.value == alone.seconds / online.seconds
     assert sum(alone.stops.values()) == 4
     assert rows([]) == []
     assert [row.prompts for row in rows(records[:1])] == [2] * 5
@@ -123,7 +125,8 @@ def test_rows_add_up(whole):
 def test_modes_are_compared_on_the_same_prompts(whole):
     records, _ = whole
     traces = {mode: [t for record in records for t in record.traces[mode]] for mode in MODES}
-    assert acceptance_difference(traces["lr"], traces["lr"]) == (0, 0)
+    assert acceptance_difference(traces["lr"], traces["lr"]) == Rate(0, (0, 0))
+    assert acceptance_difference(traces["lr"], traces["target"]) == Rate(None, None), "that one drafts nothing"
     with pytest.raises(ValueError, match="other prompts"):
         acceptance_difference(traces["lr"], traces["lr"][1:])
 

@@ -8,8 +8,12 @@ import pytest
 
 from specctl import api
 from specctl.errors import SpecctlError
+from specctl.evaluation.reasoning import ModeRow
+from specctl.evaluation.reasoning_journal import ReasoningChunk
+from specctl.evaluation.reasoning_run import Difference
 from specctl.reporting import plots
 from specctl.reporting.commands.rounds import BINS, Rounds
+from tests.reporting.conftest import filled
 
 DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
 
@@ -170,6 +174,22 @@ def test_online(make_run):
     chunks = [{"mat": 2.0 + n, "loss": 1.0, "tokens_per_s": 9.0, "weights": [0.5, 0.5]} for n in range(3)]
     run = make_run("o", "online", {"algo": "ogd", "per_chunk": chunks, "static": {"mat": 2.0}})
     assert made(api.report([run]))[0] == ["online-chunks.png", "online-weights.png"]
+
+
+def test_online_by_tokens_and_by_steps(make_run):
+    """Both kinds of runs in one report; modes say how often they answer as the target alone."""
+    rate = {"value": 0.25, "interval": [0.125, 0.5]}
+    chunks = [filled(ReasoningChunk, mode=mode, chunk=n, avg_len=1.5) for n in (1, 2) for mode in ("target", "lr")]
+    modes = [filled(ModeRow, mode=mode, prompts=4, agreement=rate) for mode in ("target", "lr")]
+    gained = [filled(Difference, mode="osd-lr", than="lr", step_acceptance=rate)]
+    steps = {"algo": "lr", "modes": modes, "per_chunk": chunks, "differences": gained}
+    tokens = {"algo": "ogd", "per_chunk": [{"mat": 2.0}, {"mat": 2.5}]}
+    runs = [make_run("t", "online", tokens), make_run("s", "online", steps)]
+    result = api.report(runs, runs[0].parent / "out", csv=True)
+    assert made(result)[0] == ["online-chunks.png", "online-steps.png"]
+    heads = ["mode", "prompts", "answers of the target alone", "answers of the target alone, interval"]
+    assert read_csv(result, "online-modes.csv")[:2] == [heads, ["target #2", "4", "0.25", "0.125 to 0.5"]]
+    assert read_csv(result, "online-differences.csv")[1] == ["osd-lr #2 − lr", "0.25", "0.125 to 0.5"]
 
 
 def test_a_command_without_pictures_has_its_result_as_tables(make_run):

@@ -7,6 +7,7 @@ from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
+from specctl.reporting.commands import reasoning
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Line, Panel
 from specctl.reporting.style import Looks
@@ -30,6 +31,18 @@ SUMMARY = {
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    """Learners of tokens, then modes of lookahead reasoning."""
+    steps = [run for run in runs if run.result.get("modes")]
+    tokens = [run for run in runs if run not in steps]
+    found = [make(some, looks) for make, some in ((_tokens, tokens), (reasoning.contents, steps)) if some]
+    made = Contents(headline=found[0].headline)
+    for one in found:
+        made.pictures += one.pictures
+        made.tables += one.tables
+    return made
+
+
+def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     summary = [
         {**run.result, "label": _algo(run), "static_mat": (run.result.get("static") or {}).get("mat")} for run in runs
     ]

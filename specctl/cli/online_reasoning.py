@@ -1,0 +1,137 @@
+"""What `specctl online --algo lr | osd-lr | online-lr` checks, plans and shows of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.cli.output import cell, table
+from specctl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from specctl.recipe import OnlineRecipe
+
+COLUMNS = {
+    "mode": "mode",
+    "step_acceptance": "steps accepted",
+    "accepted_per_target_step": "per target step",
+    "avg_len": "steps a round",
+    "mat": "mat",
+    "speedup": "× target",
+    "speedup_with_learning": "× target, net",
+    "tflops": "TFLOP",
+    "agreement": "answers of the target",
+    "accuracy": "right answers",
+}
+"""Fields of a mode that people are shown, and their headings; net: the time of learning counts."""
+SHARES = {"step_acceptance", "agreement", "accuracy"}
+INTERVALS = {"speedup", *SHARES}
+"""Rates that are shown with their intervals."""
+
+
+def check(recipe: OnlineRecipe) -> None:
+    """The models that are named on this machine are there, and can do what they are named for.
+
+    Raises UsageError, CheckpointError.
+    """
+    from specctl.cli import plan
+    from specctl.decoding.target import location
+    from specctl.formats import checkpoint
+
+    own = recipe.reasoning
+    if own.draft is not None:
+        place = Path(location(own.draft))
+        if checkpoint.is_drafter(place) and (family := checkpoint.family(place)) != "lm":
+            raise CheckpointError(
+                f"reasoning.draft: {own.draft} is of family {family}, which writes no steps by itself",
+                "train a small LM: specctl train-drafter --arch lm",
+            )
+    if own.drafter is not None:
+        plan.check_drafters([own.drafter])
+    if own.judge.name is not None and own.judge.endpoint is None:
+        location(own.judge.name)
+
+
+def steps(recipe: OnlineRecipe) -> list[str]:
+    """What is done behind the warm-up, in words."""
+    from specctl.adaptation.reasoning import LEARNING
+
+    own = recipe.reasoning.resolved(recipe.target.name)
+    judge = f"the {own.judge.kind} judge" if own.judge.name is None else f"judge {own.judge.name}"
+    where = f" at {own.judge.endpoint}" if own.judge.endpoint else ""
+    learners = [mode for mode in recipe.modes if mode in LEARNING]
+    inside = f", which {own.drafter} speculates in," if own.drafter else ""
+    found = [
+        f"think in steps that end with {own.delimiter!r}{inside} for {own.budget} tokens and answer in "
+        f"{own.answer_tokens}, {len(recipe.seeds)} time(s), as {', '.join(recipe.modes)}",
+        f"draft up to {own.depth} steps with {recipe.draft}; {judge}{where} compares them with the target's",
+    ]
+    if learners:
+        found.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the steps that differ")
+    return [
+        *found,
+        "compare all final answers with those of the target alone, and save texts, pairs and what was learnt",
+    ]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """One row per mode, what learning gained, and in how many answers the target alone is not met."""
+    from rich.console import Group
+
+    rows = document["modes"]
+    shown = [name for name in COLUMNS if name == "agreement" or any(_known(row[name]) for row in rows)]
+    cells = [[_shown(name, row[name]) for name in shown] for row in rows]
+    return Group(
+        table(*(COLUMNS[name] for name in shown), rows=cells),
+        *(
+            f"{one['mode']} − {one['than']}, steps accepted: {_shown('step_acceptance', one['step_acceptance'])}"
+            for one in document["differences"]
+        ),
+        *_fidelity(document),
+        *_cut(document),
+        *(f"{name} judged {_judged(counts)}" for name, counts in document["judges"].items()),
+        *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
+        f"run: {cell(document['run_dir'])}",
+    )
+
+
+def _known(value: Any) -> bool:
+    return (value["value"] if isinstance(value, dict) else value) is not None
+
+
+def _shown(name: str, value: Any) -> str:
+    """A number, of a rate with its interval."""
+    if not isinstance(value, dict):
+        return cell(value)
+    scale, unit = (100, " %") if name in SHARES else (1, "")
+    numbers = [cell(scale * one) for one in (value["value"], *(value["interval"] or ())) if one is not None]
+    if not numbers:
+        return "–"
+    interval = f" [{numbers[1]}, {numbers[2]}]" if name in INTERVALS and len(numbers) == 3 else ""
+    return numbers[0] + unit + interval
+
+
+def _fidelity(document: dict[str, Any]) -> list[str]:
+    """The texts are not the target's own: what that did to the answers is always said."""
+    alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
+    if alone is None:
+        return ["not lossless: how often the answers are those of the target alone was not measured (baselines)"]
+    told = alone["prompts"] - alone["unanswered"]
+    return [f"not lossless: answers are compared where the target alone has one, {told} of {alone['prompts']} prompts"]
+
+
+def _cut(document: dict[str, Any]) -> list[str]:
+    """Where most steps of the target alone, one a round, are none."""
+    alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
+    if alone is None or 2 * alone["cut"] <= alone["rounds"]:
+        return []
+    return [
+        f"{alone['cut']} of {alone['rounds']} steps were cut: set reasoning.delimiter, or larger reasoning.step_tokens"
+    ]
+
+
+def _judged(counts: dict[str, int]) -> str:
+    asked = f"{counts['asked']} asked about"
+    if counts["unanswered"]:
+        asked += f", {counts['unanswered']} of them without a ruling"
+    return f"{counts['aligned']} of {counts['pairs']} pairs of steps to be one ({counts['identical']} equal, {asked})"

@@ -1,0 +1,185 @@
+"""What a run along a stream has on disk while it goes on, chunk by chunk, and how it is taken up again.
+
+*.jsonl         lines of every chunk
+PARTS/          a file per chunk, named by its number
+checkpoints/    the newest states of all learners, with the place in the stream
+
+A run that is resumed forgets what was written behind the state that it goes on from: it comes again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from specctl import progress
+from specctl.adaptation.stream import PromptStream
+from specctl.distillation.prompts import Rejections
+from specctl.errors import CheckpointError, Interrupted, SpecctlError
+from specctl.evaluation.records import Stamp, check_same
+from specctl.recipe import OnlineRecipe
+from specctl.runs import Run, to_json
+from specctl.training import checkpoint
+
+CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place between two chunks, with all that a run needs to go on from there.
+
+    Attributes:
+        number: chunks so far, of all passes.
+        passed: passes over the stream that are finished.
+        stream, stage: of the pass that is under way: `PromptStream.position`, and the JSON-able part of the learners'
+            state.
+        sizes: bytes of each file of lines.
+    """
+
+    number: int = 0
+    passed: int = 0
+    stream: dict[str, Any] | None = None
+    stage: dict[str, Any] | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+class States:
+    """The files of one run. Every method that writes raises SpecctlError where the disk refuses: what was saved stays.
+
+    Attributes:
+        mark, tensors: the last place between two chunks, saved or not.
+    """
+
+    def __init__(self, recipe: OnlineRecipe, run: Run, stamp: Stamp, parts: str, lines: Sequence[str] = (CHUNKS,)):
+        """parts: name of the directory with a file per chunk. lines: names of the files of lines."""
+        self.recipe, self.run, self.stamp, self.lines = recipe, run, stamp, lines
+        self.parts, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS
+        self.mark, self.tensors = Mark(), {}
+        self._saved = self.mark
+
+    mark: Mark
+    tensors: dict[str, Tensor]
+
+    def start(self) -> None:
+        """Take up the newest checkpoint if the recipe asks for it, else begin anew; says which.
+
+        Raises CheckpointError (none is whole, or what belongs to it is gone), UsageError (it was made under another
+        recipe).
+        """
+        found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
+        if found is None:
+            self._clear()
+            if self.recipe.resume:
+                progress.log(f"nothing in {self.run.dir} to resume: from the beginning")
+        else:
+            path, state = found
+            check_same(state["stamp"], self.stamp, str(path))
+            self.mark = Mark(**state["mark"])
+            self.tensors = checkpoint.load_tensors(path)
+            self._saved = self.mark
+            self._cut()
+            progress.log(f"resumed behind chunk {self.mark.number}")
+        self.parts.mkdir(exist_ok=True)
+
+    def passes(self) -> Iterator[tuple[int, Rejections]]:
+        """The seeds whose passes are left, each with what keeps unusable prompts: of the first pass, as the later ones
+        see the same lines again."""
+        for place, seed in enumerate(self.recipe.seeds[self.mark.passed :], self.mark.passed):
+            yield seed, Rejections(None if place else self.run.dir / REJECTED, self.recipe.data.max_rejected)
+
+    @property
+    def rejected(self) -> int:
+        """Prompts that could not be used."""
+        path = self.run.dir / REJECTED
+        return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+
+    def _clear(self) -> None:
+        """Forget an earlier run."""
+        checkpoint.discard(self.checkpoints)
+        checkpoint.discard(self.parts)
+        for name in self.lines:
+            (self.run.dir / name).unlink(missing_ok=True)
+
+    def _cut(self) -> None:
+        """Forget what was written behind the mark. CheckpointError where something from before it is gone."""
+        for path in self.parts.glob("*.parquet"):
+            if int(path.stem) > self.mark.number:
+                path.unlink()
+        for name in self.lines:
+            path, size = self.run.dir / name, self.mark.sizes.get(name)
+            if size is None or not path.is_file() or path.stat().st_size < size:
+                raise CheckpointError(f"{path} has lost chunks", "start with --overwrite")
+            os.truncate(path, size)
+
+    def append(self, name: str, rows: Iterable[Any]) -> None:
+        """Lines of a chunk, one per object."""
+        with open(self.run.dir / name, "a", encoding="utf-8") as file:
+            file.writelines(to_json(row) + "\n" for row in rows)
+
+    def read(self, name: str) -> Iterator[dict[str, Any]]:
+        """The lines of a file. CheckpointError where one cannot be read."""
+        path = self.run.dir / name
+        if not path.exists():
+            return
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise CheckpointError(f"{path}:{number} is damaged: {error}", "start with --overwrite") from error
+
+    def advance(self, mark: Mark, tensors: dict[str, Tensor]) -> None:
+        """A chunk is written down; every so often the state behind it is, too."""
+        sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
+        self.mark, self.tensors = replace(mark, sizes=sizes), tensors
+        if mark.number % self.recipe.checkpoint.every == 0:
+            self.save()
+
+    def passed(self) -> None:
+        """A pass over the stream is finished: the next one begins anew."""
+        self.mark, self.tensors = Mark(self.mark.number, self.mark.passed + 1, sizes=self.mark.sizes), {}
+        self.save()
+
+    def save(self) -> None:
+        """Save the state behind the last chunk, if it is not there yet."""
+        if self.mark == self._saved:
+            return
+        state = {"stamp": self.stamp, "mark": asdict(self.mark)}
+        # The end of a pass has a number of its own: the state behind its last chunk stays until that one is there.
+        step = self.mark.number + self.mark.passed
+        with self.writing():
+            checkpoint.save_tensors(self.checkpoints, step, state, self.tensors, keep=self.recipe.checkpoint.keep)
+        self._saved = self.mark
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever is written within: SpecctlError says how to go on where the disk refuses it."""
+        try:
+            yield
+        except OSError as error:
+            raise SpecctlError(
+                f"cannot save to {self.run.dir}: {error.strerror or error}",
+                hint=f"make room and continue with --resume --output-dir {self.run.dir}: "
+                f"what was learnt from {self._saved.number} chunks is whole",
+            ) from error
+
+    @contextmanager
+    def stoppable(self, stream: PromptStream) -> Iterator[None]:
+        """Save where a signal ends the block; Interrupted says how to go on."""
+        try:
+            yield
+        except (Interrupted, KeyboardInterrupt) as stop:
+            self.save()
+            if isinstance(stop, KeyboardInterrupt):
+                raise
+            hint = f"continue with --resume --output-dir {self.run.dir}"
+            if stream.stdin:
+                answered = (self.mark.stream or {}).get("prompts", 0)
+                hint += f", and send again what came behind the first {answered} prompts"
+            raise Interrupted(f"{stop.message} after {self.mark.number} chunks", hint=hint) from None

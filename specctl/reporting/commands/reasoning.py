@@ -1,0 +1,92 @@
+"""`online` with lookahead reasoning in a report: steps that are kept and what is learnt, chunk by chunk; modes side by
+side, with how often their answers are those of the target alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specctl.reporting import curves
+from specctl.reporting.collect import RunRecord
+from specctl.reporting.contents import Contents, Picture, numbers, records
+from specctl.reporting.curves import Line, Panel
+from specctl.reporting.style import Looks
+
+CHUNK = {
+    "step_acceptance": "drafted steps\naccepted",
+    "avg_len": "steps kept\na round",
+    "agreement": "answers of\nthe target alone",
+    "loss": "loss\n(of DPO, of SFT)",
+    "margin": "margin of\npreferences",
+}
+MODE = {
+    "label": "mode",
+    "prompts": "prompts",
+    "step_acceptance": "steps accepted",
+    "accepted_per_target_step": "accepted per target step",
+    "avg_len": "steps a round",
+    "mat": "mat",
+    "seconds": "seconds",
+    "learning_s": "seconds of learning",
+    "speedup": "× target alone",
+    "speedup_with_learning": "× target alone, learning included",
+    "tflops": "TFLOP",
+    "agreement": "answers of the target alone",
+    "accuracy": "right answers",
+    "unanswered": "without an answer",
+}
+INTERVALS = ("step_acceptance", "speedup", "agreement", "accuracy")
+"""Rates whose intervals are shown beside them."""
+
+
+def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    made = Contents()
+    modes = [{**_flat(row), "label": run.named(row["mode"])} for run in runs for row in run.result["modes"]]
+    chunks = [{**row, "label": run.named(row["mode"])} for run in runs for row in run.result.get("per_chunk") or []]
+    colours = Looks()
+    names = list(dict.fromkeys(row["label"] for row in chunks if row["mode"] != "target"))
+    panels = [Panel(title, _lines(names, chunks, key, colours)) for key, title in CHUNK.items()]
+    panels = [panel for panel in panels if panel.lines]
+    if panels:
+        caption = "Steps of the draft LM while it learns, chunk by chunk of the stream."
+        made.pictures.append(Picture("steps", caption, curves.lines(panels, "chunk", whole=True)))
+    columns: dict[str, str] = {}
+    for key, title in MODE.items():
+        columns |= {key: title} | ({f"{key}_interval": f"{title}, interval"} if key in INTERVALS else {})
+    differences = [
+        {"label": f"{run.named(one['mode'])} − {one['than']}", **_flat(one)}
+        for run in runs
+        for one in run.result.get("differences") or []
+    ]
+    difference = {"label": "modes", "step_acceptance": "steps accepted", "step_acceptance_interval": "interval"}
+    chunk = {"label": "mode", "chunk": "chunk", **{key: title.replace("\n", " ") for key, title in CHUNK.items()}}
+    tables = [
+        records("modes", "Modes of lookahead reasoning: not lossless, so answers are compared", modes, columns),
+        records("differences", "What learning gained", differences, difference),
+        records("steps", "Chunks", chunks, chunk),
+    ]
+    made.tables = [table for table in tables if table.rows]
+    return made
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose rates are two fields: the value, and the interval in words."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping) and "interval" in value:
+            ends = value["interval"]
+            found[name] = value["value"]
+            found[f"{name}_interval"] = f"{ends[0]:.3g} to {ends[1]:.3g}" if ends else None
+        else:
+            found[name] = value
+    return found
+
+
+def _lines(names: Sequence[str], chunks: Sequence[Mapping[str, Any]], key: str, colours: Looks) -> list[Line]:
+    found = []
+    for name in names:
+        rows = [row for row in chunks if row["label"] == name]
+        if any(row.get(key) is not None for row in rows):
+            values = numbers(row.get(key) for row in rows)
+            found.append(Line(name, [row["chunk"] for row in rows], values, colours[name]))
+    return found

@@ -1,0 +1,147 @@
+"""`specctl online --algo lr | osd-lr | online-lr` as users call it: what is refused, planned, shown and left behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from specctl.cli.online_reasoning import show
+from specctl.drafters import lm
+from specctl.formats import checkpoint
+from specctl.recipe import DrafterRecipe
+from tests.evaluation.streams import write_head, write_prompts
+
+SMALL = ["reasoning.budget=16", "reasoning.answer_tokens=6", "reasoning.step_tokens=8", "reasoning.depth=2"]
+SMALL += ["--chunk", "2", "--temperature", "0"]
+
+
+@pytest.fixture
+def start(tmp_path, target):
+    """Prompts with their answers, a small LM that nobody has trained, and the options that name them."""
+    prompts = [{"prompt": f"What is {n} + {n}?", "response": f"#### {2 * n}"} for n in (1, 2, 3)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    torch.manual_seed(0)
+    sizes = DrafterRecipe(preset="tiny", hidden_size=32, num_heads=2, intermediate_size=32, num_layers=1)
+    model = lm.LM(LlamaForCausalLM(lm.architecture(sizes, target)))
+    info = {"domain": ["math"], "mat": {"math": 2.0}}
+    tensors = lm.published(model.state_dict())
+    checkpoint.save(tmp_path / "lm", config=lm.config(model, target.identity), tensors=tensors, info=info)
+    return ["--dtype", "fp32", "--device", "cpu", "--prompts", "prompts.jsonl", "reasoning.draft=./lm"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["--algo", "onlin-lr"], 2, "did you mean online-lr?"),
+        (["--algo", "online-lr,ogd"], 2, "they take runs of their own"),
+        (["--algo", "lr", "--batch", "2"], 2, "batch is of learning by tokens"),
+        (["--algo", "lr", "--lr", "1e-4"], 2, "set reasoning.learning"),
+        (["--algo", "lr", "--init", "lm"], 2, "name the draft LM by reasoning.draft"),
+        (["--algo", "lr", "--baselines", "vanilla"], 2, "set reasoning.baselines"),
+        (["--algo", "lr", "--async"], 2, "asynchronous is of learning by tokens"),
+        (["--algo", "lr", "--max-new-tokens", "9"], 2, "reasoning.budget"),
+        (["--algo", "lr", "drafting.depth=3"], 2, "drafting is of learning by tokens"),
+        (["--algo", "lr", "--temperature", "0", "reasoning.temperature=1"], 2, "one and the same: 0.0 or 1.0?"),
+        (["--algo", "ogd", "reasoning.depth=2"], 2, "reasoning is for algo lr, osd-lr, online-lr"),
+        (["--algo", "lr", "reasoning.judge.kind=model"], 2, "needs judge.name"),
+        (["--algo", "lr", "reasoning.depht=2"], 2, "did you mean reasoning.depth"),
+        (["--algo", "lr", "reasoning.draft=./nowhere"], 4, "./nowhere"),
+        (["--algo", "lr", "reasoning.drafter=./nowhere"], 2, "no drafter ./nowhere"),
+        (["--algo", "lr", "reasoning.judge.kind=embedding", "reasoning.judge.name=./nowhere"], 4, "./nowhere"),
+    ],
+)
+def test_what_is_refused(specctl, argv, code, says):
+    done = specctl("online", *argv, "--dry-run")
+    assert done.code == code, done.err
+    assert says in done.err and done.out == ""
+
+
+def test_a_head_writes_no_steps(specctl, tmp_path, target):
+    write_head(tmp_path / "head", target, "medusa")
+    done = specctl("online", "--algo", "lr", "reasoning.draft=./head", "--dry-run")
+    assert done.code == 4 and "head is of family medusa" in done.err
+
+
+def test_the_plan(specctl):
+    """One temperature and seed for both sections; a resolved recipe can be resolved again."""
+    done = specctl("online", "--algo", "lr,online-lr", "--temperature", "0.3", "--seed", "5", "--dry-run", "--json")
+    assert done.code == 0, done.err
+    recipe, said = done.json["recipe"], " ".join(done.json["steps"])
+    assert recipe["sampling"]["temperature"] == recipe["reasoning"]["temperature"] == 0.3
+    assert recipe["sampling"]["seed"] == recipe["reasoning"]["seed"] == recipe["data"]["seed"] == 5
+    assert recipe["reasoning"]["allow_code_execution"] is False
+    assert recipe["data"]["domain"] == ["math"] and "train a drafter of family lm" in said
+    assert "as target, draft, lr, online-lr" in said and "after every 25 prompts online-lr learn" in said
+    Path("again.yaml").write_text(json.dumps({"command": "online", **recipe}))
+    again = specctl("online", "--recipe", "again.yaml", "--dry-run", "--json")
+    assert again.code == 0 and again.json["recipe"] == recipe, again.err
+
+
+def test_it_warms_up_a_draft_lm_first(specctl, library):
+    """By the path of every drafter: distil, train, and then the stream."""
+    called = []
+    for name in ("distill", "train-drafter", "online"):
+        library(name, lambda recipe, run, name=name: called.append((name, recipe)) or (_ for _ in ()).throw(Stop))
+
+    class Stop(Exception):
+        pass
+
+    done = specctl("online", "--algo", "online-lr")
+    assert done.code == 1 and [name for name, _ in called] == ["distill"]
+    assert called[0][1].data.domain == ["math"]
+    assert "no drafter in drafters/math-lm: warming one up on 1000 responses first" in done.err
+
+
+def test_it_learns_and_reports(specctl, start, tmp_path):
+    """The command on the built-in target, its report, the run again, and what was learnt put to use."""
+    argv = ["online", "--algo", "online-lr,osd-lr", *start, *SMALL, "--output-dir", "run"]
+    done = specctl(*argv, "--json")
+    assert done.code == 0, done.err
+    document = done.json
+    assert document == json.loads((tmp_path / "run/result.json").read_text())
+    assert [row["mode"] for row in document["modes"]] == ["target", "draft", "lr", "online-lr", "osd-lr"]
+    texts = {}
+    for line in (tmp_path / "run/traces.jsonl").read_text().splitlines():
+        trace = json.loads(line)
+        texts.setdefault(trace["mode"], []).append(trace["text"])
+    assert texts["online-lr"] == texts["osd-lr"] == texts["lr"] == texts["target"], "greedy, and the exact judge"
+    by_mode = {row["mode"]: row for row in document["modes"]}
+    assert by_mode["lr"]["agreement"]["value"] == 1 and by_mode["lr"]["accuracy"]["value"] is not None
+    refused = specctl(*argv, "reasoning.depth=1", "--resume")
+    assert refused.code == 2 and "reasoning.depth was 2, is 1" in refused.err, refused.err
+    resumed = specctl(*argv, "--resume")
+    assert resumed.code == 0, resumed.err
+    told = 3 - by_mode["target"]["unanswered"]
+    assert told and f"where the target alone has one, {told} of 3 prompts" in resumed.out
+    assert "answers of the target" in resumed.out and "100.0 % [100.0, 100.0]" in resumed.out
+    assert "online-lr − lr, steps accepted" in resumed.out and "osd-lr learnt: run/drafters/osd-lr" in resumed.out
+    shown = specctl("report", "run", "--csv", "--json")
+    assert shown.code == 0, shown.err
+    assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == ["online-steps.png"]
+    page = Path(shown.json["report"]).read_text()
+    assert "answers of the target alone" in page and "What learning gained" in page
+    write_prompts(tmp_path, ["Say hi."])
+    options = [*start[:-1], "--max-new-tokens", "6", "--json"]
+    measured = specctl("eval", *options, "--drafter", "run/drafters/online-lr")
+    assert measured.code == 0, measured.err
+    assert measured.json["lossless"]["mismatches"] == 0
+
+
+def test_fidelity_is_never_hidden():
+    """Without the target alone, or where it gives no answers, the table says that nothing was compared."""
+    from rich.console import Console
+
+    none = {"value": None, "interval": None}
+    numbers = dict.fromkeys(["step_acceptance", "accepted_per_target_step", "avg_len", "mat", "speedup"], none)
+    row = {"prompts": 4, "unanswered": 4, "agreement": none, "accuracy": none, "tflops": 0.1, **numbers}
+    row |= {"speedup_with_learning": None, "cut": 7, "rounds": 9}
+    document = {"differences": [], "judges": {}, "drafters": {}, "run_dir": "run"}
+    for modes, says in ((["lr"], "was not measured"), (["target", "lr"], "0 of 4 prompts")):
+        console = Console(width=500)
+        with console.capture() as captured:
+            console.print(show(document | {"modes": [{"mode": mode, **row} for mode in modes]}))
+        assert says in captured.get() and "answers of the target" in captured.get()
+        assert "right answers" not in captured.get()
+        assert ("7 of 9 steps were cut: set reasoning.delimiter" in captured.get()) == ("target" in modes)
