@@ -37,8 +37,9 @@ demo: $(VENV)/.run
 	$(BIN)/specctl train-drafter --recipe demo/train --overwrite
 	$(BIN)/specctl eval --recipe demo/eval --overwrite
 
+# Files of tests go to as many processes as there are cores: each computes with one thread.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
