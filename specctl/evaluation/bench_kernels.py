@@ -161,6 +161,8 @@ def _expand(logits: Tensor) -> tuple[Callable[[], object], Callable[[], object]]
     return lambda: kernels.expand_topk(logits, 8), lambda: logits.float().log_softmax(-1).topk(8, -1)
 
 
+# Not of inference: DeepSpeed's F.linear, where it was loaded, saves its inputs for backward.
+@torch.inference_mode(False)
 def _loss(device: torch.device, vocabulary: int, generator: torch.Generator) -> Case:
     hidden, rows = (HIDDEN, TRAINED_ROWS) if device.type == "cpu" else (CUDA_HIDDEN, CUDA_TRAINED_ROWS)
     x = torch.randn(rows, hidden, generator=generator, device=device).requires_grad_()

@@ -114,7 +114,7 @@ def test_learners_at_once_are_those_that_take_turns(target, arch):
 def test_a_stacked_ensemble_is_one_that_takes_turns(target):
     """Over two chunks: losses, weights, and what is played."""
     lesson = Lesson(target, "hydra", dropout=0.3)
-    options = LearnerRecipe(algo="ensemble", lr=0.02, clip=0.5).resolved("hydra", target.hidden_size)
+    options = LearnerRecipe(algo="ensemble", optimizer="sgd", lr=0.02, clip=0.5).resolved("hydra", target.hidden_size)
     found = []
     for stacks in (True, False):
         objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
