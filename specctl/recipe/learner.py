@@ -17,7 +17,7 @@ class FamilyLearning(Section):
     """How a family learns; epochs, clipping and dropout are OnlineSpec's, medusa as hydra, lm as it is fine-tuned.
 
     Adam's rates are for hidden size 4,096: narrower heads take larger steps. Those of eagle3 and hydra were measured at
-    width 256 and scaled back; the paper has 1e-4 for eagle3, and SGD at 0.1 for hydra, a tenth as fast there.
+    width 256 and scaled back; the paper has 1e-4 for eagle3, and SGD at 0.1 for hydra, which hardly moves there.
     """
 
     optimizer: Literal["sgd", "adam"]
