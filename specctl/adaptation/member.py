@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -79,14 +80,14 @@ class Descent:
         self._sums, self._gradient = torch.zeros_like(self._sums), None
         if gradient is None or weight == 0:
             return
-        gradient = gradient / weight
+        gradient.div_(weight)  # what `add` took in is this object's own
         norm = float(torch.linalg.vector_norm(gradient))
         member = self._member
         gradient = rules.clipped(gradient, norm, member.options.clip or 0.0)
         direction, buffers = member.direction(gradient, self.buffers, member.options)
         w_hat, h, t = member.after(self.w_hat, self.h, self.t, direction)
         x = member.play(w_hat, h)
-        self.sound = bool(torch.tensor(total + norm).isfinite()) and bool(x.isfinite().all())
+        self.sound = math.isfinite(total + norm + float(x.sum()))  # a sum hides no NaN, and is one pass
         if self.sound:
             self.w_hat, self.h, self.t, self.x, self.buffers = w_hat, h, t, x, buffers
             self.steps += 1

@@ -8,10 +8,11 @@ members; ε rate of Hedge. Nothing is changed in place: an old state stays as it
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam as torch_adam
 
 Hint = Literal["last", "mean", "none"]
 
@@ -37,19 +38,22 @@ def heavy_ball(g: Tensor, v: Tensor, mu: float) -> Tensor:
 
 def adam(g: Tensor, m: Tensor, v: Tensor, j: int, betas: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
     """Direction of step j ≥ 1 of Adam (Kingma and Ba 2015, Algorithm 1, ε = 1e-8), and the moments m and v after it."""
-    m, v = torch.lerp(g, m, betas[0]), betas[1] * v + (1 - betas[1]) * g * g
-    scale = (v / (1 - betas[1] ** j)).sqrt_().add_(1e-8)
-    return m / (1 - betas[0] ** j) / scale, m, v
+    m, v, direction = m.clone(), v.clone(), torch.zeros_like(g)
+    # One pass over the vectors, where formulas take twelve. A step of length −1 from 0 is the direction.
+    rates: dict[str, Any] = {"lr": -1.0, "beta1": betas[0], "beta2": betas[1], "eps": 1e-8, "weight_decay": 0.0}
+    done = [torch.tensor(j - 1.0, device=g.device)]
+    torch_adam([direction], [g], [m], [v], [], done, fused=True, amsgrad=False, maximize=False, **rates)
+    return direction, m, v
 
 
 def optimistic_play(w_hat: Tensor, h: Tensor | None, eta: float) -> Tensor:
     """w_t = ŵ_t − η h_t, before projection (Rakhlin and Sridharan 2013, optimistic mirror descent); h None = 0: OGD."""
-    return w_hat if h is None else w_hat - eta * h
+    return w_hat if h is None else w_hat.sub(h, alpha=eta)
 
 
 def descend(w_hat: Tensor, g: Tensor, eta: float) -> Tensor:
     """ŵ_{t+1} = ŵ_t − η g_t(w_t), before projection: OGD where ŵ is played (Zinkevich 2003)."""
-    return w_hat - eta * g
+    return w_hat.sub(g, alpha=eta)
 
 
 def next_hint(kind: Hint, h: Tensor, g: Tensor, t: int) -> Tensor:

@@ -98,7 +98,7 @@ class _LinearDistill(torch.autograd.Function):
         """(Σ share·loss, losses [n], and the gradients of the first by hidden, weight and bias that are `wanted`)."""
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if wanted[0] else None
-        d_weight = torch.zeros_like(weight) if wanted[1] else None
+        d_weight = None
         d_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
         head, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         used = share.nonzero()[:, 0]
@@ -109,8 +109,9 @@ class _LinearDistill(torch.autograd.Function):
             losses[rows] = distill_rows(logits, teacher.known(at[rows]), share[rows], objective).to(losses.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = (logits @ head).to(d_hidden.dtype)
-            if d_weight is not None:
-                d_weight += logits.T @ x
+            if wanted[1]:
+                part = (logits.T @ x).to(weight.dtype)
+                d_weight = part if d_weight is None else d_weight.add_(part)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=d_bias.dtype)
         return torch.dot(share.float(), losses), losses, d_hidden, d_weight, d_bias

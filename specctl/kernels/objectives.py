@@ -21,8 +21,9 @@ TINY = 1e-9  # stands in for a teacher's zero where its logarithm is taken
 
 
 def _soft_ce(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    lse = z.logsumexp(-1)
-    return lse * p.sum(-1) - torch.linalg.vecdot(p, z), z.sub(lse.unsqueeze(-1)).exp_().sub_(p)
+    q = z.softmax(-1)
+    lse = z.amax(-1) - q.amax(-1).log()  # on a CPU the exponential of softmax is several times as fast as exp
+    return lse * p.sum(-1) - torch.linalg.vecdot(p, z), q.sub_(p)
 
 
 def _kl(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
