@@ -56,8 +56,8 @@ class Outcome:
 class Ensemble:
     """`ensemble` and `opt-ensemble`: w_t = Σ p_i w_t^i, p_i ∝ exp(−ε (Σ_s f_s(w_s^i) + guess)).
 
-    f_s is the mean loss per token of chunk s before anything was learnt from it: a forward pass of its own, unless an
-    epoch is one step (see `LearnerRecipe.measure`). The guess of the next losses is the optimistic meta learner's, by
+    f_s is the mean loss per token of chunk s before anything was learnt from it, on its first batch unless
+    `LearnerRecipe.measure` says otherwise. The guess of the next losses is the optimistic meta learner's, by
     the same kind of hint as its members': the last losses, or their mean; else 0.
     """
 
@@ -101,7 +101,8 @@ class Ensemble:
         self._draw = inner_loop(self._objective, descents, chunk, options, self._draw)
         self._t += 1
         if len(members) > 1 and losses is None:
-            losses = torch.tensor([descent.loss for descent in descents], dtype=torch.float64)
+            seen = (descent.first if options.measure == "batch" else descent.before for descent in descents)
+            losses = torch.stack([total / weight for total, weight in seen])
         moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
         refused = tuple(place for place, descent in enumerate(descents) if not descent.sound)
         for place in moved:

@@ -51,13 +51,14 @@ class Descent:
         steps: optimizer steps so far.
         sound: no loss or gradient was other than finite. Nothing happens after one that was.
         first: (Σ loss, Σ weight) of the first pass over the chunk, each batch before the step on it.
+        before: the same of the batches that came before any step: the first one, or a chunk that is one step.
     """
 
     def __init__(self, member: Member):
         self.x, self.buffers, self._member = member.w, member.buffers, member
         self.w_hat, self.h, self.t = member.w_hat, member.h, member.t
         self.steps, self.sound = 0, True
-        self.first = torch.zeros(2, dtype=torch.float64)
+        self.first = self.before = torch.zeros(2, dtype=torch.float64)
         self._sums = torch.zeros(2, dtype=torch.float64)
         self._gradient: Tensor | None = None
 
@@ -73,6 +74,7 @@ class Descent:
         self._gradient = gradient if self._gradient is None else self._gradient + gradient
         if first:
             self.first = self.first + sums
+            self.before = self.before + sums if self.steps == 0 else self.before
 
     def step(self) -> None:
         """Step on the mean gradient of what was added; none where that has no weight."""

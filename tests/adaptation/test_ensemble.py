@@ -38,8 +38,9 @@ def test_losses_are_measured_before_the_update(quadratic, chunk):
     assert learner.p.argmin() == 2
 
 
-def test_losses_that_cost_no_pass_of_their_own(quadratic, chunk):
-    """With one step a chunk they are those of the pass; else each batch is judged before the step on it."""
+def test_what_the_members_are_judged_on(quadratic, chunk):
+    """The first batch, before any step; or the whole chunk, in a pass of its own unless an epoch is one step; or each
+    batch before the step on it. The members are all at 2: nothing has a loss of its own but by steps."""
 
     def first(**options):
         _, learner = quadratic([2.0], algo="ensemble", lr=0.25, **options)
@@ -48,15 +49,17 @@ def test_losses_that_cost_no_pass_of_their_own(quadratic, chunk):
         learner._objective.losses = lambda *args: passes.append(0) or measure(*args)
         return learner.learn(chunk([0.0], [2.0])).losses, len(passes)
 
-    assert first() == ((1.0, 1.0, 1.0), 1)
-    assert first(step="chunk", epochs=2) == ((1.0, 1.0, 1.0), 0)
+    assert first(epochs=2) == ((2.0, 2.0, 2.0), 0)
+    assert first(measure="chunk") == ((1.0, 1.0, 1.0), 1)
+    for measure in ("first", "chunk", "batch"):
+        assert first(measure=measure, step="chunk", epochs=2) == ((1.0, 1.0, 1.0), 0)
     # η = ¼, ½, 1 are at 1.5, 1, 0 when they see the second batch: losses (2 + ½ (w − 2)²) / 2
     assert first(measure="batch", epochs=2) == ((1.0625, 1.25, 2.0), 0)
 
 
 def test_a_batch_is_prepared_once_for_all_members(quadratic, chunk):
     """Two batches: a pass to measure, and two epochs."""
-    objective, learner = quadratic([2.0], algo="ensemble", lr=0.25, epochs=2)
+    objective, learner = quadratic([2.0], algo="ensemble", lr=0.25, epochs=2, measure="chunk")
     prepared = []
     objective.prepare = lambda batch: prepared.append(batch) or batch
     learner.learn(chunk([0.0], [2.0]))
