@@ -87,11 +87,10 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
         SpecctlError: the disk is full.
     """
     target = target or load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(recipe)}
     draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))
     journal = ReasoningJournal(recipe, run, stamp)
-    journal.start()
+    journal.start(target)
     for seed, rejections in journal.passes():
         _pass(recipe, seed, target, draft, judge, journal, rejections)
     return _result(recipe, run, journal)
