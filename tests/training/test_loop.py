@@ -11,7 +11,7 @@ import torch
 
 from specctl import lock
 from specctl.drafters.pool import load_drafter
-from specctl.errors import CheckpointError, Interrupted, SpecctlError, UsageError
+from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.formats import checkpoint as drafters
 from specctl.progress import interrupts
 from specctl.recipe import (
@@ -102,8 +102,8 @@ def test_nobody_else_trains_it_meanwhile(distilled, tmp_path):
     """The other one would remove its checkpoints. The lock is gone with the one who holds it."""
     with lock.held(tmp_path / ".drafter.lock", tmp_path), pytest.raises(UsageError, match=f"process {os.getpid()}"):
         train(recipe(distilled, tmp_path, overwrite=True), tmp_path / "run")
-    with pytest.raises(CheckpointError):
-        train(recipe(distilled, tmp_path, init=tmp_path / "nowhere"), tmp_path / "run")
+    with pytest.raises(DataError, match="no distilled data"):
+        train(recipe(tmp_path / "nowhere", tmp_path), tmp_path / "run")
     assert not list(tmp_path.glob(".*.lock"))
 
 
