@@ -108,7 +108,7 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Jo
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     try:
         with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
-            bar.update(answered)
+            bar.skip(answered)
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:

@@ -130,7 +130,7 @@ def _pass(
         stream.resume(mark.stream, rewind=not stream.stdin)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
-        bar.update((mark.stream or {}).get("prompts", 0))
+        bar.skip((mark.stream or {}).get("prompts", 0))
         for arrivals in stream.chunks():
             before = _counts(reasoning)
             record = reasoning.chunk(arrivals, bar.update)

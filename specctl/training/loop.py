@@ -115,7 +115,7 @@ class Trainer:
         """Steps until the schedule ends; evaluation, checkpoints and interrupts between them."""
         recipe, at = self.recipe, self.at
         with track("train", total=self.schedule.steps, unit="steps") as bar:
-            bar.update(at.step)
+            bar.skip(at.step)
             while not self.schedule.ended(at.step, at.seconds):
                 self._step(bar)
                 last = self.schedule.ended(at.step, at.seconds)
