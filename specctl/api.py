@@ -109,7 +109,10 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
 
 
 def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
-    """Run a resolved recipe in a run directory of its own. Returns the result dataclass and the result document."""
+    """Run a resolved recipe in a run directory of its own. Returns the result dataclass and the result document.
+
+    Raises what the command raises, and UsageError where another process runs in that directory.
+    """
     if recipe.resources.threads:
         import torch
 
@@ -118,9 +121,10 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
     run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
     module, name = FUNCTIONS[command]
-    result = getattr(importlib.import_module(module), name)(recipe, run)
-    document = run.result(dataclasses.asdict(result))
-    artefacts.write(document, run.dir)
+    with run.held():
+        result = getattr(importlib.import_module(module), name)(recipe, run)
+        document = run.result(dataclasses.asdict(result))
+        artefacts.write(document, run.dir)
     return result, document
 
 

@@ -57,6 +57,7 @@ class Progress:
         self.fields: dict[str, Any] = {}
         self._quiet = quiet or _silent()
         self._started = time.monotonic()
+        self._before: float = 0
         self._task: Any = None
 
     def __enter__(self) -> Progress:
@@ -69,6 +70,11 @@ class Progress:
         if self._task is not None:
             _display.close(self._task)
             self._task = None
+
+    def skip(self, done: float) -> None:
+        """So many units were done before, by the run that is continued: they count, but not for the rate."""
+        self._before += done
+        self.update(done)
 
     def update(self, advance: float = 1, **fields: Any) -> None:
         """Advance by `advance` units and show `fields` (e.g. loss=0.31, mat=4.1) until they change."""
@@ -88,7 +94,7 @@ class Progress:
         return ", ".join(parts)
 
     def _rate(self) -> float:
-        return self.done / max(time.monotonic() - self._started, 1e-9)
+        return (self.done - self._before) / max(time.monotonic() - self._started, 1e-9)
 
     def _eta(self) -> str:
         rate = self._rate()

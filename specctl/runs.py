@@ -16,13 +16,16 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from specctl.errors import SpecctlError
+from specctl import lock
+from specctl.errors import SpecctlError, UsageError
 
 SCHEMA_VERSION = 1
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
@@ -36,28 +39,59 @@ class Run:
         self.command, self.target, self.seed = command, target, seed
         self._started = time.monotonic()
         self._writes = os.environ.get("RANK", "0") == "0"
+        self._recipe: Any = None  # of a run that has not begun
 
     @classmethod
     def create(cls, command: str, recipe: Any, output_dir: str | Path | None = None) -> Run:
-        """Make the directory (default `./runs/<command>-<time>-<id>/`) and write the resolved recipe and run.json.
+        """Make the directory (default `./runs/<command>-<time>-<id>/`), which may hold an earlier run.
 
-        `recipe` is one of the models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written.
+        That stays as it is until this one has something to say: a command can be refused yet. `recipe` is one of the
+        models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written, UsageError where a run
+        of another command is to be resumed.
         """
         name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         directory = Path(output_dir) if output_dir else Path("runs") / name
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
+        run._recipe = recipe
         if run._writes:
             make_dir(run.dir)
-            for stale in ("metrics.jsonl", "result.json"):
-                (run.dir / stale).unlink(missing_ok=True)
-            resolved = {"command": command, **recipe.model_dump(mode="json")}
-            text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
-            atomic_write(run.dir / "recipe.resolved.yaml", text)
-            run._write_json("run.json", {"schema_version": SCHEMA_VERSION, "command": command, **environment(run.seed)})
+            if getattr(recipe, "resume", False):
+                run._check_same_command()
         return run
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No other process runs in the directory meanwhile: UsageError where one does."""
+        with lock.held(self.dir / lock.NAME, self.dir):
+            yield
+
+    def _check_same_command(self) -> None:
+        try:
+            there = json.loads((self.dir / "run.json").read_text())["command"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # no run, or none that says what it is
+        if there != self.command:
+            raise UsageError(
+                f"{self.dir} holds a run of specctl {there}", hint=f"--resume continues one of specctl {self.command}"
+            )
+
+    def _begin(self) -> None:
+        """Forget an earlier run's metrics and result; write the resolved recipe and run.json."""
+        recipe, self._recipe = self._recipe, None
+        if recipe is None or not self._writes:
+            return
+        for stale in ("metrics.jsonl", "result.json"):
+            (self.dir / stale).unlink(missing_ok=True)
+        resolved = {"command": self.command, **recipe.model_dump(mode="json")}
+        text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+        atomic_write(self.dir / "recipe.resolved.yaml", text)
+        about = {"schema_version": SCHEMA_VERSION, "command": self.command, **environment(self.seed)}
+        self._write_json("run.json", about)
+
     def annotate(self, **fields: Any) -> None:
-        """Add `fields` (e.g. the target's identity once it is loaded) to run.json."""
+        """Add `fields` (e.g. the target's identity) to run.json. With this a run begins: one that is resumed, only once
+        it is clear that it may go on."""
+        self._begin()
         if self._writes:
             path = self.dir / "run.json"
             known = json.loads(path.read_text()) if path.exists() else {}
@@ -65,6 +99,7 @@ class Run:
 
     def metrics(self, **fields: Any) -> None:
         """Append one line to metrics.jsonl; `elapsed_s` is added."""
+        self._begin()
         if self._writes:
             line = to_json({"elapsed_s": round(self.elapsed_s, 3), **fields})
             with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -72,6 +107,7 @@ class Run:
 
     def result(self, doc: dict[str, Any]) -> dict[str, Any]:
         """Complete `doc` with the fields every result carries, write it to result.json, and return it."""
+        self._begin()
         common = {
             "schema_version": SCHEMA_VERSION,
             "command": self.command,

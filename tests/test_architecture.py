@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAVES = ["errors", "progress", "recipe", "runs"]
+LEAVES = ["errors", "lock", "progress", "recipe", "runs"]
 LOWER = {*LEAVES, "kernels", "decoding"}
 DRAFTING = LOWER | {"drafters", "formats"}
 MIDDLE = ["distillation", "training", "selection", "adaptation", "evaluation", "reporting"]
@@ -19,7 +19,8 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "errors": set(),
     "progress": {"errors"},
-    "runs": {"errors"},
+    "lock": {"errors", "progress"},
+    "runs": {"errors", "lock"},
     "recipe": {"errors", "recipes"},
     "recipes": set(),
     "data_prep": {"errors"},

@@ -28,6 +28,18 @@ def test_off_a_terminal_a_line_every_half_minute(clock, capsys):
     assert lines[0] == "train 30/100 steps (30%), 1 steps/s, loss=0.25, 1:10 left"
 
 
+def test_what_was_done_before_is_no_speed(clock, capsys):
+    """A run that is continued was said to do hundreds of thousands a second, and to be over at once."""
+    with progress.track("online", total=100, unit="prompts") as bar:
+        clock[0] += 30
+        bar.skip(40)
+        clock[0] += 30
+        bar.update(6)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "online 40/100 prompts (40%), 0 prompts/s"
+    assert lines[1] == "online 46/100 prompts (46%), 0.1 prompts/s, 9:00 left"
+
+
 def test_short_stages_share_the_half_minute(clock, capsys):
     for _ in range(10):
         with progress.track("eval") as bar:

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from specctl import runs
-from specctl.errors import SpecctlError
-from specctl.recipe import EvalRecipe
+from specctl.errors import SpecctlError, UsageError
+from specctl.recipe import EvalRecipe, OnlineRecipe
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -36,11 +36,26 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
     assert runs.Run.create("eval", EvalRecipe()).dir != run.dir, "runs of one second differ"
 
 
-def test_a_directory_that_is_used_again_forgets_the_old_metrics(tmp_path):
-    run = runs.Run.create("eval", EvalRecipe(), tmp_path / "out")
-    run.metrics(step=1)
-    runs.Run.create("eval", EvalRecipe(), tmp_path / "out")
-    assert not (tmp_path / "out/metrics.jsonl").exists()
+def test_a_directory_that_is_used_again(tmp_path):
+    """What is there stays until the command has something to say, as it can be refused; then it is forgotten."""
+    out = tmp_path / "out"
+    runs.Run.create("eval", EvalRecipe(limit=1), out).metrics(step=1)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = runs.Run.create("eval", EvalRecipe(limit=2), out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    again.annotate(target={})
+    assert not (out / "metrics.jsonl").exists()
+    assert "limit: 2" in (out / "recipe.resolved.yaml").read_text()
+    again.metrics(step=2)
+    again.annotate(more=1)
+    assert (out / "metrics.jsonl").exists(), "a run begins once"
+
+
+def test_a_run_of_another_command_is_not_resumed(tmp_path):
+    runs.Run.create("eval", EvalRecipe(), tmp_path).annotate(target={})
+    resumed = OnlineRecipe(resume=True, output_dir=tmp_path)
+    with pytest.raises(UsageError, match="holds a run of specctl eval"):
+        runs.Run.create("online", resumed, tmp_path)
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):

@@ -54,7 +54,7 @@ class AutoLength:
         self.accepted = self.verified = 0.0
         self.draft_s = self.draft_tokens = self.step_s = self.steps = 0.0
         self.rounds.clear()
-        self._unused = 0
+        self.unused = 0
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this one from now on: with new weights, not a new family."""
@@ -77,10 +77,10 @@ class AutoLength:
             return self.longest
         k = best_length(self.accepted / self.verified, self.alpha, self.longest)
         if k:
-            self._unused = 0
+            self.unused = 0
             return k
-        self._unused += 1
-        return 1 if self._unused % TRY_EVERY == 0 else 0
+        self.unused += 1
+        return 1 if self.unused % TRY_EVERY == 0 else 0
 
     def choose(self, state: DecodeState) -> Proposer:
         self._k = self.length()
@@ -129,4 +129,4 @@ class AutoLength:
             setattr(self, name, state[name])
 
 
-KEPT = ("accepted", "verified", "draft_s", "draft_tokens", "step_s", "steps")
+KEPT = ("accepted", "verified", "draft_s", "draft_tokens", "step_s", "steps", "unused")

@@ -11,6 +11,7 @@ with those of the target alone.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Iterator
@@ -114,6 +115,13 @@ class Lookahead:
         allowed = self.recipe.allow_code_execution
         trace.right = correct(trace.text, arrival.prompt.reference, allow_code_execution=allowed)
         return trace
+
+    def brief(self, tokens: int) -> Lookahead:
+        """The same models for a few tokens of an answer, with a judge that remembers by itself."""
+        found = copy.copy(self)
+        found.budget, found.answer_tokens = min(self.budget, tokens), min(self.answer_tokens, tokens)
+        found.judge = self.judge and Judge(self.judge.ask)
+        return found
 
     def forget(self) -> None:
         """Keep nothing of texts from before: what follows is the same, and the same work, wherever a run goes on."""

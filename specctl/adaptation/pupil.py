@@ -129,9 +129,14 @@ class Pupil:
         """The prompts that are decoded next."""
         self.buffer.open(queries)
 
-    def forget(self) -> None:
-        """Let go of what was answered so far: nothing is learnt from it."""
-        self.buffer.clear()
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """What is answered meanwhile leaves no trace: nothing is learnt from it, and no text makes room for it."""
+        kept, self.buffer = self.buffer, self._new_buffer()
+        try:
+            yield
+        finally:
+            self.buffer = kept
 
     def drafting(self) -> dict[str, Any]:
         """Options of `decode`."""

@@ -33,6 +33,7 @@ from specctl.formats import checkpoint
 from specctl.recipe import LookaheadRecipe
 from specctl.recipe.lookahead import LearningMode, ReasoningMode
 
+WARMUP_TOKENS = 16
 LEARNING: tuple[LearningMode, ...] = get_args(LearningMode)
 
 
@@ -110,6 +111,7 @@ class Reasoning:
         judge = judge or make_judge(self.recipe.judge, str(target.device))
         self.judges = {mode: Judge(judge.ask) for mode in modes if mode not in ("target", "draft")}
         self.chunks = 0
+        self._warm = False
         self.drafter = drafter
         self.learners = {
             mode: PreferenceLearner(copy.deepcopy(draft.model), draft.tokenizer, self.recipe, mode)
@@ -124,6 +126,10 @@ class Reasoning:
 
         Raises Interrupted, with the learners anywhere in the chunk: go on from a `state()`.
         """
+        if not self._warm:  # first calls are slow, whether a run begins here or goes on
+            for answering in self._answering.values():
+                answering.brief(WARMUP_TOKENS).answer(arrivals[0])
+            self._warm = True
         for answering in self._answering.values():
             answering.forget()
         traces: dict[ReasoningMode, list[Trace]] = {mode: [] for mode in self.modes}

@@ -7,6 +7,7 @@ chunks that wait at once; what its buffer cannot hold is dropped.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import queue
@@ -33,6 +34,8 @@ from specctl.errors import SpecctlError
 from specctl.recipe import OnlineRecipe
 from specctl.training.feature_files import Features
 
+State = tuple[dict[str, Any], dict[str, Tensor]]
+"""What JSON can say, and tensors."""
 PATIENCE_S = 600.0  # for the last chunks of a stream
 PR_SET_PDEATHSIG = 1
 
@@ -102,8 +105,11 @@ class RemotePupil(Pupil):
         arguments = (recipe, algo, seed, start, _device(recipe, target), threads, self._inbox, self._outbox)
         self._process = context.Process(target=_live, args=arguments, daemon=True)
         self._process.start()
+        atexit.register(self._process.kill)  # Python would wait for it after a SIGTERM, which it leaves to us
         self._handed = self._learnt = 0
         self._last: Learnt | None = None
+        self._known: State = super().state()  # of the learner, the newest
+        self._waiting: list[tuple[State, Acceptance]] = []  # chunks that are handed over and not learnt from yet
         message = self._receive(PATIENCE_S)
         assert message is None, "the first message says that it is ready"
 
@@ -120,9 +126,7 @@ class RemotePupil(Pupil):
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
         began = time.perf_counter()
-        self._inbox.put(Chunk.of(self.buffer, acceptance))
-        self._handed += 1
-        self.buffer.clear()
+        self._hand_over(acceptance)
         known = self._last
         lesson = Lesson("keep", Outcome("pending"), 0, 0, 0, (), 0.0) if known is None else known.lesson
         if known is not None and known is self._told:  # what was said of it a chunk ago happened once
@@ -132,6 +136,13 @@ class RemotePupil(Pupil):
         behind = self._handed - self._learnt
         spent, self._swap_s = self._swap_s, 0.0
         return replace(lesson, learn_s=time.perf_counter() - began, swap_s=spent, behind=behind)
+
+    def _hand_over(self, acceptance: Acceptance) -> None:
+        """What the buffer holds is the learner's."""
+        self._inbox.put(Chunk.of(self.buffer, acceptance))
+        self._waiting.append((self.buffer.state(), acceptance))
+        self._handed += 1
+        self.buffer.clear()
 
     _told: Learnt | None = None  # the last lesson that a chunk's row has told of
     _swap_s = 0.0  # since the last chunk
@@ -155,12 +166,25 @@ class RemotePupil(Pupil):
         return super().played() if self._vector is None else self._vector
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Behind the last chunk that was learnt from; what is handed over and not learnt yet is not part of it."""
-        return super().state() if self._last is None else (self._last.facts, self._last.state)
+        """The learner's behind the last chunk that it is known to have learnt from, and the chunks that wait for it."""
+        facts, tensors = self._known
+        waiting = [{"buffer": texts, "acceptance": vars(one)} for (texts, _), one in self._waiting]
+        for place, ((_, features), _) in enumerate(self._waiting):
+            tensors = tensors | {f"waiting{place}.{name}": value for name, value in features.items()}
+        # Texts are numbered here: a number that comes twice would replace a text that the learner replays.
+        numbered = facts["buffer"] | {"next": self.buffer.state()[0]["next"]}
+        return facts | {"buffer": numbered, "waiting": waiting}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().restore(facts, tensors)
-        self._inbox.put((facts, tensors))
+        self.buffer.clear()  # the learner replays them, who has its own
+        self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
+        self._inbox.put(self._known)
+        for place, one in enumerate(facts["waiting"]):
+            prefix = f"waiting{place}."
+            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            self.buffer.restore(one["buffer"], own)
+            self._hand_over(Acceptance(**one["acceptance"]))
 
     def _take(self) -> None:
         """New weights, if there are any."""
@@ -187,7 +211,9 @@ class RemotePupil(Pupil):
         if isinstance(message, Failed):
             raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
         if message is not None:
+            del self._waiting[: message.chunks - self._learnt]
             self._last, self._learnt = message, message.chunks
+            self._known = message.facts, message.state
             self._vector = message.played.to(self.target.device)
         return message
 

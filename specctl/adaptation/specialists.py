@@ -103,11 +103,17 @@ class Specialists:
         keys = queries if self.recipe.policy.reset == "query" else [f"{n}" for n in range(len(queries))]
         self._selector.open([Text(*parts) for parts in zip(queries, domains, keys, strict=True)])
 
-    def forget(self) -> None:
-        """Let go of what was answered so far: nothing is learnt from it."""
-        self.buffer.clear()
-        for counts in (self.rounds, self._won, self._verified):
-            counts.clear()
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """What is answered meanwhile leaves no trace; between two chunks, when there is nothing to be counted yet."""
+        kept, self.buffer = self.buffer, new_buffer(self.recipe, self.target, self.buffer.taps)
+        try:
+            yield
+        finally:
+            self.buffer = kept
+            for counts in (self.rounds, self._won, self._verified):
+                counts.clear()
+            self._selector = self._select()
 
     def drafting(self) -> dict[str, Any]:
         """Options of `decode`."""

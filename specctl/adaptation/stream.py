@@ -123,6 +123,10 @@ class PromptStream:
         self._at = Position(**position)
         self._resumed = self._at if rewind else Position()
 
+    def check(self) -> None:
+        """DataError where other prompts come than those that the position told to `resume` is behind."""
+        self._skip(self._arrivals())
+
     def chunks(self) -> Iterator[list[Arrival]]:
         """What is left.
 

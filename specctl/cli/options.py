@@ -106,7 +106,9 @@ FLAGS: dict[str, Flag] = {
         ("target_schedule",), str, "Targets along the stream: ./step-100:400,./step-200:400.", metavar="LIST"
     ),
     "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
-    "asynchronous": Flag(("asynchronous",), bool, "A process of its own learns while the decoder goes on."),
+    "asynchronous": Flag(
+        ("asynchronous",), bool, "A process of its own learns while the decoder goes on; no two such runs are equal."
+    ),
     "online_baselines": Flag(("baselines",), str, "vanilla,static (default), one of them, or none.", _none_or_names),
     "allow_code_execution": Flag(
         ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from specctl import lock
 from specctl.cli.output import cell, output
 from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError
@@ -90,7 +91,7 @@ def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -
         return
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")
-    if path.is_dir() and any(path.iterdir()) and not (resume or overwrite):
+    if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
         raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it where the command can")
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not os.access(parent, os.W_OK | os.X_OK):

@@ -8,16 +8,13 @@ on one machine a lock whose `flock` is free is stale, whatever process has got i
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
-import time
 from pathlib import Path
 
 from specctl import progress
 from specctl.errors import DataError
-
-SIGNATURE = 512  # bytes
+from specctl.lock import describe, owner, same_file, sign
 
 
 class WriterLock:
@@ -42,7 +39,7 @@ class WriterLock:
         fd = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _sign(fd)
+            sign(fd)
             os.link(own, self.path)
             return fd
         except FileExistsError:
@@ -57,53 +54,24 @@ class WriterLock:
             fd = os.open(self.path, os.O_RDWR)
         except FileNotFoundError:  # released since we looked
             return self._create() or self._take_over()
-        owner = _owner(fd)
+        holder = owner(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             raise DataError(
-                f"{self.path.parent} is being written by {_describe(owner)}",
+                f"{self.path.parent} is being written by {describe(holder)}",
                 hint="wait for it, or give each job its own --shard i/n",
             ) from None
-        if not _same_file(fd, self.path):  # its owner released it between our open and our flock
+        if not same_file(fd, self.path):  # its owner released it between our open and our flock
             os.close(fd)
             return self._create() or self._take_over()
-        if owner.get("host") != socket.gethostname():
+        if holder.get("host") != socket.gethostname():
             os.close(fd)
             raise DataError(
-                f"{self.path.parent} is locked by {_describe(owner)}, which cannot be checked from here",
+                f"{self.path.parent} is locked by {describe(holder)}, which cannot be checked from here",
                 hint=f"if that job has ended, delete {self.path} and try again",
             )
-        progress.log(f"taking over the lock of {_describe(owner)}, which has died")
-        _sign(fd)
+        progress.log(f"taking over the lock of {describe(holder)}, which has died")
+        sign(fd)
         return fd
-
-
-def _sign(fd: int) -> None:
-    """Name this process in one write of fixed size: one killed on the way never leaves a lock without an owner."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    os.pwrite(fd, json.dumps(owner).ljust(SIGNATURE).encode(), 0)
-
-
-def _owner(fd: int) -> dict[str, object]:
-    try:
-        owner = json.loads(os.pread(fd, SIGNATURE, 0))
-        return owner if isinstance(owner, dict) else {}
-    except ValueError:
-        return {}
-
-
-def _describe(owner: dict[str, object]) -> str:
-    if not owner:
-        return "an unknown process"
-    return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('time')}"
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return False
-    here = os.fstat(fd)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)

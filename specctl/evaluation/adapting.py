@@ -75,10 +75,9 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     if recipe.reasons:
         return reason(recipe, run, target=target)
     target = target or load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
-    journal.start()
+    journal.start(target)
     for seed, rejections in journal.passes():
         _pass(recipe, run, target, seed, journal, rejections)
     records = journal.records()
@@ -109,7 +108,7 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Jo
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     try:
         with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
-            bar.update(answered)
+            bar.skip(answered)
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:

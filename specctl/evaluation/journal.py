@@ -31,8 +31,8 @@ class Journal(States):
         super()._clear()
         (self.run.dir / RECORDS).unlink(missing_ok=True)
 
-    def _cut(self) -> None:
-        super()._cut()
+    def _check_whole(self) -> None:
+        super()._check_whole()
         there = {int(path.stem) for path in self.parts.glob("*.parquet")}
         missing = set(range(1, self.mark.number + 1)) - there
         if missing:

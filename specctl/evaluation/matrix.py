@@ -16,7 +16,7 @@ from specctl.evaluation import lossless
 from specctl.evaluation.baselines import PLAIN, load_assistant
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA, contenders, measure, prepare
-from specctl.evaluation.records import Record, read_records, recipe_stamp, write_outputs, write_records
+from specctl.evaluation.records import Record, check_stamp, read_records, recipe_stamp, write_outputs, write_records
 from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.specialists import Matrix, tabulate
 from specctl.formats import checkpoint
@@ -60,20 +60,22 @@ def evaluate(
     Raises DataError (no usable prompts), CheckpointError (target or drafter), UsageError (contradicting recipe),
     Interrupted (SIGTERM; the records so far are kept, `resume` continues).
     """
+    target = target or load_target(**recipe.target.loading)
+    paths, assistants = named(recipe), {}
+    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(paths)}
+    if recipe.resume:
+        check_stamp(run.dir, stamp)
+    run.annotate(target=target.identity)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
     prompts = read_domains(data, rejections, split=recipe.split, sample=True)
-    target = target or load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
     cases = prepare(recipe, target, prompts, rejections)
-    paths, assistants = named(recipe), {}
     if drafters is None:
         bases: dict[str, Drafter] = {}
         drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
         models = {name: load_assistant(path, target) for name, path in paths.items() if PLAIN in recipe.baselines}
         assistants = {name: model for name, model in models.items() if model is not None}
     found = contenders(recipe, target, drafters, assistants)
-    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(paths)}
     keep = functools.partial(write_records, run.dir, stamp=stamp)
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
     turns = [[case] for case in cases]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +98,11 @@ class Stage:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
         self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
+        self._warm = False  # in this process
+
+    def _learners(self) -> list[Learner]:
+        """The pupils, and a pool that stays as it is."""
+        return [*self.pupils.values(), *([self.fixed_pool] if self.fixed_pool else [])]
 
     def _load_fixed(self) -> dict[str, Drafter]:
         """The drafters that do not learn, by name."""
@@ -108,7 +114,7 @@ class Stage:
     def retarget(self, target: Target) -> None:
         """Go on with another target. CheckpointError where a drafter does not fit it."""
         self.target = target
-        for learner in (*self.pupils.values(), *([self.fixed_pool] if self.fixed_pool else [])):
+        for learner in self._learners():
             learner.retarget(target)
         self.fixed = self._load_fixed() if self.fixed else {}
 
@@ -119,12 +125,17 @@ class Stage:
         return found + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
 
     def warm_up(self, turns: Sequence[Turn]) -> None:
-        """Ask everyone something before the clock counts; nobody learns from it."""
-        warm_up(turns, self.contenders())
-        for pupil in self.pupils.values():
-            pupil.forget()
-        for length in self.lengths.values():
+        """Ask everyone something before the clock counts: it leaves no trace in what was learnt, or restored."""
+        known = {name: length.state() for name, length in self.lengths.items()}
+        with ExitStack() as stack:
+            for learner in self._learners():
+                stack.enter_context(learner.rehearsing())
+            warm_up(turns, self.contenders())
+        for name, length in self.lengths.items():
             length.forget()
+            if name in known:
+                length.restore(known[name])
+        self._warm = True
 
     def _static(self, name: str, drafter: Drafter) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
@@ -162,7 +173,7 @@ class Stage:
         """Everybody's answers to a chunk; `done` is told of every turn. Raises Interrupted between two turns."""
         cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
         turns: list[Turn] = [cases[start : start + size] for start in range(0, len(cases), size)]
-        if not self._turns:
+        if not self._warm:
             self.warm_up(turns)
         found, records = self.contenders(), []
         for turn in turns:
@@ -219,6 +230,8 @@ class Stage:
                 )
             )
         self.chunks += 1
+        if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
+            self.fixed_pool.sit(Acceptance(0, 0))
         return rows
 
     def _watch(self, name: str, lesson: Lesson) -> None:

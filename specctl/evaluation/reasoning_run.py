@@ -87,11 +87,10 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
         SpecctlError: the disk is full.
     """
     target = target or load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(recipe)}
     draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))
     journal = ReasoningJournal(recipe, run, stamp)
-    journal.start()
+    journal.start(target)
     for seed, rejections in journal.passes():
         _pass(recipe, seed, target, draft, judge, journal, rejections)
     return _result(recipe, run, journal)
@@ -131,7 +130,7 @@ def _pass(
         stream.resume(mark.stream, rewind=not stream.stdin)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
-        bar.update((mark.stream or {}).get("prompts", 0))
+        bar.skip((mark.stream or {}).get("prompts", 0))
         for arrivals in stream.chunks():
             before = _counts(reasoning)
             record = reasoning.chunk(arrivals, bar.update)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
+from specctl.decoding.target import Target
 from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
 from specctl.evaluation.records import Stamp, check_same
@@ -66,14 +67,15 @@ class States:
     mark: Mark
     tensors: dict[str, Tensor]
 
-    def start(self) -> None:
+    def start(self, target: Target) -> None:
         """Take up the newest checkpoint if the recipe asks for it, else begin anew; says which.
 
-        Raises CheckpointError (none is whole, or what belongs to it is gone), UsageError (it was made under another
-        recipe).
+        What is refused has changed nothing. Raises CheckpointError (no checkpoint is whole, or what belongs to it is
+        gone), UsageError (it was made under another recipe), DataError (it has answered other prompts).
         """
         found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
         if found is None:
+            self.run.annotate(target=target.identity)
             self._clear()
             if self.recipe.resume:
                 progress.log(f"nothing in {self.run.dir} to resume: from the beginning")
@@ -81,8 +83,11 @@ class States:
             path, state = found
             check_same(state["stamp"], self.stamp, str(path))
             self.mark = Mark(**state["mark"])
+            self._check_whole()
+            self._check_prompts(target)
             self.tensors = checkpoint.load_tensors(path)
             self._saved = self.mark
+            self.run.annotate(target=target.identity)
             self._cut()
             progress.log(f"resumed behind chunk {self.mark.number}")
         self.parts.mkdir(exist_ok=True)
@@ -106,16 +111,29 @@ class States:
         for name in self.lines:
             (self.run.dir / name).unlink(missing_ok=True)
 
-    def _cut(self) -> None:
-        """Forget what was written behind the mark. CheckpointError where something from before it is gone."""
-        for path in self.parts.glob("*.parquet"):
-            if int(path.stem) > self.mark.number:
-                path.unlink()
+    def _check_whole(self) -> None:
+        """CheckpointError where something that was written before the mark is gone."""
         for name in self.lines:
             path, size = self.run.dir / name, self.mark.sizes.get(name)
             if size is None or not path.is_file() or path.stat().st_size < size:
                 raise CheckpointError(f"{path} has lost chunks", "start with --overwrite")
-            os.truncate(path, size)
+
+    def _check_prompts(self, target: Target) -> None:
+        """DataError where the pass that is under way has answered other prompts: they are read again for that."""
+        if self.mark.stream is None or self.recipe.data.prompts == "-":
+            return
+        rejections = Rejections(None, self.recipe.data.max_rejected)
+        stream = PromptStream.of_pass(self.recipe, target, rejections, self.recipe.seeds[self.mark.passed])
+        stream.resume(self.mark.stream)
+        stream.check()
+
+    def _cut(self) -> None:
+        """Forget what was written behind the mark."""
+        for path in self.parts.glob("*.parquet"):
+            if int(path.stem) > self.mark.number:
+                path.unlink()
+        for name in self.lines:
+            os.truncate(self.run.dir / name, self.mark.sizes[name])
 
     def append(self, name: str, rows: Iterable[Any]) -> None:
         """Lines of a chunk, one per object."""

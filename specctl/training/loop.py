@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
+from specctl import lock
 from specctl.decoding.target import Target, load_target
 from specctl.errors import SpecctlError
 from specctl.formats import checkpoint as drafter_directory
 from specctl.progress import Progress, interrupts, log, track
 from specctl.recipe import TrainRecipe
-from specctl.runs import Run
+from specctl.runs import Run, make_dir
 from specctl.training import checkpoint
 from specctl.training.collect import collect
 from specctl.training.data import Corpus, Example, batches, load_corpus
@@ -48,18 +49,21 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
 
     Raises:
         DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
+        UsageError: another process is training this drafter.
         Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
         SpecctlError: the loss or a gradient is not finite; the last checkpoint is from before that.
     """
-    if recipe.arch == "retrieval":
-        return collect(recipe, run)
-    trainer = make_trainer(recipe, run)
-    try:
-        trainer.start()
-        trainer.train()
-    finally:
-        trainer.trackers.close()
-    return trainer.result()
+    make_dir(recipe.output.parent)
+    with lock.held(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
+        if recipe.arch == "retrieval":
+            return collect(recipe, run)
+        trainer = make_trainer(recipe, run)
+        try:
+            trainer.start()
+            trainer.train()
+        finally:
+            trainer.trackers.close()
+        return trainer.result()
 
 
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
@@ -111,7 +115,7 @@ class Trainer:
         """Steps until the schedule ends; evaluation, checkpoints and interrupts between them."""
         recipe, at = self.recipe, self.at
         with track("train", total=self.schedule.steps, unit="steps") as bar:
-            bar.update(at.step)
+            bar.skip(at.step)
             while not self.schedule.ended(at.step, at.seconds):
                 self._step(bar)
                 last = self.schedule.ended(at.step, at.seconds)

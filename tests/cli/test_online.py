@@ -1,13 +1,15 @@
 """`specctl online` as users call it: what is refused, what is planned and shown, and warming up first."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from specctl import lock
 from specctl.errors import Interrupted
 from specctl.formats import checkpoint
-from tests.evaluation.streams import sure_target, write_copy, write_prompts
+from tests.evaluation.streams import contents, sure_target, write_copy, write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +86,14 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
     assert document == json.loads((tmp_path / "run/result.json").read_text())
     again = specctl("online", *start, *SMALL, *run)
     assert again.code == 2 and "--overwrite" in again.err
+    before = contents(tmp_path / "run")
     other = specctl("online", *start, "--max-new-tokens", "7", "--chunk", "2", *run, "--resume")
     assert other.code == 2 and "algo was" in other.err and "sampling.max_new_tokens was 6, is 7" in other.err
+    with lock.held(tmp_path / "run" / lock.NAME, tmp_path / "run"):
+        for how in ("--resume", "--overwrite"):
+            second = specctl("online", *start, *SMALL, *run, how)
+            assert second.code == 2 and f"run is being written by process {os.getpid()}" in second.err, second.err
+    assert contents(tmp_path / "run") == before
     resumed = specctl("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--resume")
     assert resumed.code == 0, resumed.err
     assert "0 mismatches" in resumed.out and "ensemble learnt: run/drafters/ensemble" in resumed.out

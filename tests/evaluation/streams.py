@@ -77,6 +77,12 @@ def learnt(place, made, target):
     return found, run.result(dataclasses.asdict(found))
 
 
+def contents(place):
+    """Of all files of a run, with the time of their last change."""
+    files = [path for path in sorted(place.rglob("*")) if path.is_file()]
+    return [(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+
+
 def lines(place):
     """chunks.jsonl."""
     return [json.loads(line) for line in (place / "chunks.jsonl").read_text().splitlines()]

@@ -18,6 +18,7 @@ from specctl.evaluation.matrix import evaluate, with_domains_of_drafters
 from specctl.formats import checkpoint
 from specctl.recipe import DataRecipe, DrafterRecipe, EvalRecipe, SamplingRecipe, TargetRecipe
 from specctl.runs import Run
+from tests.evaluation.streams import contents
 
 QUESTIONS = ["Table: singer\nColumns: name, age\n\nQuestion: How old is Ann?", "What is 3 + 4?", "Name a colour."]
 CONTRACT = {
@@ -259,9 +260,10 @@ def test_other_records_are_not_continued(tmp_path, prompts, target, changes, say
     evaluate(made, run_of(tmp_path, made), target=target, drafters={})
     options = {"baselines": ["vanilla"], "sampling": SHORT, "resume": True, "output_dir": tmp_path / "run"}
     other = recipe(prompts, **{**options, **changes})
+    before = contents(tmp_path / "run")
     with pytest.raises(UsageError) as caught:
         evaluate(other, run_of(tmp_path, other), target=target, drafters={})
-    assert says in caught.value.message
+    assert says in caught.value.message and contents(tmp_path / "run") == before
 
 
 def test_a_drafter_that_was_trained_again_is_not_continued(tmp_path, prompts, target):

@@ -1,6 +1,8 @@
 """`online` where more than the weights moves: a process of its own, a pool, draft lengths, the target itself."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,17 +11,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.remote import Chunk
+from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.watchdog import Acceptance
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
+from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, SpecctlError
+from specctl.evaluation.online_stage import Stage
 from specctl.formats import checkpoint
 from specctl.recipe import OnlineRecipe
+from specctl.runs import to_json
 from tests.evaluation.streams import (
     QUESTIONS,
     learnt,
     lines,
     recipe,
+    same_runs,
     sure_target,
     weights,
     write_copy,
@@ -69,6 +76,30 @@ def _parent(pid):
         return None
 
 
+def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
+    """Handed over while it stood still, saved, and learnt from by another process: as if nothing had been. A text that
+    came twice, or under the number of another one, would show in what is replayed."""
+    made = recipe(prompts, pool / "head", tiny, algo=["ogd"], buffer={"replay": 1.0}, baselines=[])
+    chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
+    remote = made.model_copy(update={"asynchronous": True})
+    here, there, again = Stage(made, tiny, 0), Stage(remote, tiny, 0), Stage(remote, tiny, 0)
+    try:
+        for stage in (here, there):
+            stage.learn(chunk, stage.answer(chunk, lambda *args: None))
+        facts, tensors = there.state()
+        assert len(facts["pupils"]["ogd"]["waiting"]) == 1
+        kept = json.loads(to_json(facts))
+        again.restore(kept, tensors)
+        assert json.loads(to_json(again.state()[0])) == kept
+        again.finish()
+        assert torch.equal(again.pupils["ogd"].played(), here.pupils["ogd"].played())
+        found, expected = (stage.state()[0]["pupils"]["ogd"] for stage in (again, here))
+        assert found.pop("waiting") == [] and found == expected
+    finally:
+        there.close()
+        again.close()
+
+
 def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool):
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
     with pytest.raises(SpecctlError, match="the process that learns failed"):
@@ -105,13 +136,19 @@ def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool
     assert moved["good"] and not moved["bad"]
 
 
-def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool):
-    """Stopped behind its second chunk by a lack of prompts, against one pass in one go."""
+@pytest.mark.parametrize("reset", ["query", "chunk"])
+def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool, reset):
+    """From behind its first chunk, and when it was finished; also the pool that stays as it is."""
     made = recipe(prompts, pool / "good", tiny, algo=["ogd"]).model_dump() | {"init": None, "arch": None, "pool": pool}
-    made["checkpoint"] = {"every": 1, "keep": 2}
+    made |= {"checkpoint": {"every": 1, "keep": 9}, "policy": {"reset": reset}}
     learnt(tmp_path / "whole", OnlineRecipe(**made), tiny)
-    learnt(tmp_path / "whole", OnlineRecipe(**made | {"resume": True, "output_dir": tmp_path / "whole"}), tiny)
-    assert [row["chunk"] for row in lines(tmp_path / "whole")] == [0, 1, 2]
+    place = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for later in sorted((place / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(later)
+    made |= {"resume": True, "output_dir": place}
+    for _ in range(2):
+        learnt(place, OnlineRecipe(**made), tiny)
+        same_runs(place, tmp_path / "whole", ["ogd/good", "ogd/bad", "ogd/head"])
 
 
 def test_draft_lengths_follow_the_drafter(tmp_path, prompts, tiny, pool):

@@ -17,7 +17,7 @@ from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, OnlineRecipe, TargetRecipe
 from specctl.recipe.train import CheckpointRecipe
-from tests.evaluation.streams import QUESTIONS, learnt, lines, sure_target, weights, write_copy, write_prompts
+from tests.evaluation.streams import QUESTIONS, contents, learnt, lines, sure_target, weights, write_copy, write_prompts
 
 MODES = ["target", "draft", "lr", "online-lr", "osd-lr"]
 LEARNERS = MODES[3:]
@@ -183,7 +183,8 @@ def stop(monkeypatch):
 
 def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop):
     """Of the second pass: what was begun is left, and comes again."""
-    stop(len(MODES) * (len(QUESTIONS) + 2) + 3)
+    warm_ups = 2
+    stop(len(MODES) * (warm_ups + len(QUESTIONS) + 2) + 3)
     with pytest.raises(Interrupted) as caught:
         learnt(tmp_path / "run", make(), tiny)
     progress.interrupts.reset()
@@ -208,7 +209,9 @@ def test_lines_behind_the_state_are_forgotten(tmp_path, make, tiny, whole):
 
 
 def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, draft):
+    """And what is refused changes nothing in the directory."""
     place = shutil.copytree(whole[0], tmp_path / "run")
+    before = contents(place)
     with pytest.raises(UsageError, match=r"reasoning\.depth was 2, is 1"):
         again(place, make(reasoning={"depth": 1}), tiny)
     with pytest.raises(UsageError, match="algo was"):
@@ -221,6 +224,7 @@ def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, draft):
     finally:
         shutil.rmtree(draft)
         kept.rename(draft)
+    assert contents(place) == before
 
 
 def test_a_model_of_transformers_stays_one(tmp_path, make, tiny, tiny_directory):

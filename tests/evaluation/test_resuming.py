@@ -25,6 +25,7 @@ from specctl.training import checkpoint
 from tests.evaluation.streams import (
     QUESTIONS,
     answers,
+    contents,
     learnt,
     lines,
     recipe,
@@ -125,6 +126,21 @@ def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop, tu
     assert found.drafters.keys() == theirs.drafters.keys()
 
 
+def test_it_warms_up_again_without_a_trace(tmp_path, make, tiny, whole, stop, monkeypatch):
+    """A chunk behind a resumption would else be timed cold; older texts, which are learnt from again, stay, and so do
+    the numbers of new ones. Draft lengths that follow acceptance alone go on where they were, too."""
+    lengths = {"draft_length": "auto", "draft_cost": 1.0}
+    stop(3)
+    with pytest.raises(Interrupted):
+        learnt(tmp_path / "run", make(**lengths), tiny)
+    progress.interrupts.reset()
+    warm_up, warmed = online_stage.warm_up, []
+    monkeypatch.setattr(online_stage, "warm_up", lambda *args: warmed.append(warm_up(*args)))
+    again(tmp_path / "run", make(**lengths), tiny)
+    assert len(warmed) == 1
+    same_runs(tmp_path / "run", whole(**lengths)[0], ALGO)
+
+
 def test_a_finished_run_says_the_same_again(tmp_path, make, tiny, whole, monkeypatch):
     place = shutil.copytree(whole(**TWICE)[0], tmp_path / "run")
     monkeypatch.setattr(Stage, "answer", lambda *args: pytest.fail("everything is answered"))
@@ -160,12 +176,16 @@ def test_lost_answers_are_missed(tmp_path, make, tiny, whole, name):
     """Numbers of the rest would pass for those of all."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
     (place / name).unlink()
+    before = contents(place)
     with pytest.raises(CheckpointError, match=r"lacks the answers of chunk 1|has lost chunks"):
         again(place, make(), tiny)
+    assert contents(place) == before
 
 
 def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
+    """And what is refused changes nothing in the directory."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
+    before = contents(place)
     with pytest.raises(UsageError, match=r"learner\.lr was 0\.001, is 0\.01"):
         again(place, make(learner={"combine": "sample", "lr": 1e-2}), tiny)
     with pytest.raises(UsageError, match="algo was"):
@@ -180,6 +200,7 @@ def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
     finally:
         shutil.rmtree(copy)
         kept.rename(copy)
+    assert contents(place) == before
 
 
 def test_other_prompts_are_refused(tmp_path, make, tiny, stop):
@@ -190,8 +211,10 @@ def test_other_prompts_are_refused(tmp_path, make, tiny, stop):
         learnt(tmp_path / "run", made, tiny)
     progress.interrupts.reset()
     write_prompts(tmp_path, ["Another one.", *QUESTIONS])
+    before = contents(tmp_path / "run")
     with pytest.raises(DataError, match="does not begin with the 4 prompts"):
         again(tmp_path / "run", made, tiny)
+    assert contents(tmp_path / "run") == before
 
 
 def full(*args, **kwargs):

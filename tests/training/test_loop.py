@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
+from specctl import lock
 from specctl.drafters.pool import load_drafter
-from specctl.errors import CheckpointError, Interrupted, SpecctlError
+from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.formats import checkpoint as drafters
 from specctl.progress import interrupts
 from specctl.recipe import (
@@ -95,6 +96,15 @@ def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch):
     assert [line["loss"] for line in metrics(tmp_path / "again") if "loss" in line] == losses[3:]
     whole, resumed = (drafters.load(p / "drafter").tensors for p in (place, tmp_path))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_nobody_else_trains_it_meanwhile(distilled, tmp_path):
+    """The other one would remove its checkpoints. The lock is gone with the one who holds it."""
+    with lock.held(tmp_path / ".drafter.lock", tmp_path), pytest.raises(UsageError, match=f"process {os.getpid()}"):
+        train(recipe(distilled, tmp_path, overwrite=True), tmp_path / "run")
+    with pytest.raises(DataError, match="no distilled data"):
+        train(recipe(tmp_path / "nowhere", tmp_path), tmp_path / "run")
+    assert not list(tmp_path.glob(".*.lock"))
 
 
 def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
