@@ -107,6 +107,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
     "asynchronous": Flag(("asynchronous",), bool, "A process of its own learns while the decoder goes on."),
+    "learner_device": Flag(("learner_device",), str, "With --async: where; several share the work: cuda:1,cuda:2."),
     "online_baselines": Flag(("baselines",), str, "vanilla,static (default), one of them, or none.", _none_or_names),
     "allow_code_execution": Flag(
         ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.adaptation.buffer import ReplayBuffer
-from specctl.adaptation.remote import Chunk
 from specctl.adaptation.watchdog import Acceptance
+from specctl.adaptation.worker import Chunk
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.errors import CheckpointError, SpecctlError
@@ -69,7 +69,8 @@ def _parent(pid):
         return None
 
 
-def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool):
+def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool, monkeypatch):
+    monkeypatch.setattr("specctl.adaptation.group.check", lambda devices: None)
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
     with pytest.raises(SpecctlError, match="the process that learns failed"):
         learnt(tmp_path / "run", made, tiny)
