@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import linear
 
+from specctl.adaptation.group import ALONE, Group
 from specctl.drafters.head import DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
@@ -37,15 +38,25 @@ class Objective:
     them beforehand 3.0, 3.6 and 4.0 times (heads on the built-in target, batches of 400 rows, one thread).
     """
 
-    def __init__(self, module: nn.Module, run: Run, seed: int = 0, prepare: Prepare = lambda batch: batch):
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Run,
+        seed: int = 0,
+        prepare: Prepare = lambda batch: batch,
+        group: Group = ALONE,
+    ):
         """
         Args:
             seed: of dropout and noise.
             prepare: of every batch, once for all learners: `with_distributions`.
+            group: processes that have a share each of every batch, None where that is empty. Sums are over all of them.
+                Dropout masks are drawn for a share, and so other ones than for the whole batch.
 
         Raises RecipeError for a module without trainable parameters.
         """
-        self.module, self._run, self._seed, self.prepare = module, run, seed, prepare
+        self.module, self._run, self.prepare, self._group = module, run, prepare, group
+        self._seed = seed_of(seed, group.rank) if group.rank else seed
         self._stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
@@ -83,6 +94,9 @@ class Objective:
 
         `draw` numbers the dropout masks: a function of it and the seed, so that resuming needs no generator's state.
         """
+        if batch is None:
+            nothing = w.new_zeros(2, *w.shape[:-1])
+            return self._over_group(nothing[0], nothing[1], torch.zeros_like(w))
         leaves = {name: part.requires_grad_() for name, part in self.parameters(w.detach()).items()}
         devices = [w.device] if w.device.type == "cuda" else []
         self.module.train()
@@ -90,7 +104,11 @@ class Objective:
             torch.manual_seed(seed_of(self._seed, draw))
             total, weight = self._sums(leaves, batch, stacked=w.ndim > 1)
             parts = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-        return total.detach(), weight.detach(), torch.cat([part.flatten(w.ndim - 1) for part in parts], -1)
+        gradient = torch.cat([part.flatten(w.ndim - 1) for part in parts], -1)
+        return self._over_group(total.detach(), weight.detach(), gradient)
+
+    def _over_group(self, total: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._group.sum(total), self._group.sum(weight.to(total)), self._group.sum(gradient)
 
     @torch.no_grad()
     def losses(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
@@ -100,8 +118,11 @@ class Objective:
         stacked = len(vectors) > 1 and self._stacks
         several = [self.parameters(w) for w in ([torch.stack(tuple(vectors))] if stacked else vectors)]
         for batch in map(self.prepare, chunk):
+            if batch is None:
+                continue
             found = [torch.stack(self._sums(one, batch, stacked)).double() for one in several]
             sums += torch.stack(found, -1).view_as(sums).cpu()
+        sums = self._group.sum(sums)
         return sums[0] / sums[1]
 
     def _sums(self, parameters: dict[str, Tensor], batch: Any, stacked: bool) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from specctl.adaptation import rules
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.ensemble import Outcome
+from specctl.adaptation.group import ALONE, Group
 from specctl.adaptation.learners import feedback, make_learner
 from specctl.adaptation.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.watchdog import Acceptance, Ruling, Watchdog
@@ -63,15 +64,24 @@ class Pupil:
         rule: the update rule, with the constants of the family.
     """
 
-    def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
+    def __init__(
+        self,
+        recipe: OnlineRecipe,
+        algo: str,
+        target: Target,
+        seed: int,
+        start: Path | None = None,
+        group: Group = ALONE,
+    ):
         """Of an `algo` of the recipe, for texts of `target`; `start` is the drafter's directory, None = the recipe's.
+        The pupils of a group are given the same texts, and learn the same.
 
         Raises CheckpointError where that is not a drafter of this family for this target.
         """
         self.start = start or recipe.start_of(recipe.family_of(algo))
         family = recipe.family_of(algo) if start is None else checkpoint.family(start)
         self.rule: LearnerRecipe = recipe.rule_of(algo).resolved(family, target.hidden_size)
-        self.recipe, self.target, self.seed = recipe, target, seed
+        self.recipe, self.target, self.seed, self._group = recipe, target, seed, group
         self.training = TrainRecipe(
             target=recipe.target,
             arch=family,  # type: ignore[arg-type]
@@ -82,7 +92,7 @@ class Pupil:
         )
         self.trainee = make_trainee(self.training, target, NOTHING)
         autocast(self.trainee.module, self.training)
-        self.objective = Objective(self.trainee.module, self.trainee.loss, seed, self._prepare)
+        self.objective = Objective(self.trainee.module, self.trainee.loss, seed, self._prepare, group)
         self.trainee.store = self.buffer = self._new_buffer()
         self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
         self.watchdog = Watchdog(self.rule)
@@ -91,7 +101,7 @@ class Pupil:
 
     def _prepare(self, batch: Any) -> Any:
         """The target's distributions are made once a batch, for all members and draft depths."""
-        if not isinstance(self.trainee, FeatureTrainee):
+        if batch is None or not isinstance(self.trainee, FeatureTrainee):
             return batch
         return with_distributions(batch, self.trainee.target_head, self.trainee.module.squash)
 
@@ -196,15 +206,17 @@ class Pupil:
     _seen = 0  # index of the first text that nothing was learnt from yet
 
     def _batches(self, examples: Sequence[Example]) -> list[Any]:
-        """The texts as the module's input: made once for all epochs and members."""
+        """This process' share of the texts as the module's input: made once for all epochs and members."""
         if not examples:
             return []
         tokens = batch_tokens(self.training, self.target)
         parts = batches(list(examples), tokens, seed=self.seed, epoch=self.chunks)
-        made = [self.trainee.batch(part, self.chunks + n) for n, part in enumerate(parts)]
-        if feedback(self.rule.algo) == "rejected":
-            made = [self.buffer.only_rejected(batch, part) for batch, part in zip(made, parts, strict=True)]
-        return made
+        shares = [self._group.share(part) for part in parts]
+        return [self._batch(share, self.chunks + n) if share else None for n, share in enumerate(shares)]
+
+    def _batch(self, examples: list[Example], step: int) -> Any:
+        batch = self.trainee.batch(examples, step)
+        return self.buffer.only_rejected(batch, examples) if feedback(self.rule.algo) == "rejected" else batch
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
         """Write what is played as a drafter directory; of a mixture the mean of its weights."""

@@ -3,119 +3,94 @@
 The decoder never waits: it hands over the texts of a chunk with their features, and looks between two sequences whether
 there are new weights. Both go through shared memory. Where the learner is slower than the stream, it learns from all
 chunks that wait at once; what its buffer cannot hold is dropped.
+
+On several devices there is a process for each, which learns from its share of every batch (`adaptation.group`).
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import queue
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from specctl.adaptation.buffer import ReplayBuffer, Text
+from specctl.adaptation import group, worker
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.pupil import Lesson, Pupil
 from specctl.adaptation.watchdog import Acceptance
-from specctl.decoding.target import Target, load_target
+from specctl.adaptation.worker import Chunk, Failed, Learnt, Place, Ready, State
+from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
+from specctl.progress import interrupts
 from specctl.recipe import OnlineRecipe
-from specctl.training.feature_files import Features
 
-State = tuple[dict[str, Any], dict[str, Tensor]]
-"""What JSON can say, and tensors."""
-PATIENCE_S = 600.0  # for the last chunks of a stream
-PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What the decoder hands over; features of all texts one behind the other, as every tensor is an open file."""
-
-    texts: list[Text]
-    features: Features | None
-    acceptance: Acceptance
-
-    @classmethod
-    def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
-        """All that a buffer holds; without features where the target is to be run again."""
-        kept = [buffer.kept[index] for index in buffer.texts if index in buffer.kept]
-        if not kept:
-            return cls(list(buffer.texts.values()), None, acceptance)
-        joined = (torch.cat(parts) for parts in zip(*(vars(one).values() for one in kept), strict=True))
-        return cls(list(buffer.texts.values()), Features(*joined), acceptance)
-
-    def into(self, buffer: ReplayBuffer) -> None:
-        """Take all texts into a buffer."""
-        if self.features is None:
-            parts: list[Features | None] = [None] * len(self.texts)
-        else:
-            slots = [len(text.example.tokens) - 2 for text in self.texts]
-            asked = [text.example.response_length - 1 for text in self.texts]
-            sizes = (slots, asked, asked)
-            split = (x.split(size) for x, size in zip(vars(self.features).values(), sizes, strict=True))
-            parts = [Features(*part) for part in zip(*split, strict=True)]
-        for text, features in zip(self.texts, parts, strict=True):
-            buffer.take(text, features)
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """What the learner gives back: after so many chunks, what is played [P], and its state for a checkpoint."""
-
-    chunks: int
-    lesson: Lesson
-    played: Tensor
-    facts: dict[str, Any]
-    state: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The learner's last words."""
-
-    message: str
+PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to start
 
 
 class RemotePupil(Pupil):
     """A `Pupil` whose learner lives elsewhere; here are the buffer that feeds it, and the drafter of its last weights.
 
-    On a CPU the two processes share the threads that this one had.
+    On a CPU half of the threads that this process had are the learner's.
     """
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
+        """Raises RecipeError where a device is missing, SpecctlError where a process cannot start on it."""
         super().__init__(recipe, algo, target, seed, start)
-        threads = max(1, torch.get_num_threads() // 2)
+        self._devices = _devices(recipe, target)
+        group.check(self._devices)
+        threads = torch.get_num_threads() // 2
         if target.device.type == "cpu":
-            torch.set_num_threads(threads)
+            torch.set_num_threads(max(1, threads))
+        each = max(1, threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
-        self._inbox, self._outbox = context.Queue(), context.Queue()
-        arguments = (recipe, algo, seed, start, _device(recipe, target), threads, self._inbox, self._outbox)
-        self._process = context.Process(target=_live, args=arguments, daemon=True)
-        self._process.start()
-        atexit.register(self._process.kill)  # Python would wait for it after a SIGTERM, which it leaves to us
+        self._meeting = TemporaryDirectory(prefix="specctl-learner-")
+        inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
+        self._inbox = inboxes[0]
+        self._processes = []
+        for rank in range(len(self._devices)):
+            place = Place(rank, self._devices, each, Path(self._meeting.name))
+            arguments = (place, recipe, algo, seed, start, inboxes, self._outbox)
+            self._processes.append(context.Process(target=worker.live, args=arguments, daemon=True))
         self._handed = self._learnt = 0
         self._last: Learnt | None = None
         self._known: State = super().state()  # of the learner, the newest
         self._waiting: list[tuple[State, Acceptance]] = []  # chunks that are handed over and not learnt from yet
-        message = self._receive(PATIENCE_S)
-        assert message is None, "the first message says that it is ready"
+        atexit.register(self.close)  # multiprocessing would wait for processes that heed no SIGTERM
+        try:
+            self._start()
+            until = time.monotonic() + PATIENCE_S
+            while not isinstance(self._receive(1.0), Ready):
+                interrupts.check()
+                if time.monotonic() > until:
+                    raise SpecctlError(f"the process that learns has not started within {PATIENCE_S:.0f} s")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        """Signals are kept from the processes from the first moment: they inherit what is blocked here."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.UNHEARD)
+        try:
+            for process in self._processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The process runs only inside of this: while other contenders decode, it may not use the time."""
+        """The processes run only inside of this: while other contenders decode, they may not use the time."""
         self._signal(signal.SIGCONT)
         try:
             self._take()
@@ -158,9 +133,15 @@ class RemotePupil(Pupil):
         self.close()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
-        if self._process.is_alive():
-            self._process.kill()
+        """End the processes, whatever they do."""
+        atexit.unregister(self.close)
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+        self._inbox.cancel_join_thread()  # nobody reads what is still to be sent
+        self._meeting.cleanup()
 
     def played(self) -> Tensor:
         return super().played() if self._vector is None else self._vector
@@ -200,73 +181,45 @@ class RemotePupil(Pupil):
         synchronise(self.target.device)
         self._swap_s += time.perf_counter() - began
 
-    def _receive(self, seconds: float) -> Learnt | None:
-        """The next message, or None. SpecctlError where the process has failed."""
+    def _receive(self, seconds: float) -> Ready | Learnt | None:
+        """The next message, or None. SpecctlError where a process has failed."""
         try:
             message = self._outbox.get(timeout=seconds) if seconds else self._outbox.get_nowait()
         except queue.Empty:
-            if not self._process.is_alive():
-                raise SpecctlError(f"the process that learns ended with code {self._process.exitcode}") from None
+            self._mourn()
             return None
+        except (OSError, EOFError) as error:  # its tensors are fetched from the process itself
+            self._mourn()
+            raise SpecctlError(f"the process that learns did not finish what it said: {error}") from error
         if isinstance(message, Failed):
+            for process in self._processes:  # of one that is killed the others hear before its end is known
+                process.join(1.0)
+            self._mourn()
             raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
-        if message is not None:
+        if isinstance(message, Learnt):
             del self._waiting[: message.chunks - self._learnt]
             self._last, self._learnt = message, message.chunks
             self._known = message.facts, message.state
             self._vector = message.played.to(self.target.device)
         return message
 
+    def _mourn(self) -> None:
+        """Raises SpecctlError where a process was killed. (One that fails says so, and ends with code 0.)"""
+        for process, device in zip(self._processes, self._devices, strict=True):
+            if process.exitcode:
+                raise SpecctlError(f"the process that learns on {device} ended with code {process.exitcode}")
+
     def _signal(self, number: int) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
 
 
-def _device(recipe: OnlineRecipe, target: Target) -> str:
+def _devices(recipe: OnlineRecipe, target: Target) -> list[str]:
     """Where to learn: on another GPU than the target's, if there is one."""
-    if recipe.learner_device != "auto":
+    if recipe.learner_device != ["auto"]:
         return recipe.learner_device
     if target.device.type == "cpu":
-        return "cpu"
+        return ["cpu"]
     others = [n for n in range(torch.cuda.device_count()) if n != target.device.index]
-    return f"cuda:{others[0] if others else target.device.index}"
-
-
-def _live(
-    recipe: OnlineRecipe, algo: str, seed: int, start: Path | None, device: str, threads: int, inbox: Any, outbox: Any
-) -> None:
-    """The process: learns from what comes, until it is killed."""
-    _outlive_nobody()
-    try:
-        torch.set_num_threads(threads)
-        loading = recipe.target.loading | {"device": device, "device_map": None, "max_memory": None}
-        pupil = Pupil(recipe, algo, load_target(**loading), seed, start)
-        outbox.put(None)
-        chunks = 0
-        while True:
-            message = inbox.get()
-            if not isinstance(message, Chunk):
-                pupil.restore(*message)
-                continue
-            waiting = [message]
-            while not inbox.empty():
-                waiting.append(inbox.get())
-            chunks += len(waiting)
-            for one in waiting:
-                one.into(pupil.buffer)
-            accepted = sum(one.acceptance.accepted for one in waiting)
-            lesson = pupil.learn(Acceptance(accepted, sum(one.acceptance.verified for one in waiting)))
-            facts, state = pupil.state()
-            host = {name: value.cpu() for name, value in state.items()}
-            outbox.put(Learnt(chunks, lesson, pupil.played().cpu(), facts, host))
-    except Exception as error:
-        outbox.put(Failed(f"{type(error).__name__}: {error}"))
-
-
-def _outlive_nobody() -> None:
-    """Leave signals to the decoder, which ends this process; and die with it, even while standing still."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return [f"cuda:{others[0] if others else target.device.index}"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
-    *("target_schedule", "draft_length", "asynchronous", "online_baselines", "batch", "seeds"),
+    *("target_schedule", "draft_length", "asynchronous", "learner_device", "online_baselines", "batch", "seeds"),
     "allow_code_execution",
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
@@ -49,6 +49,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     lr, osd-lr and online-lr draft whole reasoning steps with a small LM: not lossless, so answers are compared.
     """
     from specctl import api
+    from specctl.adaptation import group
     from specctl.cli import plan
     from specctl.selection import registry
 
@@ -65,6 +66,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     data = {path: found for one in first for path, found in distil_first(one).items()}
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
+    group.check(recipe.learner_device)
     with library_output():
         for one in first:
             progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
@@ -137,7 +139,10 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
     found += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
     if recipe.reasons:
         return [*found, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
-    where = "a process of its own learns" if recipe.asynchronous else "learn"
+    where, devices = "learn", recipe.learner_device
+    if recipe.asynchronous:
+        several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"
+        where = several if len(devices) > 1 else "a process of its own learns"
     return [
         *found,
         f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "

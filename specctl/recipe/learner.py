@@ -72,9 +72,9 @@ class LearnerOptions(Section):
     members: Annotated[int, Field(ge=2)] = 3  # ensemble: N
     spacing: Annotated[float, Field(gt=1)] = 2.0  # ensemble: the members' rates are η · spacing^i, i < N
     epsilon: PositiveFloat = 10.0  # ensemble: ε, rate of Hedge
-    # ensemble: f_s on the first batch of the chunk, before any step (free, a sample); on the whole chunk before any step
-    # (a pass of its own, a ninth to a third of an update); or on each batch just before the step on it (free, but of
-    # weights that were not played: it flatters members that learn fast within a chunk).
+    # ensemble: f_s on the first batch of the chunk, before any step (free, a sample); on the whole chunk before any
+    # step (a pass of its own, a ninth to a third of an update); or on each batch just before the step on it (free, but
+    # of weights that were not played: it flatters members that learn fast within a chunk).
     measure: Literal["first", "chunk", "batch"] = "first"
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0  # ensemble: of the members' past losses, per chunk
     resync: NonNegativeInt = 0  # ensemble: every so many chunks the members restart from their mean; 0 = never

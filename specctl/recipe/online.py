@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -97,7 +98,8 @@ class OnlineRecipe(ResumableRecipe):
     draft_length: Literal["fixed", "auto"] = "fixed"  # auto: as deep as pays, by running acceptance and cost
     draft_cost: NonNegativeFloat | None = None  # auto: α, a draft token's cost in target steps; None = measured
     asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
-    learner_device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"  # asynchronous: where it learns
+    # asynchronous: where it learns; several devices share every batch: cuda:1,cuda:2; cpu,cpu = two processes.
+    learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]
     baselines: list[Literal["vanilla", "static"]] = ["vanilla", "static"]
     batch: PositiveInt = 1  # sequences at a time
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats of the whole stream
@@ -116,6 +118,21 @@ class OnlineRecipe(ResumableRecipe):
         if len(set(algo)) < len(algo):
             raise ValueError("names an algo twice")
         return algo
+
+    @field_validator("learner_device")
+    @classmethod
+    def _devices(cls, devices: list[str]) -> list[str]:
+        for name in devices:
+            if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+                raise ValueError(f"{name!r} is no device: auto, cpu, cuda or cuda:N, or several such as cuda:1,cuda:2")
+        if len(devices) > 1 and set(devices) != {"cpu"}:
+            if not all(name.startswith("cuda:") for name in devices):
+                raise ValueError(
+                    f"{','.join(devices)}: several are GPUs with their numbers, such as cuda:1,cuda:2, or all cpu"
+                )
+            if len(set(devices)) < len(devices):
+                raise ValueError(f"{','.join(devices)} names a GPU twice: it takes one process")
+        return devices
 
     @field_validator("target_schedule")
     @classmethod
@@ -165,6 +182,8 @@ class OnlineRecipe(ResumableRecipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> OnlineRecipe:
+        if self.learner_device != ["auto"] and not self.asynchronous:
+            raise ValueError("learner_device is of a process of its own, which asynchronous (--async) makes")
         if self.target_schedule:
             if self.asynchronous:
                 raise ValueError(

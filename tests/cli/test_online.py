@@ -44,6 +44,11 @@ SMALL = ["--max-new-tokens", "6", "--chunk", "2"]
         (["--resume"], 2, "resume needs output_dir"),
         (["--init", "lookup"], 2, "no drafter lookup"),
         (["learner.lr=-1"], 2, "greater than 0"),
+        (["--learner-device", "cuda:1"], 2, "which asynchronous (--async) makes"),
+        (["--async", "--learner-device", "gpu"], 2, "'gpu' is no device"),
+        (["--async", "--learner-device", "cuda:1,cuda:1"], 2, "names a GPU twice"),
+        (["--async", "--learner-device", "cpu,cuda:1"], 2, "several are GPUs with their numbers"),
+        (["--async", "--learner-device", "auto,auto"], 2, "several are GPUs with their numbers"),
         (["learner.rate=1"], 2, "learner.rate"),
     ],
 )
@@ -51,6 +56,16 @@ def test_what_is_refused(specctl, argv, code, says):
     done = specctl("online", *argv, "--dry-run")
     assert done.code == code, done.err
     assert says in done.err and done.out == ""
+
+
+def test_learner_devices(specctl):
+    """A plan says which; they must be there only where it is carried out, and before anything is trained."""
+    options = ["--async", "--learner-device", "cuda:98,cuda:99"]
+    done = specctl("online", *options, "--dry-run", "--json")
+    assert done.json["recipe"]["learner_device"] == ["cuda:98", "cuda:99"]
+    assert any("2 processes of its own (cuda:98, cuda:99) learn together" in step for step in done.json["steps"])
+    done = specctl("online", *options)
+    assert done.code == 2 and "there is no cuda:98" in done.err
 
 
 def test_a_start_that_cannot_learn(specctl, start, tmp_path, tiny):

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.adaptation.buffer import ReplayBuffer
-from specctl.adaptation.remote import Chunk
 from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.watchdog import Acceptance
+from specctl.adaptation.worker import Chunk
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
@@ -100,7 +100,8 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
         again.close()
 
 
-def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool):
+def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool, monkeypatch):
+    monkeypatch.setattr("specctl.adaptation.group.check", lambda devices: None)
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
     with pytest.raises(SpecctlError, match="the process that learns failed"):
         learnt(tmp_path / "run", made, tiny)

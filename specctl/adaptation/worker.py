@@ -1,0 +1,147 @@
+"""A process that learns, and what it and the decoder say to each other. On several devices there are several of them:
+the first hears the decoder and answers it, the others hear the first."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.adaptation.buffer import ReplayBuffer, Text
+from specctl.adaptation.group import ALONE, Ranks
+from specctl.adaptation.pupil import Lesson, Pupil
+from specctl.adaptation.watchdog import Acceptance
+from specctl.decoding.target import load_target
+from specctl.recipe import OnlineRecipe
+from specctl.training.feature_files import Features
+
+PR_SET_PDEATHSIG = 1
+UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # often sent to a whole group of processes
+
+State = tuple[dict[str, Any], dict[str, Tensor]]
+"""What `Pupil.restore` takes."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the decoder hands over; features of all texts one behind the other, as every tensor is an open file."""
+
+    texts: list[Text]
+    features: Features | None
+    acceptance: Acceptance
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
+        """All that a buffer holds; without features where the target is to be run again."""
+        kept = [buffer.kept[index] for index in buffer.texts if index in buffer.kept]
+        if not kept:
+            return cls(list(buffer.texts.values()), None, acceptance)
+        joined = (torch.cat(parts) for parts in zip(*(vars(one).values() for one in kept), strict=True))
+        return cls(list(buffer.texts.values()), Features(*joined), acceptance)
+
+    def into(self, buffer: ReplayBuffer) -> None:
+        """Take all texts into a buffer."""
+        if self.features is None:
+            parts: list[Features | None] = [None] * len(self.texts)
+        else:
+            slots = [len(text.example.tokens) - 2 for text in self.texts]
+            asked = [text.example.response_length - 1 for text in self.texts]
+            sizes = (slots, asked, asked)
+            split = (x.split(size) for x, size in zip(vars(self.features).values(), sizes, strict=True))
+            parts = [Features(*part) for part in zip(*split, strict=True)]
+        for text, features in zip(self.texts, parts, strict=True):
+            buffer.take(text, features)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All processes stand by."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What the learner gives back: after so many chunks, what is played [P], and its state for a checkpoint."""
+
+    chunks: int
+    lesson: Lesson
+    played: Tensor
+    facts: dict[str, Any]
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A process' last words."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process learns: which of the devices is its own, with how many threads, and where it meets the others."""
+
+    rank: int
+    devices: list[str]
+    threads: int
+    meeting: Path
+
+
+def live(
+    place: Place, recipe: OnlineRecipe, algo: str, seed: int, start: Path | None, inboxes: list[Any], outbox: Any
+) -> None:
+    """The process: learns from what comes, until it is killed. `inboxes` are those of all ranks."""
+    _outlive_nobody()
+    try:
+        torch.set_num_threads(place.threads)
+        group = Ranks(place.rank, place.devices, place.meeting) if len(place.devices) > 1 else ALONE
+        loading = {"device": place.devices[place.rank], "device_map": None, "max_memory": None}
+        pupil = Pupil(recipe, algo, load_target(**recipe.target.loading | loading), seed, start, group)
+        group.sum(torch.zeros(1))  # returns when all are here
+        if place.rank == 0:
+            outbox.put(Ready())
+        chunks = 0
+        for heard in _heard(place.rank, inboxes):
+            if not isinstance(heard, list):
+                pupil.restore(*heard)
+                continue
+            chunks += len(heard)
+            for one in heard:
+                one.into(pupil.buffer)
+            accepted = sum(one.acceptance.accepted for one in heard)
+            lesson = pupil.learn(Acceptance(accepted, sum(one.acceptance.verified for one in heard)))
+            if place.rank == 0:
+                facts, state = pupil.state()
+                host = {name: value.cpu() for name, value in state.items()}
+                outbox.put(Learnt(chunks, lesson, pupil.played().cpu(), facts, host))
+    except Exception as error:
+        outbox.put(Failed(f"{type(error).__name__}: {error}"))
+
+
+def _heard(rank: int, inboxes: list[Any]) -> Iterator[list[Chunk] | State]:
+    """All chunks that wait, or a state to go on from. The first rank passes on what it hears, so that all learn from
+    the same chunks at once: features stay where they are, in shared memory."""
+    inbox, others = inboxes[rank], [] if rank else inboxes[1:]
+    while True:
+        heard = inbox.get()
+        if isinstance(heard, Chunk):
+            heard = [heard]
+            while not inbox.empty():
+                heard.append(inbox.get())
+        for other in others:
+            other.put(heard)
+        yield heard
+
+
+def _outlive_nobody() -> None:
+    """Leave signals to the decoder, which ends this process; and die with it, even while standing still."""
+    for number in UNHEARD:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

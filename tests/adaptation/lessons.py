@@ -1,0 +1,29 @@
+"""What the tests of pupils in several processes share: a chunk of a small target's texts, given to whoever learns."""
+
+from specctl.adaptation.watchdog import Acceptance
+from specctl.adaptation.worker import Chunk
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from tests.evaluation.streams import QUESTIONS
+
+ACCEPTANCE = Acceptance(5, 10)
+
+
+def answered(pupil, target, questions=QUESTIONS, tokens=16):
+    """The chunk of a pupil's answers."""
+    pupil.open(questions, ["sql"] * len(questions))
+    prompts = [target.render([{"role": "user", "content": text}]) for text in questions]
+    options = {"sampling": GREEDY, "max_new_tokens": tokens, "seeds": [0] * len(prompts)}
+    decode(target, prompts, **options, **pupil.drafting())
+    chunk = Chunk.of(pupil.buffer, ACCEPTANCE)
+    pupil.forget()
+    return chunk
+
+
+def taught(pupil, chunks):
+    """The lessons of a pupil that learns from chunks, and what it plays afterwards [P]."""
+    lessons = []
+    for chunk in chunks:
+        chunk.into(pupil.buffer)
+        lessons.append(pupil.learn(chunk.acceptance))
+    return lessons, pupil.played()

@@ -1,0 +1,66 @@
+"""A learner on several devices: real processes, which learn, stop and end together."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from specctl.adaptation.pupil import Pupil
+from specctl.adaptation.remote import RemotePupil
+from specctl.errors import SpecctlError
+from tests.adaptation.lessons import ACCEPTANCE, answered, taught
+from tests.evaluation.streams import recipe, sure_target, write_head
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+def hand_over(pupil, chunk):
+    chunk.into(pupil.buffer)
+    pupil.sit(ACCEPTANCE)
+
+
+def wait_for(pupil):
+    """Until everything is learnt from, with pauses in which all stand still, wherever they are."""
+    while pupil._learnt < pupil._handed:
+        with pupil.awake():
+            pupil._receive(0.02)
+
+
+def stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def test_two_processes(tmp_path, tiny):
+    """They go on from the state of one and learn what it does, stopped over and over in the midst of their sums; all
+    stand still while others have their turn; and when one dies, the decoder hears of it and nobody is left behind."""
+    head = write_head(tmp_path / "eagle3", tiny, "eagle3")
+    made = recipe("", head, tiny, algo=["ensemble"], asynchronous=True, learner_device="cpu,cpu")
+    here = Pupil(made, "ensemble", tiny, 0)
+    start, chunks = here.played(), [answered(here, tiny), answered(here, tiny), answered(here, tiny, ["Why?"])]
+    taught(here, chunks[:1])
+    there = RemotePupil(made, "ensemble", tiny, 0)
+    there.restore(*here.state())
+    for chunk in chunks[1:]:  # of the last one the second has nothing
+        hand_over(there, chunk)
+        wait_for(there)
+    lessons, expected = taught(here, chunks[1:])
+    moved = float((expected - start).abs().max())
+    torch.testing.assert_close(there.played(), expected, rtol=0, atol=1e-3 * moved)
+    assert there._last.lesson.outcome.losses == pytest.approx(lessons[-1].outcome.losses, rel=1e-4)
+
+    pids, until = [process.pid for process in there._processes], time.monotonic() + 30
+    while not all(map(stopped, pids)):
+        assert time.monotonic() < until, "one was not told to stop"
+    hand_over(there, chunks[0])
+    os.kill(pids[0], signal.SIGCONT)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(SpecctlError, match="cpu ended with code -9"):
+        wait_for(there)
+    there.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not os.path.exists(there._meeting.name)
