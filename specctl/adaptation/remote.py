@@ -161,7 +161,7 @@ class RemotePupil(Pupil):
         self.buffer.clear()  # the learner replays them, who has its own
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
         self._inbox.put(self._known)
-        for place, one in enumerate(facts["waiting"]):
+        for place, one in enumerate(facts.get("waiting", [])):
             prefix = f"waiting{place}."
             own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             self.buffer.restore(one["buffer"], own)

@@ -16,7 +16,7 @@ def answered(pupil, target, questions=QUESTIONS, tokens=16):
     options = {"sampling": GREEDY, "max_new_tokens": tokens, "seeds": [0] * len(prompts)}
     decode(target, prompts, **options, **pupil.drafting())
     chunk = Chunk.of(pupil.buffer, ACCEPTANCE)
-    pupil.forget()
+    pupil.buffer.clear()
     return chunk
 
 
