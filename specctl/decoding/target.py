@@ -171,9 +171,11 @@ def _squash(model: Model, weight: Tensor, config: Any) -> Squash:
     products = (states @ weight.T).float()
     states /= 10 * products.std()  # small products: a cap leaves them as they are
     products = (states @ weight.T).float()
-    added = (model.logits(states) - model.logits(torch.zeros_like(states))).float()
+    shift = model.logits(torch.zeros_like(states))[0].float()
+    added = model.logits(states).float() - shift
     scale = (torch.sum(added * products) / torch.sum(products * products)).item()
-    return Squash(1.0 if abs(scale - 1) < 0.01 else scale, getattr(config, "final_logit_softcapping", None))
+    cap = getattr(config, "final_logit_softcapping", None)
+    return Squash(1.0 if abs(scale - 1) < 0.01 else scale, cap, shift if shift.any() else None)
 
 
 @torch.no_grad()

@@ -58,7 +58,8 @@ class EagleHead(DraftHead):
         predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
         teacher = self.teacher(batch, target_head)
-        product = predicted * self.squash.scale, target_head, None  # a cap would not change the order of tokens
+        # A cap would not change the order of tokens.
+        product = predicted * self.squash.scale, target_head, self.squash.shift
         found = self.distil(product, [rows], range(1), batch, teacher)
         regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1) * found.valid
         total = CLASSIFICATION * found.total + regression.sum()

@@ -77,7 +77,7 @@ class LM(nn.Module):
             teacher = Teacher(batch.tokens[:, 1:][wanted])
         else:
             width = min(width, len(target_head))
-            teacher = Teacher(batch.teacher, target_head[:width], self.squash)
+            teacher = Teacher(batch.teacher, target_head[:width], self.squash.of(slice(width)))
         rows, bias = torch.arange(len(hidden), device=hidden.device), None if head.bias is None else head.bias[:width]
         shares = torch.ones_like(rows, dtype=torch.float32)
         total, _ = linear_distill(hidden, head.weight[:width], bias, teacher, rows, shares, self.objective)

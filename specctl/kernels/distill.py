@@ -20,14 +20,21 @@ PART = {"cpu": 2**23, "cuda": 2**26}  # logits at a time
 
 
 class Squash(NamedTuple):
-    """What a vocabulary head does to its products x: cap · tanh(scale · x / cap), or scale · x without a cap."""
+    """What a vocabulary head does to its products x: cap · tanh(y / cap) of y = scale · x + shift, y without a cap."""
 
     scale: float = 1.0  # Command R, Granite
     cap: float | None = None  # Gemma 2
+    shift: Tensor | None = None  # [V] fp32: Phi-2, GPT-J
 
     def __call__(self, products: Tensor) -> Tensor:
         scaled = products if self.scale == 1 else products * self.scale
+        if self.shift is not None:
+            scaled = scaled + self.shift
         return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
+
+    def of(self, ids: Tensor | slice) -> Squash:
+        """That of some tokens' products."""
+        return self if self.shift is None else self._replace(shift=self.shift[ids])
 
 
 class Teacher(NamedTuple):

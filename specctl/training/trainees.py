@@ -121,6 +121,7 @@ class FeatureTrainee(Trainee):
     def retarget(self, target: Target) -> None:
         super().retarget(target)
         self.target_head = target.head_weight[self.module.draft_ids].contiguous()
+        self.module.squash = target.squash.of(self.module.draft_ids)
 
     def batch(self, examples: list[Example], step: int) -> Any:
         features = self.store.get(examples)

@@ -341,17 +341,23 @@ SQUASHED = {
     "Command R": ("CohereConfig", {"logit_scale": 0.0625}, (0.0625, None)),
     "Granite": ("GraniteConfig", {"logits_scaling": 8.0}, (0.125, None)),
     "Gemma 2": ("Gemma2Config", {"head_dim": 16, "final_logit_softcapping": 2.0}, (1.0, 2.0)),
+    "Phi": ("PhiConfig", {}, (1.0, None)),
     "Gemma 2 without": ("Gemma2Config", {"head_dim": 16, "final_logit_softcapping": None}, (1.0, None)),
 }
 
 
 @pytest.mark.parametrize("name", SQUASHED)
 def test_the_teacher_of_distillation_is_the_target(tmp_path, name):
-    """A scale or cap that is left out of the head's products gives drafters a sharper teacher than the target."""
+    """A scale, cap or bias that is left out of the head's products gives drafters a sharper teacher than the target."""
     kind, sizes, (scale, cap) = SQUASHED[name]
     target = load_target(write_tiny(tmp_path, kind, SMALL | sizes), device="cpu", dtype="fp32")
-    assert target.squash == (pytest.approx(scale, rel=1e-4), cap)
+    assert target.squash[:2] == (pytest.approx(scale, rel=1e-4), cap)
+    assert (target.squash.shift is not None) == (name == "Phi")
     states = 3 * torch.randn(5, target.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         p = Teacher(states, target.head_weight, target.squash).known(torch.arange(5))
-        torch.testing.assert_close(p, target.model.logits(states).float().softmax(-1), rtol=1e-4, atol=1e-7)
+        q = target.model.logits(states).float()
+        torch.testing.assert_close(p, q.softmax(-1), rtol=1e-4, atol=1e-7)
+        some = torch.tensor([7, 3, 90])  # as a draft vocabulary is
+        p = Teacher(states, target.head_weight[some], target.squash.of(some)).known(torch.arange(5))
+        torch.testing.assert_close(p, q[:, some].softmax(-1), rtol=1e-4, atol=1e-7)
