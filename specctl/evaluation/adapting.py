@@ -36,7 +36,7 @@ SHOWN = ("algo", "seed", "chunk", "mat", "loss", "learn_s")
 class OnlineResult:
     """The result document of `online`: the first learner's own numbers, then all contenders side by side.
 
-    `per_chunk` are those of the first learner on the first pass; all are in chunks.jsonl. `static` is the row of the
+    `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `static` is the row of the
     same drafter without learning, None where that was not asked for. `drafters`: each learner's, as it was after the
     first pass.
     """
@@ -179,7 +179,7 @@ def _result(
         chunks=len(chunks) // len(recipe.algo),
         prompts=sum(row.prompts for row in chunks if row.algo == first.algo),
         static=static,
-        per_chunk=[row for row in chunks if (row.algo, row.seed) == (first.algo, recipe.seeds[0])],
+        per_chunk=[row for row in chunks if row.seed == recipe.seeds[0]],
         learners=learners,
         per_domain=[passes.domain_row(name, domain) for domain in domains for name in passes.by_name],
         per_seed=[passes.seed_row(name, seed) for seed in recipe.seeds for name in recipe.algo],

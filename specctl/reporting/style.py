@@ -53,13 +53,18 @@ class Looks:
         order = [name for name in self._known if is_baseline(name) == baseline].index(plain)
         turn = order // len(COLOURS)
         if baseline:
-            return Look(GREY, DASHES[(order + variant + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
+            return grey(order + variant, variant)
         return Look(
             COLOURS[order % len(COLOURS)],
             DASHES[(turn + variant) % len(DASHES)],
             MARKERS[(order + turn) % len(MARKERS)],
             HATCHES[(turn + variant) % len(HATCHES)],
         )
+
+
+def grey(number: int, variant: int = 0) -> Look:
+    """What the others are compared with."""
+    return Look(GREY, DASHES[(number + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
 
 
 def is_baseline(name: str) -> bool:

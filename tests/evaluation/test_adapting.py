@@ -99,7 +99,8 @@ def test_the_document(several, copy):
         json.dumps(document)
     )
     assert found.chunks == 2 * 3 and found.prompts == 2 * len(QUESTIONS)
-    assert [row["chunk"] for row in document["per_chunk"]] == [0, 1, 2]
+    of_pass = [(row["chunk"], row["algo"]) for row in document["per_chunk"]]
+    assert of_pass == [(n, name) for n in range(3) for name in made.algo]
     assert all(row.keys() >= PER_CHUNK for row in document["per_chunk"])
     assert [row.algo for row in found.learners] == [*made.algo, "vanilla", "static"]
     assert [row.kind for row in found.learners] == ["learner"] * 5 + ["baseline", "static"]

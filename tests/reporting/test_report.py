@@ -8,10 +8,12 @@ import pytest
 
 from specctl import api
 from specctl.errors import SpecctlError
+from specctl.evaluation.online_rows import LearnerRow
 from specctl.evaluation.reasoning import ModeRow
 from specctl.evaluation.reasoning_journal import ReasoningChunk
 from specctl.evaluation.reasoning_run import Difference
 from specctl.reporting import plots
+from specctl.reporting.commands import online
 from specctl.reporting.commands.rounds import BINS, Rounds
 from tests.reporting.conftest import filled
 
@@ -171,9 +173,25 @@ def test_weights_of_many_rounds_are_means_of_stretches(count):
 
 
 def test_online(make_run):
-    chunks = [{"mat": 2.0 + n, "loss": 1.0, "tokens_per_s": 9.0, "weights": [0.5, 0.5]} for n in range(3)]
-    run = make_run("o", "online", {"algo": "ogd", "per_chunk": chunks, "static": {"mat": 2.0}})
-    assert made(api.report([run]))[0] == ["online-chunks.png", "online-weights.png"]
+    """Every learner has its line, and its weights if it has members; contenders stand side by side in a table."""
+    seen = {"loss": 1.0, "tokens_per_s": 9.0, "static_mat": 1.5}
+    weights = {"ogd": [1.0], "ens": [0.5, 0.5]}
+    chunks = [{"algo": name, "mat": 2.0 + n, "weights": w, **seen} for n in range(3) for name, w in weights.items()]
+    rows = [filled(LearnerRow, algo=name, mat=2.0, over_static_interval=[1.0, 1.25]) for name in (*weights, "static")]
+    run = make_run("o", "online", {"algo": "ogd", "per_chunk": chunks, "learners": rows})
+    result = api.report([run], run.parent / "out", csv=True)
+    assert made(result)[0] == ["online-chunks.png", "online-weights-ens.png"]
+    assert [row[0] for row in read_csv(result, "online-online.csv")] == ["contender", "ogd", "ens", "static"]
+    assert read_csv(result, "online-chunks.csv")[1][:3] == ["ogd", "1", "2.0"]
+
+
+def test_one_line_for_a_drafter_that_does_not_learn():
+    """Learners that start from the same one share it; its mat changes with the stream's domains."""
+    chunks = {name: [{"mat": 2.0, "static_mat": mat} for mat in (3.0, 1.0)] for name in ("ogd", "ens")}
+    (line,) = online._static(chunks)
+    assert (line.name, line.y) == ("not learning", [3.0, 1.0])
+    chunks["ens"][0]["static_mat"] = 2.0
+    assert [line.name for line in online._static(chunks)] == ["ogd, not learning", "ens, not learning"]
 
 
 def test_online_by_tokens_and_by_steps(make_run):
@@ -183,7 +201,7 @@ def test_online_by_tokens_and_by_steps(make_run):
     modes = [filled(ModeRow, mode=mode, prompts=4, agreement=rate) for mode in ("target", "lr")]
     gained = [filled(Difference, mode="osd-lr", than="lr", step_acceptance=rate)]
     steps = {"algo": "lr", "modes": modes, "per_chunk": chunks, "differences": gained}
-    tokens = {"algo": "ogd", "per_chunk": [{"mat": 2.0}, {"mat": 2.5}]}
+    tokens = {"algo": "ogd", "per_chunk": [{"algo": "ogd", "mat": 2.0}, {"algo": "ogd", "mat": 2.5}]}
     runs = [make_run("t", "online", tokens), make_run("s", "online", steps)]
     result = api.report(runs, runs[0].parent / "out", csv=True)
     assert made(result)[0] == ["online-chunks.png", "online-steps.png"]

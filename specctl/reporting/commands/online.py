@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from specctl.reporting import curves
@@ -10,7 +11,7 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import reasoning
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Line, Panel
-from specctl.reporting.style import Looks
+from specctl.reporting.style import Looks, grey
 
 CHUNK = {
     "mat": "mat\n(tokens per target pass)",
@@ -18,12 +19,26 @@ CHUNK = {
     "tokens_per_s": "tokens/s",
     "loss": "loss",
 }
-SUMMARY = {
-    "label": "learner",
+CONTENDER = {
+    "label": "contender",
+    "mat": "mat",
+    "mat_interval": "mat, interval",
+    "mat_first": "mat, first chunk",
+    "mat_last": "mat, last chunk",
+    "mat_over_static": "mat × static",
+    "mat_over_static_interval": "mat × static, interval",
+    "over_static": "tokens/s × static",
+    "over_static_with_training": "× static, learning included",
+    "over_static_with_training_interval": "× static, learning included, interval",
+    "speedup": "× plain",
+    "speedup_with_training": "× plain, learning included",
+    "learn_share": "learning, of the time",
+    "rollbacks": "updates taken back",
+}
+HEADLINE = {
     "mat": "mat",
     "mat_first": "mat, first chunk",
     "mat_last": "mat, last chunk",
-    "static_mat": "mat, not learning",
     "speedup": "× plain",
     "speedup_with_training": "× plain, training included",
     "chunks": "chunks",
@@ -43,35 +58,40 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    summary = [
-        {**run.result, "label": _algo(run), "static_mat": (run.result.get("static") or {}).get("mat")} for run in runs
+    contenders = [
+        {**_in_words(row), "label": run.named(row["algo"])} for run in runs for row in run.result.get("learners") or []
     ]
-    chunks = {_algo(run): run.result.get("per_chunk") or [] for run in runs}
+    chunks: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        for row in run.result.get("per_chunk") or []:
+            chunks.setdefault(run.named(row["algo"]), []).append(row)
     learners = Looks()
-    panels = [
-        Panel(label, _lines(chunks, key, learners), _static(summary) if key == "mat" else None)
-        for key, label in CHUNK.items()
-    ]
+    panels = [Panel(label, _lines(chunks, key, learners)) for key, label in CHUNK.items()]
+    panels[0].lines.extend(_static(chunks))
     panels = [panel for panel in panels if panel.lines]
     made = Contents()
     if len(runs) == 1:
-        made.headline = {
-            SUMMARY[key]: summary[0][key] for key in SUMMARY if key != "label" and summary[0].get(key) is not None
-        }
+        made.headline = {title: runs[0].result[key] for key, title in HEADLINE.items() if runs[0].result.get(key)}
     if panels:
         figure = curves.lines(panels, "chunk", whole=True)
-        made.pictures.append(Picture("chunks", "The drafter while it learns, chunk by chunk of the stream.", figure))
-    for run in runs:
-        made.pictures += _weights(run)
-    rows = [{"label": name, "chunk": n, **chunk} for name, found in chunks.items() for n, chunk in enumerate(found, 1)]
+        made.pictures.append(Picture("chunks", "Drafters while they learn, chunk by chunk of the stream.", figure))
+    for name, found in chunks.items():
+        made.pictures += _weights(name, found)
+    rows = [{**chunk, "label": name, "chunk": n} for name, found in chunks.items() for n, chunk in enumerate(found, 1)]
     columns = {"label": "learner", "chunk": "chunk", **{key: key.replace("_per_", "/") for key in CHUNK}}
-    tables = [records("online", "Learning", summary, SUMMARY), records("chunks", "Chunks", rows, columns)]
+    columns["static_mat"] = "mat, not learning"
+    tables = [
+        records("online", "Contenders on the whole stream", contenders, CONTENDER),
+        records("chunks", "Chunks of the first pass", rows, columns),
+    ]
     made.tables = [table for table in tables if table.rows]
     return made
 
 
-def _algo(run: RunRecord) -> str:
-    return run.named(str(run.result.get("algo") or "learner"))
+def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A contender's row with its intervals as text."""
+    ends = {key: value for key, value in row.items() if key.endswith("_interval") and value}
+    return {**row, **{key: f"{low:.3g} to {high:.3g}" for key, (low, high) in ends.items()}}
 
 
 def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners: Looks) -> list[Line]:
@@ -82,14 +102,17 @@ def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners
     ]
 
 
-def _static(summary: Sequence[Mapping[str, Any]]) -> tuple[float, str] | None:
-    """mat without learning; of several runs none, theirs differ."""
-    mat = summary[0]["static_mat"] if len(summary) == 1 else None
-    return None if mat is None else (mat, "the same drafter, not learning")
+def _static(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Line]:
+    """mat without learning, once for learners that start from the same drafter."""
+    once = {tuple(line.y): line for line in _lines(chunks, "static_mat", Looks())}.values()
+    return [
+        replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning", look=grey(n))
+        for n, line in enumerate(once)
+    ]
 
 
-def _weights(run: RunRecord) -> list[Picture]:
-    weights = [chunk["weights"] for chunk in run.result.get("per_chunk") or [] if chunk.get("weights")]
+def _weights(name: str, chunks: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    weights = [chunk["weights"] for chunk in chunks if chunk.get("weights")]
     if not weights or {len(one) for one in weights} == {1} or len({len(one) for one in weights}) > 1:
         return []
     names = [f"member {index}" for index in range(1, len(weights[0]) + 1)]
@@ -98,5 +121,4 @@ def _weights(run: RunRecord) -> list[Picture]:
         list(range(1, len(weights) + 1)), list(zip(*weights, strict=True)), names, [members[name] for name in names],
         "chunk", "weight of each member",
     )  # fmt: skip
-    suffix = f"-{run.number}" if run.number else ""
-    return [Picture(f"weights{suffix}", f"{_algo(run)}: weights of the ensemble's members.", figure)]
+    return [Picture(f"weights-{name.replace(' #', '-')}", f"{name}: weights of the ensemble's members.", figure)]
