@@ -33,9 +33,9 @@ class Objective:
     every batch: `torch.func.vmap` knows neither the masks of transformers' models (lm) nor layers that are run again
     for the backward pass.
 
-    On a CPU stacking is no faster than turns, as products of large matrices that differ take their time either way.
-    Three learners take 2.6 (eagle), 2.9 (eagle3) and 3.0 (hydra) times as long as one, and with the pass that measures
-    them beforehand 3.0, 3.6 and 4.0 times (heads on the built-in target, batches of 400 rows, one thread).
+    On a CPU stacking gains little over turns (a tenth of the time for eagle and eagle3, nothing for hydra), as products
+    of large matrices that differ take their time either way. Three learners take 2.4 (eagle3) and 2.9 (hydra) times as
+    long as one (heads on the built-in target, one thread).
     """
 
     def __init__(
