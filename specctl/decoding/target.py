@@ -307,7 +307,7 @@ def location(name: str) -> str:
         return str(builtin_path())
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise CheckpointError(
-            f"target directory {name} does not exist", "give a directory with config.json, or 'builtin'"
+            f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
         )
     return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
 
