@@ -115,7 +115,10 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
     assert "× static" in resumed.out and "learning" in resumed.out
     shown = specctl("report", "run", "--json")
     assert shown.code == 0, shown.err
-    assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == ["online-chunks.png", "online-weights.png"]
+    assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == [
+        "online-chunks.png",
+        "online-weights-ensemble.png",
+    ]
     assert "mat, not learning" in Path(shown.json["report"]).read_text()
     # What was learnt is a drafter like any other.
     measured = specctl("eval", *start[:-2], "--drafter", "run/drafters/ogd", "--max-new-tokens", "6", "--json")
