@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Literal
 
 from specctl.adaptation.answers import correct, extract
+from specctl.adaptation.depth import AutoDepth
 from specctl.adaptation.judge import Judge
 from specctl.adaptation.steps import Step, going_round
 from specctl.adaptation.stream import Arrival
@@ -94,6 +95,7 @@ class Lookahead:
         self.target, self.recipe, self.draft, self.judge = target, recipe, draft, judge
         self.budget, self.answer_tokens = recipe.budget, recipe.answer_tokens
         self.transition = recipe.transition or ""
+        self.auto = AutoDepth(recipe.longest) if draft is not None and recipe.depth == "auto" else None
 
     def answer(self, arrival: Arrival) -> Trace:
         """Think, then answer; a prompt that leaves little room in the context has a short answer, or none.
@@ -124,8 +126,11 @@ class Lookahead:
         return found
 
     def forget(self) -> None:
-        """Keep nothing of texts from before: what follows is the same, and the same work, wherever a run goes on."""
+        """Keep nothing of texts from before, nor of what drafting was worth: what follows is the same, and the same
+        work, wherever a run goes on, and a draft LM that has learnt is tried anew."""
         self.target.forget()
+        if self.auto is not None:
+            self.auto.forget()
         if self.draft is not None:
             self.draft.writer.forget()
 
@@ -165,11 +170,12 @@ class Lookahead:
     def _round(self, arrival: Arrival, thought: list[int], room: int, trace: Trace) -> tuple[list[Step], int]:
         """The steps that one round adds: the longest aligned run of drafted ones, then the target's own; and how many
         of them were drafted."""
-        seed = self._seed(arrival)
+        seed, began = self._seed(arrival), time.perf_counter()
+        depth = self.recipe.longest if self.auto is None else self.auto.next()
         proposals: list[Proposal] = []
         if self.draft is not None:
             with _clock(trace, "draft_s"):
-                proposals = self.draft.propose(arrival, thought, self.recipe.depth, room, seed)
+                proposals = self.draft.propose(arrival, thought, depth, room, seed)
         drafted = [proposal.step for proposal in proposals]
         prefixes = list(accumulate((step.ids for step in drafted), initial=thought))
         if drafted and (drafted[-1].end == "final" or len(prefixes[-1]) >= len(thought) + room):
@@ -183,12 +189,15 @@ class Lookahead:
             accepted += next((place for place, aligned in enumerate(rulings) if not aligned), len(rulings))
             if accepted < len(own):
                 break
-        if accepted < min(len(drafted), len(own)):
+        rejected = accepted < min(len(drafted), len(own))
+        if rejected:
             trace.rejected += 1
             self._note(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
         trace.rounds += 1
         trace.target_steps += len(own)
         trace.drafted += len(drafted)
+        if self.auto is not None:
+            self.auto.observe(len(drafted), accepted, accepted + rejected, time.perf_counter() - began)
         return drafted[:accepted] + own[accepted : accepted + 1], accepted
 
     def _aligned(self, drafted: list[Step], own: list[Step], trace: Trace) -> list[bool]:

@@ -42,7 +42,7 @@ class Writer:
         self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty)
         self.stepper = Stepper(model, recipe.delimiter, recipe.step_tokens)
         self.work = Work()
-        self._lines = recipe.depth + 1
+        self._lines = recipe.longest + 1
         self.forget()
 
     def steps(self, texts: list[list[int]], limits: list[int], seed: int) -> list[Step]:

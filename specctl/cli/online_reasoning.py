@@ -15,6 +15,7 @@ COLUMNS = {
     "mode": "mode",
     "step_acceptance": "steps accepted",
     "accepted_per_target_step": "per target step",
+    "depth": "drafted a round",
     "avg_len": "steps a round",
     "mat": "mat",
     "speedup": "× target",
@@ -61,10 +62,11 @@ def steps(recipe: OnlineRecipe) -> list[str]:
     where = f" at {own.judge.endpoint}" if own.judge.endpoint else ""
     learners = [mode for mode in recipe.modes if mode in LEARNING]
     inside = f", which {own.drafter} speculates in," if own.drafter else ""
+    ahead = "as many steps as pay" if own.depth == "auto" else f"up to {own.depth} steps"
     found = [
         f"think in steps that end with {own.delimiter!r}{inside} for {own.budget} tokens and answer in "
         f"{own.answer_tokens}, {len(recipe.seeds)} time(s), as {', '.join(recipe.modes)}",
-        f"draft up to {own.depth} steps with {recipe.draft}; {judge}{where} compares them with the target's",
+        f"draft {ahead} with {recipe.draft}; {judge}{where} compares them with the target's",
     ]
     if learners:
         found.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the steps that differ")
@@ -89,6 +91,7 @@ def show(document: dict[str, Any]) -> Any:
         ),
         *_fidelity(document),
         *_cut(document),
+        *_slower(document),
         *(f"{name} judged {_judged(counts)}" for name, counts in document["judges"].items()),
         *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
         f"run: {cell(document['run_dir'])}",
@@ -128,6 +131,14 @@ def _cut(document: dict[str, Any]) -> list[str]:
     return [
         f"{alone['cut']} of {alone['rounds']} steps were cut: set reasoning.delimiter, or larger reasoning.step_tokens"
     ]
+
+
+def _slower(document: dict[str, Any]) -> list[str]:
+    """Modes that draft in every round and lose by it."""
+    losing = [row["mode"] for row in document["modes"] if row["depth"] >= 1 and (row["speedup"]["value"] or 1) < 1]
+    if not losing:
+        return []
+    return [f"{', '.join(losing)}: slower than the target alone; reasoning.depth=auto drafts only while that pays"]
 
 
 def _judged(counts: dict[str, int]) -> str:

@@ -30,6 +30,7 @@ class ModeRow:
     Attributes:
         step_acceptance: drafted steps kept ÷ steps judged one after the other until one differed.
         accepted_per_target_step: drafted steps kept ÷ rounds; a round's target steps are one batch.
+        depth: steps drafted ÷ rounds.
         avg_len: steps kept, the target's own included, ÷ rounds: 1 without lookahead.
         mat: tokens ÷ forwards of the target; a batch's are counted once.
         cut: steps that ended at the limit, without a delimiter.
@@ -47,6 +48,7 @@ class ModeRow:
     prompts: int
     step_acceptance: Rate
     accepted_per_target_step: Rate
+    depth: float | None
     avg_len: Rate
     mat: Rate
     wasted: float | None
@@ -84,6 +86,7 @@ def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | N
         prompts=len(traces),
         step_acceptance=_rate(traces, [t.accepted for t in traces], [t.accepted + t.rejected for t in traces]),
         accepted_per_target_step=_rate(traces, [t.accepted for t in traces], [t.rounds for t in traces]),
+        depth=ratio(sum(t.drafted for t in traces), sum(t.rounds for t in traces)),
         avg_len=_rate(traces, [t.accepted + t.own_steps for t in traces], [t.rounds for t in traces]),
         mat=_rate(traces, [len(t.ids) for t in traces], [t.target.passes for t in traces]),
         wasted=ratio(written - kept, written),

@@ -14,6 +14,7 @@ from specctl.recipe.sections import Fraction, PositiveFloat, Section
 ReasoningMode = Literal["target", "draft", "lr", "osd-lr", "online-lr"]
 LearningMode = Literal["osd-lr", "online-lr"]
 REASONING = ("lr", "osd-lr", "online-lr")  # the modes that are an `algo` of specctl online
+LONGEST_LOOKAHEAD = 4  # steps
 LOOKAHEAD_CHUNK = 25  # prompts between two updates
 FULL_BELOW = 1_000_000_000  # parameters: larger draft models learn an adapter
 
@@ -66,7 +67,8 @@ class LookaheadRecipe(Section):
     drafter: str | None = None  # speculates on tokens inside the target's steps: a directory, lookup or suffix
     baselines: list[Literal["target", "draft", "lr"]] = ["target", "draft", "lr"]  # modes measured beside the algos
     delimiter: Annotated[str, Field(min_length=1)] | None = None  # ends a step
-    depth: Annotated[int, Field(ge=1, le=4)] = 4  # steps that are drafted ahead
+    # Steps that are drafted ahead; auto: as many as pay, of what is measured along the stream, or none.
+    depth: Annotated[int, Field(ge=1, le=LONGEST_LOOKAHEAD)] | Literal["auto"] = LONGEST_LOOKAHEAD
     step_tokens: PositiveInt = 100  # longest step
     budget: PositiveInt | None = None  # tokens of thinking
     transition: str | None = None  # what is said when the budget is spent, before the answer
@@ -81,6 +83,17 @@ class LookaheadRecipe(Section):
     learning: PreferenceRecipe = PreferenceRecipe()
     allow_code_execution: bool = False  # run programs that the target wrote, to score them
     seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _one_way(self) -> LookaheadRecipe:
+        if self.depth == "auto" and not self.parallel:
+            raise ValueError("reasoning.parallel=false compares fixed depths: name one instead of auto")
+        return self
+
+    @property
+    def longest(self) -> int:
+        """Steps drafted ahead at most."""
+        return LONGEST_LOOKAHEAD if self.depth == "auto" else self.depth
 
     def resolved(self, target: str) -> LookaheadRecipe:
         """With the settings of a target where the recipe names none. The built-in one writes one step a line, repeats

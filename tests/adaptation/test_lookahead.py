@@ -4,7 +4,10 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
+from specctl.adaptation import lookahead
+from specctl.adaptation.depth import TRIED
 from specctl.adaptation.judge import Judge
+from specctl.adaptation.length import TRY_EVERY
 from specctl.adaptation.lookahead import Lookahead
 from specctl.adaptation.steps import Step
 from specctl.adaptation.stream import Arrival
@@ -247,6 +250,19 @@ def test_an_exact_judge_gives_the_targets_own_text(target, tiny_directory, quest
     assert trace.ids == alone.ids
     assert trace.accepted == 0 and trace.rejected == len(trace.mismatches) == trace.rounds
     assert trace.flops > alone.flops
+
+
+def test_a_draft_model_that_is_never_right_is_hardly_asked(monkeypatch):
+    """Depth of its own accord: after a few rounds that try it, the target writes alone, and the same text."""
+    written = []  # a step takes a second, whoever writes it
+    plain = Script.steps
+    monkeypatch.setattr(Script, "steps", lambda self, *of: written.append(1) or plain(self, *of))
+    monkeypatch.setattr(lookahead, "time", SimpleNamespace(perf_counter=lambda: float(len(written))))
+    told = {"budget": 400, "max_repeats": 99}
+    alone, _ = answer(lambda text: "abcdef"[text.count("\n") % 6] + ".", **told)
+    trace, _ = answer(lambda text: "abcdef"[text.count("\n") % 6] + ".", lambda text: "x.", depth="auto", **told)
+    assert trace.ids == alone.ids and trace.rounds == 200
+    assert trace.drafted == trace.rejected == TRIED // 2 + 200 // TRY_EVERY and trace.accepted == 0
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specctl.cli.online_reasoning import show
+from specctl.cli.online_reasoning import _slower, show
 from specctl.drafters import lm
 from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe
@@ -136,7 +136,7 @@ def test_fidelity_is_never_hidden():
     none = {"value": None, "interval": None}
     numbers = dict.fromkeys(["step_acceptance", "accepted_per_target_step", "avg_len", "mat", "speedup"], none)
     row = {"prompts": 4, "unanswered": 4, "agreement": none, "accuracy": none, "tflops": 0.1, **numbers}
-    row |= {"speedup_with_learning": None, "cut": 7, "rounds": 9}
+    row |= {"speedup_with_learning": None, "cut": 7, "rounds": 9, "depth": 2.0}
     document = {"differences": [], "judges": {}, "drafters": {}, "run_dir": "run"}
     for modes, says in ((["lr"], "was not measured"), (["target", "lr"], "0 of 4 prompts")):
         console = Console(width=500)
@@ -145,3 +145,9 @@ def test_fidelity_is_never_hidden():
         assert says in captured.get() and "answers of the target" in captured.get()
         assert "right answers" not in captured.get()
         assert ("7 of 9 steps were cut: set reasoning.delimiter" in captured.get()) == ("target" in modes)
+
+
+@pytest.mark.parametrize(("depth", "speedup", "hinted"), [(2.0, 0.6, True), (0.2, 0.6, False), (2.0, 1.3, False)])
+def test_what_to_do_where_drafting_loses(depth, speedup, hinted):
+    row = {"mode": "lr", "depth": depth, "speedup": {"value": speedup, "interval": None}}
+    assert bool(_slower({"modes": [row]})) == hinted

@@ -24,6 +24,7 @@ MODE = {
     "prompts": "prompts",
     "step_acceptance": "steps accepted",
     "accepted_per_target_step": "accepted per target step",
+    "depth": "steps drafted a round",
     "avg_len": "steps a round",
     "mat": "mat",
     "seconds": "seconds",
