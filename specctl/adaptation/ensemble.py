@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,9 @@ from specctl.adaptation.member import Descent, Member, inner_loop
 from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
+
+SCALES = (1.0, 0.5, 0.25)
+"""Shares of the way that backtracking tries, the longest first."""
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
@@ -40,6 +43,8 @@ class Outcome:
         refused: members that stay as they were.
         effective: exp(entropy) of the weights after the chunk, the number of members that count.
         collapsed: one member has (nearly) all of the weight after the chunk.
+        scales: [N] how far the members went on the way that they found: 1, less, or 0 where that was no better for the
+            texts held out; empty where none were.
         steps: optimizer steps of a member.
     """
 
@@ -50,6 +55,7 @@ class Outcome:
     refused: tuple[int, ...] = ()
     effective: float = 1.0
     collapsed: bool = False
+    scales: tuple[float, ...] = ()
     steps: int = 0
 
 
@@ -91,14 +97,24 @@ class Ensemble:
         shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
         return Play(*zip(*shares, strict=True))
 
-    def learn(self, chunk: Iterable[Any]) -> Outcome:
-        """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch."""
+    def learn(self, chunk: Iterable[Any], held: Iterable[Any] = ()) -> Outcome:
+        """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch.
+
+        Every member goes the way that the chunk leads it as far as that lowers its loss on the texts that are `held`
+        out (backtracking, Nocedal and Wright 2006, algorithm 3.1, with other texts than those of the gradient); who
+        may go all of it learns from these texts, too. A rate that follows a change of domain fast does harm where there
+        is nothing to follow: so the way is judged, and the rate stays.
+        """
         members, p, options = self.members, self.p, self._options
         losses = None
         if len(members) > 1 and options.measure == "chunk" and options.step == "batch":
             losses = self._objective.losses([member.w for member in members], chunk)
         descents = [Descent(member) for member in members]
         self._draw = inner_loop(self._objective, descents, chunk, options, self._draw)
+        scales = self._backtracked(descents, held) if held else ()
+        whole = [descent for descent, scale in zip(descents, scales, strict=False) if scale == 1 and descent.sound]
+        if whole:
+            self._draw = inner_loop(self._objective, whole, held, options, self._draw)
         self._t += 1
         if len(members) > 1 and losses is None:
             seen = (descent.first if options.measure == "batch" else descent.before for descent in descents)
@@ -120,8 +136,28 @@ class Ensemble:
             refused=refused,
             effective=rules.effective_members(self.p),
             collapsed=losses is not None and float(self.p.max()) > COLLAPSED,
+            scales=scales,
             steps=max(descent.steps for descent in descents),
         )
+
+    def _backtracked(self, descents: Sequence[Descent], held: Iterable[Any]) -> tuple[float, ...]:
+        """Take every descent back to the longest of `SCALES` that lowers its loss on `held`; how far each went. Texts
+        without weight forbid nothing."""
+        scales = dict.fromkeys(range(len(descents)), 1.0)
+        before = self._objective.losses([descent.at(0.0) for descent in descents], held)
+        trying = [place for place, descent in enumerate(descents) if descent.sound and not before[place].isnan()]
+        for scale in SCALES:
+            if not trying:
+                break
+            losses = self._objective.losses([descents[place].at(scale) for place in trying], held)
+            better = (losses < before[trying]).tolist()
+            scales |= {place: scale for place, proven in zip(trying, better, strict=True) if proven}
+            trying = [place for place, proven in zip(trying, better, strict=True) if not proven]
+        scales |= dict.fromkeys(trying, 0.0)
+        for place, scale in scales.items():
+            if scale < 1:
+                descents[place].back_to(scale)
+        return tuple(scales.values())
 
     def slow(self, factor: float) -> None:
         """Multiply the members' rates: after an update that did harm."""

@@ -25,8 +25,9 @@ class Learner(Protocol):
         """What the next chunk is decoded with."""
         ...
 
-    def learn(self, chunk: Iterable[Any]) -> Outcome:
-        """Learn from what was decoded: the batches of a chunk, iterable again for every epoch.
+    def learn(self, chunk: Iterable[Any], held: Iterable[Any] = ()) -> Outcome:
+        """Learn from what was decoded: the batches of a chunk, iterable again for every epoch. Those that are `held`
+        out are learnt from only where the others have led to something better for them.
 
         A loss or gradient that is not finite is no exception but an outcome: `refused`, nothing learnt.
         """
@@ -56,7 +57,7 @@ class Static:
     def play(self) -> Play:
         return self._play
 
-    def learn(self, chunk: Iterable[Any]) -> Outcome:
+    def learn(self, chunk: Iterable[Any], held: Iterable[Any] = ()) -> Outcome:
         return Outcome("static")
 
     def slow(self, factor: float) -> None:

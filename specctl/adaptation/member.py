@@ -76,6 +76,20 @@ class Descent:
             self.first = self.first + sums
             self.before = self.before + sums if self.steps == 0 else self.before
 
+    def at(self, scale: float) -> Tensor:
+        """[P] what would be played after this share of the way from the member to here: w_t at 0, x at 1."""
+        return self._member.play(*self._between(scale))
+
+    def back_to(self, scale: float) -> None:
+        """Go back to that point. The optimizer remembers the gradients of the whole way."""
+        self.w_hat, self.h = self._between(scale)
+        self.x = self._member.play(self.w_hat, self.h)
+
+    def _between(self, scale: float) -> tuple[Tensor, Tensor | None]:
+        member = self._member
+        h = None if member.h is None or self.h is None else torch.lerp(member.h, self.h, scale)
+        return torch.lerp(member.w_hat, self.w_hat, scale), h
+
     def step(self) -> None:
         """Step on the mean gradient of what was added; none where that has no weight."""
         (total, weight), gradient = self._sums.tolist(), self._gradient

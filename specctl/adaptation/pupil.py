@@ -55,6 +55,14 @@ def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> R
     return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
 
 
+def held_out(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """The texts to learn from, and the newest, which are likest to those that come, to judge the update by; none of
+    one or two."""
+    ordered = sorted(examples, key=lambda example: example.index)
+    count = len(ordered) - round(share * len(ordered))
+    return ordered[:count], ordered[count:]
+
+
 class Pupil:
     """One drafter along one stream.
 
@@ -177,7 +185,10 @@ class Pupil:
         """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is."""
         began = time.perf_counter()
         examples = self._examples()
-        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(examples), acceptance)
+        learnt, held = held_out(examples, self.rule.holdout)
+        ruling, outcome = self.watchdog.learn(
+            self.learner, self.objective, self._batches(learnt), acceptance, self._batches(held)
+        )
         if not self.recipe.buffer.replay:
             self.buffer.clear()
         self.chunks += 1

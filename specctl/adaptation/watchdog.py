@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,22 +61,28 @@ class Watchdog:
         self._loss = math.nan  # of the last chunk, before anything was learnt from it
 
     def learn(
-        self, learner: Learner, objective: Objective, chunk: Iterable[Any], acceptance: Acceptance
+        self,
+        learner: Learner,
+        objective: Objective,
+        chunk: Sequence[Any],
+        acceptance: Acceptance,
+        held: Sequence[Any] = (),
     ) -> tuple[Ruling, Outcome]:
         """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
         the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
 
         A chunk that is refused is tried with the weights from before the last update, too: where that goes well, these
-        were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.)
+        were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` is the part
+        of the chunk by which the new update has to prove itself at once.
         """
-        ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, chunk, kept))
+        ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, [*chunk, *held], kept))
         if ruling == "rollback":
-            outcome = self._again(learner, chunk)
+            outcome = self._again(learner, chunk, held)
         else:
             kept, now = self._kept, learner.state()
-            outcome = learner.learn(chunk)
+            outcome = learner.learn(chunk, held)
             if outcome.status == "refused" and kept and math.isfinite(self._loss):
-                again = self._again(learner, chunk)
+                again = self._again(learner, chunk, held)
                 if again.status == "refused":
                     learner.restore(now)
                 else:
@@ -88,12 +94,12 @@ class Watchdog:
             learner.slow(self._options.backoff)
         return ruling, outcome
 
-    def _again(self, learner: Learner, chunk: Iterable[Any]) -> Outcome:
+    def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> Outcome:
         """Learn from the chunk with the weights from before the last update, more slowly."""
         learner.restore(self._kept)
         learner.slow(self._options.backoff)
         self._kept = learner.state()
-        return learner.learn(chunk)
+        return learner.learn(chunk, held)
 
     def judge(self, acceptance: Acceptance, losses: Callable[[dict[str, Tensor]], tuple[float, float]]) -> Ruling:
         """keep; drift, the update stays and the stream has changed; or rollback.

@@ -59,6 +59,7 @@ class ChunkRow:
     weights: list[float]
     effective: float
     collapsed: bool
+    scales: list[float]
     rates: list[float]
     status: str
     ruling: str
@@ -219,6 +220,7 @@ class Stage:
                     weights=[*outcome.weights],
                     effective=outcome.effective,
                     collapsed=outcome.collapsed,
+                    scales=[*outcome.scales],
                     rates=[*lesson.rates],
                     status=outcome.status,
                     ruling=lesson.ruling,
