@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
 
-SCALES = (1.0, 0.5, 0.25)
-"""Shares of the way that backtracking tries, the longest first."""
+POINTS = (1.0, 0.5, 0.25, None)
+"""Where texts held out may send a member that they do not let stay: a share of its way, or back where it began."""
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
@@ -34,29 +35,41 @@ class Outcome:
     """What a chunk did to a learner.
 
     Attributes:
-        status: updated; refused = a loss or gradient of every member was not finite, and they stay as they were;
-            empty = the chunk had nothing to learn from; static = the algorithm does not learn; pending = a process of
-            its own has not come to an end of it yet.
+        status: updated; rested = it was not learnt from, as nothing had come of that lately; refused = a loss or
+            gradient of every member was not finite, and they stay as they were; empty = the chunk had nothing to learn
+            from; static = the algorithm does not learn; pending = a process of its own has not come to an end of it.
         loss: per token, before learning: of the only member during the first pass, each batch before the step on it; of
             several Σ p_i f(w_i), which bounds that of their mean where f is convex. None if nothing was measured.
         losses, weights: [N] of an ensemble's members, f(w_i) and p_i with which the chunk was decoded.
         refused: members that stay as they were.
         effective: exp(entropy) of the weights after the chunk, the number of members that count.
         collapsed: one member has (nearly) all of the weight after the chunk.
-        scales: [N] how far the members went on the way that they found: 1, less, or 0 where that was no better for the
-            texts held out; empty where none were.
+        scales: [N] how far the members went on the way that they found: 1, less, 0 where nothing was better for the
+            texts held out, None where the weights that the stream began with were; empty where no texts were held out.
         steps: optimizer steps of a member.
     """
 
-    status: Literal["updated", "refused", "empty", "static", "pending"]
+    status: Literal["updated", "rested", "refused", "empty", "static", "pending"]
     loss: float | None = None
     losses: tuple[float, ...] = ()
     weights: tuple[float, ...] = (1.0,)
     refused: tuple[int, ...] = ()
     effective: float = 1.0
     collapsed: bool = False
-    scales: tuple[float, ...] = ()
+    scales: tuple[float | None, ...] = ()
     steps: int = 0
+
+    @property
+    def vain(self) -> bool:
+        """No member found anything better for the texts held out."""
+        return bool(self.scales) and all(scale == 0 for scale in self.scales)
+
+
+class Held(NamedTuple):
+    """Texts of a chunk that are held out to judge its update: a batch each, and packed into batches to learn from."""
+
+    texts: Sequence[Any]
+    batches: Sequence[Any]
 
 
 class Ensemble:
@@ -97,13 +110,12 @@ class Ensemble:
         shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
         return Play(*zip(*shares, strict=True))
 
-    def learn(self, chunk: Iterable[Any], held: Iterable[Any] = ()) -> Outcome:
+    def learn(self, chunk: Iterable[Any], held: Held | None = None) -> Outcome:
         """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch.
 
-        Every member goes the way that the chunk leads it as far as that lowers its loss on the texts that are `held`
-        out (backtracking, Nocedal and Wright 2006, algorithm 3.1, with other texts than those of the gradient); who
-        may go all of it learns from these texts, too. A rate that follows a change of domain fast does harm where there
-        is nothing to follow: so the way is judged, and the rate stays.
+        Texts that are `held` out decide how far every member goes on the way that the chunk leads it, or whether it
+        goes back to the start; who goes all of the way learns from these texts, too. (A rate that follows a change of
+        domain fast does harm where there is nothing to follow. So what it leads to is judged, and the rate stays.)
         """
         members, p, options = self.members, self.p, self._options
         losses = None
@@ -111,10 +123,12 @@ class Ensemble:
             losses = self._objective.losses([member.w for member in members], chunk)
         descents = [Descent(member) for member in members]
         self._draw = inner_loop(self._objective, descents, chunk, options, self._draw)
-        scales = self._backtracked(descents, held) if held else ()
-        whole = [descent for descent, scale in zip(descents, scales, strict=False) if scale == 1 and descent.sound]
-        if whole:
-            self._draw = inner_loop(self._objective, whole, held, options, self._draw)
+        scales: tuple[float | None, ...] = ()
+        if held is not None and any(descent.sound and descent.steps for descent in descents):
+            scales = self._judged_by(held.texts, descents)
+            whole = [descent for descent, scale in zip(descents, scales, strict=True) if scale == 1]
+            if whole:
+                self._draw = inner_loop(self._objective, whole, held.batches, options, self._draw)
         self._t += 1
         if len(members) > 1 and losses is None:
             seen = (descent.first if options.measure == "batch" else descent.before for descent in descents)
@@ -140,24 +154,30 @@ class Ensemble:
             steps=max(descent.steps for descent in descents),
         )
 
-    def _backtracked(self, descents: Sequence[Descent], held: Iterable[Any]) -> tuple[float, ...]:
-        """Take every descent back to the longest of `SCALES` that lowers its loss on `held`; how far each went. Texts
-        without weight forbid nothing."""
-        scales = dict.fromkeys(range(len(descents)), 1.0)
-        before = self._objective.losses([descent.at(0.0) for descent in descents], held)
-        trying = [place for place, descent in enumerate(descents) if descent.sound and not before[place].isnan()]
-        for scale in SCALES:
-            if not trying:
-                break
-            losses = self._objective.losses([descents[place].at(scale) for place in trying], held)
-            better = (losses < before[trying]).tolist()
-            scales |= {place: scale for place, proven in zip(trying, better, strict=True) if proven}
-            trying = [place for place, proven in zip(trying, better, strict=True) if not proven]
-        scales |= dict.fromkeys(trying, 0.0)
-        for place, scale in scales.items():
-            if scale < 1:
-                descents[place].back_to(scale)
-        return tuple(scales.values())
+    def _judged_by(self, texts: Sequence[Any], descents: Sequence[Descent]) -> tuple[float | None, ...]:
+        """Take every descent to the best of `POINTS` for these texts; which that is. A point is better than staying
+        where its mean gain over the texts exceeds the standard error of that. Texts without weight forbid nothing."""
+
+        def losses(point: float | None) -> Tensor:
+            """[n, N]: a text's loss with every member there."""
+            vectors = [descent.at(point) for descent in descents]
+            return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
+
+        stay = losses(0.0)
+        known = ~stay.isnan().all(1)
+        if not known.any():
+            return (1.0,) * len(descents)
+        best: list[tuple[float, float | None]] = [(0.0, 0.0)] * len(descents)
+        for point in POINTS:
+            gains = (stay - losses(point))[known]
+            error = gains.std(0) / math.sqrt(len(gains)) if len(gains) > 1 else torch.zeros(len(descents))
+            for place, (gain, doubt) in enumerate(zip(gains.mean(0).tolist(), error.tolist(), strict=True)):
+                if gain > max(best[place][0], doubt):
+                    best[place] = (gain, point)
+        for descent, (_, point) in zip(descents, best, strict=True):
+            if point != 1:
+                descent.back_to(point)
+        return tuple(point for _, point in best)
 
     def slow(self, factor: float) -> None:
         """Multiply the members' rates: after an update that did harm."""

@@ -76,17 +76,21 @@ class Descent:
             self.first = self.first + sums
             self.before = self.before + sums if self.steps == 0 else self.before
 
-    def at(self, scale: float) -> Tensor:
-        """[P] what would be played after this share of the way from the member to here: w_t at 0, x at 1."""
-        return self._member.play(*self._between(scale))
+    def at(self, scale: float | None) -> Tensor:
+        """[P] what would be played after this share of the way from the member to here: w_t at 0, x at 1. None: where
+        the stream began."""
+        return self._member.play(*self._point(scale))
 
-    def back_to(self, scale: float) -> None:
+    def back_to(self, scale: float | None) -> None:
         """Go back to that point. The optimizer remembers the gradients of the whole way."""
-        self.w_hat, self.h = self._between(scale)
+        self.w_hat, self.h = self._point(scale)
         self.x = self._member.play(self.w_hat, self.h)
 
-    def _between(self, scale: float) -> tuple[Tensor, Tensor | None]:
+    def _point(self, scale: float | None) -> tuple[Tensor, Tensor | None]:
+        """ŵ and h there."""
         member = self._member
+        if scale is None:
+            return member.origin, None if member.h is None else torch.zeros_like(member.h)
         h = None if member.h is None or self.h is None else torch.lerp(member.h, self.h, scale)
         return torch.lerp(member.w_hat, self.w_hat, scale), h
 
@@ -123,7 +127,7 @@ class Member:
         self.buffers: Buffers = {name: torch.zeros_like(start) for name in vectors}
         if optimizer == "adam":
             self.buffers["j"] = torch.tensor(0)
-        self.w_hat, self._origin, self.t = start, start, 0
+        self.w_hat, self.origin, self.t = start, start, 0
         self.h = None if hint == "none" else torch.zeros_like(start)
 
     @property
@@ -150,19 +154,19 @@ class Member:
         if self.h is not None:
             found["h"] = self.h
         if self.options.radius is not None:
-            found["origin"] = self._origin
+            found["origin"] = self.origin
         return found | {f"optimizer.{name}": value for name, value in self.buffers.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a `state()`, whichever device its tensors are on."""
         here = {name: value.to(self.w_hat.device) for name, value in state.items() if value.ndim}
         self.w_hat, self.t, self.eta = here["w_hat"], int(state["t"]), float(state["eta"])
-        self.h, self._origin = here.get("h"), here.get("origin", self._origin)
+        self.h, self.origin = here.get("h"), here.get("origin", self.origin)
         stored = {name: f"optimizer.{name}" for name in self.buffers}
         self.buffers = {name: here.get(key, state[key]) for name, key in stored.items()}
 
     def _project(self, w: Tensor) -> Tensor:
-        return rules.project(w, self._origin, self.options.radius)
+        return rules.project(w, self.origin, self.options.radius)
 
 
 def inner_loop(

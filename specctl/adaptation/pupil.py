@@ -14,7 +14,7 @@ import torch
 
 from specctl.adaptation import rules
 from specctl.adaptation.buffer import ReplayBuffer
-from specctl.adaptation.ensemble import Outcome
+from specctl.adaptation.ensemble import Held, Outcome
 from specctl.adaptation.group import ALONE, Group
 from specctl.adaptation.learners import feedback, make_learner
 from specctl.adaptation.objective import Objective, seed_of, with_distributions
@@ -186,9 +186,8 @@ class Pupil:
         began = time.perf_counter()
         examples = self._examples()
         learnt, held = held_out(examples, self.rule.holdout)
-        ruling, outcome = self.watchdog.learn(
-            self.learner, self.objective, self._batches(learnt), acceptance, self._batches(held)
-        )
+        judges = Held([text for one in held for text in self._batches([one])], self._batches(held)) if held else None
+        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, judges)
         if not self.recipe.buffer.replay:
             self.buffer.clear()
         self.chunks += 1

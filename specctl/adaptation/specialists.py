@@ -159,7 +159,7 @@ class Specialists:
         known = [(one.outcome.loss, one.tokens) for one in lessons if one.outcome.loss is not None]
         tokens = sum(count for _, count in known)
         statuses = {one.outcome.status for one in lessons}
-        order = ("updated", "refused", "empty", "static")
+        order = ("updated", "refused", "rested", "empty", "static")
         outcome = Outcome(
             status=next((status for status in order if status in statuses), "empty"),
             loss=sum(loss * count for loss, count in known) / tokens if tokens else None,

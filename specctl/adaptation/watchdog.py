@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specctl.adaptation.ensemble import Outcome
+from specctl.adaptation.ensemble import Held, Outcome
 from specctl.adaptation.learners import Learner
 from specctl.adaptation.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
@@ -52,6 +52,8 @@ class Watchdog:
     a little better is no proof: the last step in the old domain was one away from the new one.)
 
     Those weights are kept until then, and are part of this object's state.
+
+    Where learning is in vain it rests, twice as long every time, until acceptance falls below all that was seen since.
     """
 
     def __init__(self, options: LearnerRecipe):
@@ -59,6 +61,7 @@ class Watchdog:
         self._before: Acceptance | None = None  # of the last chunk that was decoded with weights that stayed
         self._kept: dict[str, Tensor] = {}
         self._loss = math.nan  # of the last chunk, before anything was learnt from it
+        self._vain = self._rest = 0  # chunks in a row that were learnt from in vain; chunks still to rest
 
     def learn(
         self,
@@ -66,7 +69,7 @@ class Watchdog:
         objective: Objective,
         chunk: Sequence[Any],
         acceptance: Acceptance,
-        held: Sequence[Any] = (),
+        held: Held | None = None,
     ) -> tuple[Ruling, Outcome]:
         """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
         the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
@@ -75,7 +78,12 @@ class Watchdog:
         were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` is the part
         of the chunk by which the new update has to prove itself at once.
         """
-        ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, [*chunk, *held], kept))
+        if self._rest and self._before and not fell(self._before, acceptance, self._options.tolerance):
+            self._rest -= 1
+            self._before = min(self._before, acceptance, key=lambda one: one.rate)
+            return "keep", Outcome("rested")
+        whole = [*chunk, *(held.batches if held else ())]
+        ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
         if ruling == "rollback":
             outcome = self._again(learner, chunk, held)
         else:
@@ -89,12 +97,14 @@ class Watchdog:
                     ruling, outcome = "rollback", again
             if ruling != "rollback":
                 self._before, self._kept = acceptance, now if self._options.rollback else {}
+        self._vain = self._vain + 1 if outcome.vain else 0
+        self._rest = min(2**self._vain - 1, self._options.rest)
         self._loss = math.nan if outcome.loss is None else outcome.loss
         if outcome.status == "refused":
             learner.slow(self._options.backoff)
         return ruling, outcome
 
-    def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> Outcome:
+    def _again(self, learner: Learner, chunk: Sequence[Any], held: Held | None) -> Outcome:
         """Learn from the chunk with the weights from before the last update, more slowly."""
         learner.restore(self._kept)
         learner.slow(self._options.backoff)
@@ -120,12 +130,14 @@ class Watchdog:
         """What the next ruling needs."""
         before = [] if self._before is None else [self._before.accepted, self._before.verified]
         numbers = {"before": torch.tensor(before, dtype=torch.int64), "loss": torch.tensor(self._loss).double()}
+        numbers["rest"] = torch.tensor([self._vain, self._rest])
         return numbers | {f"kept.{k}": v for k, v in self._kept.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         before = state["before"].tolist()
         self._before = Acceptance(*before) if before else None
         self._loss = float(state["loss"])
+        self._vain, self._rest = state["rest"].tolist()
         self._kept = {name.removeprefix("kept."): value for name, value in state.items() if name.startswith("kept.")}
 
 

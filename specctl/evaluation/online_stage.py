@@ -59,7 +59,7 @@ class ChunkRow:
     weights: list[float]
     effective: float
     collapsed: bool
-    scales: list[float]
+    scales: list[float | None]
     rates: list[float]
     status: str
     ruling: str

@@ -1,0 +1,128 @@
+"""How far a learner goes on the way that a chunk leads it, as texts held out have it: there, less far, or back home."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specctl.adaptation.ensemble import Held
+from specctl.adaptation.pupil import held_out
+from specctl.adaptation.watchdog import Acceptance, Watchdog
+from specctl.recipe import LearnerRecipe
+
+
+@pytest.fixture
+def held(chunk):
+    """Texts with these centres, to judge and to learn from."""
+    return lambda *centres, tokens=3: Held(chunk(*centres, tokens=tokens), chunk(*centres, tokens=tokens))
+
+
+# From 8, at η = ½, a chunk with its centre at 0 leads to 4.
+CASES = [
+    ([0.0], 1.0, 2.0),  # better for the texts held out, so these are learnt from, too: 4 → 2
+    ([6.0], 0.5, 6.0),  # 4 is as bad as 8 for them, half of the way is where they are
+    ([7.0], 0.25, 7.0),
+    ([10.0], 0.0, 8.0),  # the other way
+]
+
+
+@pytest.mark.parametrize(("centre", "scale", "w"), CASES)
+def test_the_way_by_hand(quadratic, played, chunk, held, centre, scale, w):
+    _, learner = quadratic([8.0], algo="ogd")
+    outcome = learner.learn(chunk([0.0]), held(centre))
+    assert outcome.scales == (scale,) and outcome.vain == (scale == 0)
+    assert played(learner).tolist() == [w]
+
+
+def test_back_home(quadratic, played, chunk, held):
+    """The stream turns back to where it began: the weights of then are better than a step from here."""
+    _, learner = quadratic([8.0], algo="optimistic")
+    learner.learn(chunk([0.0]), held([0.0]))
+    assert played(learner).tolist() == [4.0]
+    outcome = learner.learn(chunk([6.0]), held([8.0]))
+    assert outcome.scales == (None,) and not outcome.vain
+    assert played(learner).tolist() == [8.0] and learner.members[0].h.tolist() == [0.0]
+
+
+def test_a_gain_must_exceed_its_doubt(quadratic, played, chunk, held):
+    """From 8 to 7 two texts gain 3.5 and two lose 1.5, so one is gained on average, give or take 1.4; further on it is
+    no better. Where all gain there is no doubt."""
+    _, learner = quadratic([8.0], algo="ogd")
+    assert learner.learn(chunk([0.0]), held([4.0], [4.0], [9.0], [9.0])).scales == (0.0,)
+    assert learner.learn(chunk([0.0]), held([4.0], [4.2], [4.4], [3.9])).scales == (1.0,)
+
+
+def test_an_optimistic_learner_is_judged_where_it_plays(quadratic, played, chunk, held):
+    """ŵ goes to 4 and h to 8: w would be 0. A quarter of that is ŵ = 7, h = 2, w = 6; none of it is as it was."""
+    _, learner = quadratic([8.0], algo="optimistic")
+    assert learner.learn(chunk([0.0]), held([6.0])).scales == (0.25,)
+    assert played(learner).tolist() == [6.0] and learner.members[0].h.tolist() == [2.0]
+    assert learner.learn(chunk([0.0]), held([6.1])).scales == (0.0,)
+    assert played(learner).tolist() == [6.0] and learner.members[0].h.tolist() == [2.0]
+
+
+def test_members_are_judged_one_by_one(quadratic, chunk, held):
+    """η = ¼, ½, 1 lead to 6, 4 and 0: the centre is 5, so half of the way is best for the third only."""
+    _, learner = quadratic([8.0], algo="ensemble", lr=0.25)
+    assert learner.learn(chunk([0.0]), held([5.0])).scales == (1.0, 1.0, 0.5)
+    # The first two learn from the texts held out: 6 + ¼ (5 − 6), 4 + ½ (5 − 4).
+    assert [member.w.item() for member in learner.members] == [5.75, 4.5, 4.0]
+
+
+def test_the_ball_holds_for_a_part_of_the_way(quadratic, played, chunk, held):
+    _, learner = quadratic([8.0], algo="ogd", radius=2.0)
+    assert learner.learn(chunk([0.0]), held([7.1])).scales == (0.5,)
+    assert played(learner).tolist() == [7.0]
+
+
+def test_nothing_held_out_is_the_papers_rule(quadratic, played, chunk):
+    _, learner = quadratic([8.0], algo="ogd")
+    outcome = learner.learn(chunk([0.0]))
+    assert outcome.scales == () and not outcome.vain
+    assert played(learner).tolist() == [4.0]
+
+
+def test_texts_without_weight_forbid_nothing(quadratic, played, chunk, held):
+    _, learner = quadratic([8.0], algo="ogd")
+    assert learner.learn(chunk([0.0]), held([10.0], tokens=0)).scales == (1.0,)
+    assert played(learner).tolist() == [4.0]
+
+
+def test_a_rate_that_diverges_stays_where_it_is(quadratic, played, chunk, held):
+    """η = 3 triples the distance with every step; nothing of it helps, and nothing is taken back later."""
+    _, learner = quadratic([1.0], algo="ogd", lr=3.0, epochs=5)
+    for _ in range(3):
+        assert learner.learn(chunk([0.0]), held([0.0])).scales == (0.0,)
+    assert played(learner).tolist() == [1.0]
+
+
+def test_it_rests_after_learning_in_vain(quadratic, chunk, held):
+    """One chunk, then three; not for long where acceptance falls, nor where something comes of it."""
+    objective, learner = quadratic([8.0], algo="ogd")
+    dog = Watchdog(LearnerRecipe(algo="ogd", rest=3))
+
+    def statuses(count, centre, accepted=80):
+        found = []
+        for _ in range(count):
+            acceptance = Acceptance(accepted, 100)
+            found.append(dog.learn(learner, objective, chunk([0.0]), acceptance, held(centre))[1].status)
+        return " ".join(found)
+
+    assert statuses(7, [9.0]) == "updated rested updated rested rested rested updated"
+    assert statuses(1, [9.0], accepted=75) == "rested", "no more than chance"
+    other = Watchdog(LearnerRecipe(algo="ogd", rest=3))
+    other.restore(dog.state())
+    assert statuses(1, [9.0], accepted=20) == "updated", "the stream has turned"
+    assert statuses(1, [9.0], accepted=20) == "rested"
+    dog = other
+    assert statuses(3, [0.0], accepted=80) == "rested rested updated"
+    assert statuses(2, [0.0], accepted=80) == "updated updated", "something came of it"
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "held"), [(20, 0.25, 5), (3, 0.25, 1), (2, 0.25, 0), (1, 0.5, 0), (9, 0, 0)]
+)
+def test_the_newest_texts_are_held_out(count, share, held):
+    examples = [SimpleNamespace(index=index) for index in torch.randperm(count).tolist()]
+    learnt, kept = held_out(examples, share)
+    assert [example.index for example in learnt + kept] == list(range(count)) and len(kept) == held
