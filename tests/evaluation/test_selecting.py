@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.distillation.prompts import Prompt
-from specctl.drafters.lm import LMDrafter
-from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import DataError, Interrupted, UsageError
