@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from specctl.decoding.target import Target, load_model, load_tokenizer, vocab_hash
+from specctl.decoding.loading import load_model, load_tokenizer
+from specctl.decoding.target import Target, vocab_hash
 from specctl.drafters.lm_drafter import LMDrafter, shape_for
 from specctl.errors import CheckpointError, RecipeError
 from specctl.kernels.distill import Squash, Teacher, linear_distill

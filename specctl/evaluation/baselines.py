@@ -20,9 +20,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from specctl.decoding.loading import load_model
 from specctl.decoding.loop import Decoded
 from specctl.decoding.sampling import Sampling
-from specctl.decoding.target import Target, load_model
+from specctl.decoding.target import Target
 from specctl.drafters import lm
 from specctl.drafters.lm_drafter import cast
 from specctl.formats import checkpoint

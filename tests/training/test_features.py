@@ -11,7 +11,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from specctl.decoding.target import Target, builtin_path
+from specctl.decoding.loading import builtin_path
+from specctl.decoding.target import Target
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
