@@ -24,6 +24,7 @@ from specctl.recipe import SelectRecipe
 from specctl.runs import Run
 from specctl.selection import hindsight
 from specctl.selection.arms import load_pool, members, named
+from specctl.selection.recording import check_free
 from specctl.selection.router_training import RouterReport
 
 ROUNDS = "rounds.jsonl"
@@ -112,8 +113,11 @@ def select(
         unlabelled.release()
 
     if recipe.record is not None:
-        begin()
+        check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
+        if not recipe.resume:  # else only the recording itself can tell whether it is another one
+            begin()
         _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places))
+        begin()
         return replace(_recorded(recipe, failures), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places, unlabelled)
     stage = Stage(recipe, target, stream, drafters, router)

@@ -15,7 +15,7 @@ from specctl.drafters.lm_drafter import LMDrafter
 from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.errors import DataError, Interrupted, UsageError
+from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.evaluation.measure import Case
 from specctl.evaluation.selecting import select
 from specctl.evaluation.stage import Stage, sessions, turns
@@ -264,6 +264,13 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, targe
     before = contents(tmp_path / "run")
     with pytest.raises(UsageError, match="two contenders"):
         selected(tmp_path, made.model_copy(update={"rivals": ["lookup"]}), target, pool)
+    table = tmp_path / "table.parquet"
+    table.write_bytes(b"PAR1")
+    taken = made.model_copy(update={"record": table, "overwrite": False})
+    with pytest.raises(UsageError, match=r"table\.parquet exists"):
+        selected(tmp_path, taken, target, pool)
+    with pytest.raises(CheckpointError, match=r"table\.parquet"):
+        selected(tmp_path, taken.model_copy(update={"resume": True}), target, pool)
     prompts.write_text("{\n")
     with pytest.raises(DataError, match="1 of 1 prompts rejected"):
         selected(tmp_path, made, target, pool)
