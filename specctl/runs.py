@@ -103,10 +103,11 @@ class Run:
         recipe, self._recipe = self._recipe, None
         if recipe is None or not self._writes:
             return
-        for stale in (METRICS, "result.json"):
-            (self.dir / stale).unlink(missing_ok=True)
+        (self.dir / "result.json").unlink(missing_ok=True)
         if self._earlier:
             atomic_write(self.dir / METRICS, self._earlier)
+        else:
+            (self.dir / METRICS).unlink(missing_ok=True)
         resolved = {"command": self.command, **recipe.model_dump(mode="json")}
         text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
         atomic_write(self.dir / "recipe.resolved.yaml", text)

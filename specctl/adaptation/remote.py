@@ -141,7 +141,10 @@ class RemotePupil(Pupil):
             self._inbox.put(self._sent)
 
     def _make_room(self) -> None:
-        """What waits and what the buffer holds are not more than the buffer may hold: the oldest chunks go."""
+        """What waits and what the buffer holds are not more than the buffer may hold: the oldest chunks go.
+
+        What was sent is the learner's, and cannot be taken back: at most as much again, behind a resumption twice.
+        """
         while self._waiting and self.buffer.bytes + sum(one.bytes for one in self._waiting) > self.buffer.max_bytes:
             self.buffer.dropped += len(self._waiting.pop(0).texts)
             if not self._warned:
