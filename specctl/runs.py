@@ -2,7 +2,7 @@
 
 recipe.resolved.yaml   the recipe with every default filled in
 run.json               argv, versions, git sha, hardware, seed, target identity
-metrics.jsonl          append-only, one JSON object per line
+metrics.jsonl          append-only, one JSON object per line; of a run that was resumed, each once
 result.json            the result document, written last
 """
 
@@ -28,6 +28,7 @@ from specctl import lock
 from specctl.errors import SpecctlError, UsageError
 
 SCHEMA_VERSION = 1
+METRICS = "metrics.jsonl"
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
 
 
@@ -40,6 +41,7 @@ class Run:
         self._started = time.monotonic()
         self._writes = os.environ.get("RANK", "0") == "0"
         self._recipe: Any = None  # of a run that has not begun
+        self._earlier = b""  # its first metrics, where it goes on from another
 
     @classmethod
     def create(cls, command: str, recipe: Any, output_dir: str | Path | None = None) -> Run:
@@ -75,13 +77,37 @@ class Run:
                 f"{self.dir} holds a run of specctl {there}", hint=f"--resume continues one of specctl {self.command}"
             )
 
+    @property
+    def replaces(self) -> bool:
+        """Whether an earlier run is in its directory, and this one has not begun."""
+        return self._recipe is not None and (self.dir / "run.json").exists()
+
+    def go_on(self, earlier: Path, size: int) -> None:
+        """Begin with the first `size` bytes of the metrics.jsonl in the directory of a run that is resumed, this one or
+        another: the `metrics_size` that belongs to its kept state. What was written behind it comes again."""
+        path = earlier / METRICS
+        if self._writes and path.is_file():
+            with open(path, "rb") as file:
+                kept = file.read(size)
+            self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash of the machine may have taken the end of it
+
+    @property
+    def metrics_size(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        path = self.dir / METRICS
+        return path.stat().st_size if path.exists() else 0
+
     def _begin(self) -> None:
-        """Forget an earlier run's metrics and result; write the resolved recipe and run.json."""
+        """Forget an earlier run's result and metrics, but for those to go on from; write the resolved recipe and
+        run.json."""
         recipe, self._recipe = self._recipe, None
         if recipe is None or not self._writes:
             return
-        for stale in ("metrics.jsonl", "result.json"):
-            (self.dir / stale).unlink(missing_ok=True)
+        (self.dir / "result.json").unlink(missing_ok=True)
+        if self._earlier:
+            atomic_write(self.dir / METRICS, self._earlier)
+        else:
+            (self.dir / METRICS).unlink(missing_ok=True)
         resolved = {"command": self.command, **recipe.model_dump(mode="json")}
         text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
         atomic_write(self.dir / "recipe.resolved.yaml", text)
@@ -98,11 +124,11 @@ class Run:
             self._write_json("run.json", known | fields)
 
     def metrics(self, **fields: Any) -> None:
-        """Append one line to metrics.jsonl; `elapsed_s` is added."""
+        """Append one line to metrics.jsonl; `elapsed_s`, since this process has begun, is added."""
         self._begin()
         if self._writes:
             line = to_json({"elapsed_s": round(self.elapsed_s, 3), **fields})
-            with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            with open(self.dir / METRICS, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
     def result(self, doc: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specctl.decoding.target import builtin_path, load_target
+from specctl.decoding.loading import builtin_path
+from specctl.decoding.target import load_target
 
 PROMPTS = [
     "List the names of all students.",

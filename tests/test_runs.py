@@ -51,6 +51,32 @@ def test_a_directory_that_is_used_again(tmp_path):
     assert (out / "metrics.jsonl").exists(), "a run begins once"
 
 
+def test_metrics_of_a_run_that_goes_on(tmp_path):
+    """Each once: those of the kept state stay, later ones come again, half a line glues itself to none; and nothing is
+    changed before it begins."""
+    first, out = runs.Run.create("eval", EvalRecipe(), tmp_path), tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        first.metrics(step=step)
+    size = first.metrics_size
+    first.metrics(step=3)
+    before = out.read_bytes()
+
+    def steps(place, kept):
+        run = runs.Run.create("eval", EvalRecipe(), place)
+        assert run.replaces == (place == tmp_path)
+        run.go_on(tmp_path, kept)
+        assert out.read_bytes() == before
+        run.annotate(target={})
+        assert not run.replaces
+        run.metrics(step="next")
+        return [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+    assert steps(tmp_path / "other", size) == [1, 2, "next"]
+    assert steps(tmp_path / "lost its end", size - 5) == [1, "next"]
+    assert steps(tmp_path, size) == [1, 2, "next"]
+    runs.Run.create("eval", EvalRecipe(), tmp_path / "gone").go_on(tmp_path / "nowhere", size)
+
+
 def test_a_run_of_another_command_is_not_resumed(tmp_path):
     runs.Run.create("eval", EvalRecipe(), tmp_path).annotate(target={})
     resumed = OnlineRecipe(resume=True, output_dir=tmp_path)

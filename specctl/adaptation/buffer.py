@@ -48,6 +48,17 @@ class Text:
     example: Example
     rejected: list[int]
 
+    def facts(self) -> dict[str, Any]:
+        """What JSON can say of it: all."""
+        return vars(self.example) | {"rejected": self.rejected}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Text:
+        """Out of its `facts`."""
+        fields = dict(facts)
+        rejected = fields.pop("rejected")
+        return cls(Example(**fields), rejected)
+
 
 class ReplayBuffer(FeatureStore):
     """Finished texts with their features, as a trainee's `store` knows them; the oldest make room for new ones.
@@ -205,7 +216,7 @@ class ReplayBuffer(FeatureStore):
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(what JSON can say, tensors): all that `restore` needs."""
-        texts = [vars(text.example) | {"rejected": text.rejected} for text in self.texts.values()]
+        texts = [text.facts() for text in self.texts.values()]
         tensors = {f"{i}.{name}": x for i, features in self.kept.items() for name, x in vars(features).items()}
         return {"next": self._next, "dropped": self.dropped, "texts": texts}, tensors
 
@@ -213,11 +224,9 @@ class ReplayBuffer(FeatureStore):
         """Put back what `state` has told."""
         self.clear()
         self._next, self.dropped = facts["next"], facts["dropped"]
-        for values in facts["texts"]:
-            fields = dict(values)
-            rejected = fields.pop("rejected")
-            example = Example(**fields)
-            self.texts[example.index] = Text(example, rejected)
+        for text in map(Text.of, facts["texts"]):
+            example = text.example
+            self.texts[example.index] = text
             self.bytes += self.size(example)
             if f"{example.index}.teacher" in tensors:
                 parts = (tensors[f"{example.index}.{name}"] for name in ("taps", "teacher", "best"))

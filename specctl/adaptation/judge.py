@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from specctl.decoding.loading import location, pick_device
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.decoding.target import Target, load_target, location, pick_device
+from specctl.decoding.target import Target, load_target
 from specctl.errors import CheckpointError
 from specctl.progress import interrupts, warn
 from specctl.recipe import JudgeRecipe

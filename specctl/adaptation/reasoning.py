@@ -25,8 +25,10 @@ from specctl.adaptation.preferences import Lesson, PreferenceLearner
 from specctl.adaptation.stream import Arrival
 from specctl.adaptation.writer import Draft, Writer
 from specctl.decoding.draft import Drafter
-from specctl.decoding.target import Target, load_model, load_tokenizer
+from specctl.decoding.loading import load_model, load_tokenizer
+from specctl.decoding.target import Target
 from specctl.drafters import lm
+from specctl.drafters.lm_drafter import cast
 from specctl.drafters.pool import read_drafter, whole
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import checkpoint
@@ -170,7 +172,7 @@ class Reasoning:
 
     def _drafting(self, model: PreTrainedModel) -> Draft:
         """The draft LM for the decoding core, in the target's dtype; `model` is taken over."""
-        playing = lm.cast(model, self.target.device, self.target.dtype).eval()
+        playing = cast(model, self.target.device, self.target.dtype).eval()
         return Draft(Writer(Target(self.draft.name, playing, self.draft.tokenizer), self.recipe), self.target)
 
 

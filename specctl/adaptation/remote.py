@@ -1,8 +1,9 @@
 """A pupil that learns in a process of its own, on its own core or GPU, while the decoder goes on (OnlineSpec, B.2).
 
 The decoder never waits: it hands over the texts of a chunk with their features, and looks between two sequences whether
-there are new weights. Both go through shared memory. Where the learner is slower than the stream, it learns from all
-chunks that wait at once; what its buffer cannot hold is dropped.
+there are new weights. Both go through shared memory. What is answered while the learner is at work waits here; then it
+learns from all chunks that wait at once. They share the room of the buffer: where a learner is so much slower than the
+stream that there is none left, the oldest are dropped. What its own buffer cannot hold is dropped there.
 
 On several devices there is a process for each, which learns from its share of every batch (`adaptation.group`).
 """
@@ -33,7 +34,7 @@ from specctl.adaptation.worker import Chunk, Failed, Learnt, Place, Ready, State
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
-from specctl.progress import interrupts
+from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
 
 PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to start
@@ -63,10 +64,11 @@ class RemotePupil(Pupil):
             place = Place(rank, self._devices, each, Path(self._meeting.name))
             arguments = (place, recipe, algo, seed, start, inboxes, self._outbox)
             self._processes.append(context.Process(target=worker.live, args=arguments, daemon=True))
-        self._handed = self._learnt = 0
+        self._algo = algo
         self._last: Learnt | None = None
         self._known: State = super().state()  # of the learner, the newest
-        self._waiting: list[tuple[State, Acceptance]] = []  # chunks that are handed over and not learnt from yet
+        self._sent: list[Chunk] = []  # what it learns from at the moment
+        self._waiting: list[Chunk] = []  # what it is sent next
         atexit.register(self.close)  # multiprocessing would wait for processes that heed no SIGTERM
         try:
             self._start()
@@ -95,8 +97,14 @@ class RemotePupil(Pupil):
         try:
             self._take()
             yield
+            self._make_room()
         finally:
             self._signal(signal.SIGSTOP)
+
+    @property
+    def behind(self) -> int:
+        """Chunks that were answered and are not learnt from yet."""
+        return len(self._sent) + len(self._waiting)
 
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
@@ -108,16 +116,45 @@ class RemotePupil(Pupil):
             lesson = replace(lesson, ruling="keep", outcome=replace(lesson.outcome, status="pending"))
         self._told = known
         self.chunks += 1
-        behind = self._handed - self._learnt
         spent, self._swap_s = self._swap_s, 0.0
-        return replace(lesson, learn_s=time.perf_counter() - began, swap_s=spent, behind=behind)
+        return replace(
+            lesson,
+            dropped=lesson.dropped + self.buffer.dropped,
+            learn_s=time.perf_counter() - began,
+            swap_s=spent,
+            behind=self.behind,
+        )
 
     def _hand_over(self, acceptance: Acceptance) -> None:
         """What the buffer holds is the learner's."""
-        self._inbox.put(Chunk.of(self.buffer, acceptance))
-        self._waiting.append((self.buffer.state(), acceptance))
-        self._handed += 1
+        self._waiting.append(Chunk.of(self.buffer, acceptance))
         self.buffer.clear()
+        self._make_room()
+        self._send()
+
+    def _send(self) -> None:
+        """All that waits goes to a learner that has nothing to do."""
+        if self._waiting and not self._sent:
+            self._sent, self._waiting = self._waiting, []
+            for one in self._sent:
+                one.share()
+            self._inbox.put(self._sent)
+
+    def _make_room(self) -> None:
+        """What waits and what the buffer holds are not more than the buffer may hold: the oldest chunks go.
+
+        What was sent is the learner's, and cannot be taken back: at most as much again, behind a resumption twice.
+        """
+        while self._waiting and self.buffer.bytes + sum(one.bytes for one in self._waiting) > self.buffer.max_bytes:
+            self.buffer.dropped += len(self._waiting.pop(0).texts)
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"{self._algo}: the learner is slower than the stream, and what waits for it has no room in "
+                    "buffer.max_mb: the oldest chunks are dropped (their texts are counted as `dropped`)"
+                )
+
+    _warned = False
 
     _told: Learnt | None = None  # the last lesson that a chunk's row has told of
     _swap_s = 0.0  # since the last chunk
@@ -127,7 +164,7 @@ class RemotePupil(Pupil):
         """Wait for what was handed over, and take it."""
         with self.awake():
             until = time.monotonic() + PATIENCE_S
-            while self._learnt < self._handed and time.monotonic() < until:
+            while self.behind and time.monotonic() < until:
                 self._receive(1.0)
             self._swap()
         self.close()
@@ -149,30 +186,32 @@ class RemotePupil(Pupil):
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The learner's behind the last chunk that it is known to have learnt from, and the chunks that wait for it."""
         facts, tensors = self._known
-        waiting = [{"buffer": texts, "acceptance": vars(one)} for (texts, _), one in self._waiting]
-        for place, ((_, features), _) in enumerate(self._waiting):
+        waiting = [one.state() for one in [*self._sent, *self._waiting]]
+        for place, (_, features) in enumerate(waiting):
             tensors = tensors | {f"waiting{place}.{name}": value for name, value in features.items()}
         # Texts are numbered here: a number that comes twice would replace a text that the learner replays.
         numbered = facts["buffer"] | {"next": self.buffer.state()[0]["next"]}
-        return facts | {"buffer": numbered, "waiting": waiting}, tensors
+        own = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}
+        return facts | {"buffer": numbered} | own, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().restore(facts, tensors)
         self.buffer.clear()  # the learner replays them, who has its own
+        self.buffer.dropped = facts.get("dropped_here", 0)  # a pupil that learns here has no such thing
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
         self._inbox.put(self._known)
         for place, one in enumerate(facts.get("waiting", [])):
             prefix = f"waiting{place}."
             own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            self.buffer.restore(one["buffer"], own)
-            self._hand_over(Acceptance(**one["acceptance"]))
+            self._waiting.append(Chunk.restored(one, own))
+        self._send()
 
     def _take(self) -> None:
         """New weights, if there are any."""
-        before = self._learnt
+        before = self._last
         while self._receive(0.0) is not None:
             pass
-        if self._learnt > before:
+        if self._last is not before:
             self._swap()
 
     def _swap(self) -> None:
@@ -197,10 +236,10 @@ class RemotePupil(Pupil):
             self._mourn()
             raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
         if isinstance(message, Learnt):
-            del self._waiting[: message.chunks - self._learnt]
-            self._last, self._learnt = message, message.chunks
+            self._last, self._sent = message, []
             self._known = message.facts, message.state
             self._vector = message.played.to(self.target.device)
+            self._send()
         return message
 
     def _mourn(self) -> None:

@@ -95,7 +95,8 @@ class PromptStream:
         self.segments = self._count(segments) if self.counted else segments
         counts = [count for _, count in self.segments if count is not None]
         self.total = sum(counts) if len(counts) == len(self.segments) else None
-        self._at, self._resumed = Position(), Position()
+        self._at = Position()
+        self._left = self._arrivals()
 
     @classmethod
     def of_pass(cls, recipe: OnlineRecipe, target: Target, rejections: Rejections, seed: int) -> PromptStream:
@@ -109,11 +110,11 @@ class PromptStream:
         return asdict(self._at)
 
     def resume(self, position: dict[str, Any], *, rewind: bool = True) -> None:
-        """Let `chunks` begin at a `position` that an equal stream has told.
+        """Go to a `position` that an equal stream has told, before a chunk is taken: what came before is read again.
 
-        With `rewind=False` nothing is read again: the next prompts are those that come, as stdin wants it.
+        With `rewind=False` nothing is: the next prompts are those that come, as stdin wants it.
 
-        Raises UsageError for stdin, which cannot be rewound.
+        Raises UsageError for stdin, which cannot be rewound, DataError where other prompts come than those before it.
         """
         if self.stdin and rewind:
             raise UsageError(
@@ -121,24 +122,25 @@ class PromptStream:
                 "name the file with --prompts, or continue with the lines that come",
             )
         self._at = Position(**position)
-        self._resumed = self._at if rewind else Position()
-
-    def check(self) -> None:
-        """DataError where other prompts come than those that the position told to `resume` is behind."""
-        self._skip(self._arrivals())
+        if not rewind:
+            return
+        found = Position().behind(islice(self._left, self._at.prompts))
+        if (found.prompts, found.digest) != (self._at.prompts, self._at.digest):
+            raise DataError(
+                f"the stream does not begin with the {self._at.prompts} prompts that this run has answered",
+                hint="resume with the prompts, schedule and seed it was started with, or start again",
+            )
 
     def chunks(self) -> Iterator[list[Arrival]]:
         """What is left.
 
         Raises:
-            DataError: no prompts at all, too many rejected, or other prompts than before the resumption.
+            DataError: no prompts at all, or too many rejected.
             Interrupted: SIGTERM or SIGUSR1, between two prompts.
         """
-        arrivals = self._arrivals()
-        self._skip(arrivals)
         chunk: list[Arrival] = []
         try:
-            for one in arrivals:
+            for one in self._left:
                 chunk.append(one)
                 if len(chunk) == self.size:
                     yield self._close(chunk)
@@ -161,15 +163,6 @@ class PromptStream:
         if self.rejections.seen >= JUDGED:
             self.rejections.check()
         return chunk
-
-    def _skip(self, arrivals: Iterator[Arrival]) -> None:
-        """Read again what had been given out."""
-        found = Position().behind(islice(arrivals, self._resumed.prompts))
-        if (found.prompts, found.digest) != (self._resumed.prompts, self._resumed.digest):
-            raise DataError(
-                f"the stream does not begin with the {self._resumed.prompts} prompts that this run has answered",
-                hint="resume with the prompts, schedule and seed it was started with, or start again",
-            )
 
     def _arrivals(self) -> Iterator[Arrival]:
         """All prompts, in the order of the schedule."""

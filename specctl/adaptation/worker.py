@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.adaptation.buffer import ReplayBuffer, Text
+from specctl.adaptation.buffer import ID_BYTES, ReplayBuffer, Text
 from specctl.adaptation.group import ALONE, Ranks
 from specctl.adaptation.pupil import Lesson, Pupil
 from specctl.adaptation.watchdog import Acceptance
@@ -36,6 +36,29 @@ class Chunk:
     texts: list[Text]
     features: Features | None
     acceptance: Acceptance
+
+    @property
+    def bytes(self) -> int:
+        """Of its texts and their features."""
+        parts = () if self.features is None else vars(self.features).values()
+        return sum(x.nbytes for x in parts) + ID_BYTES * sum(len(text.example.tokens) for text in self.texts)
+
+    def share(self) -> None:
+        """Move the features to shared memory now: the queue's thread would do it while a state is being saved."""
+        for x in () if self.features is None else vars(self.features).values():
+            if x.numel():
+                x.share_memory_()
+
+    def state(self) -> State:
+        """All that `restored` needs."""
+        texts, features = [text.facts() for text in self.texts], self.features
+        return {"texts": texts, "acceptance": vars(self.acceptance)}, dict(vars(features)) if features else {}
+
+    @classmethod
+    def restored(cls, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Chunk:
+        """The chunk of a `state`."""
+        features = Features(**tensors) if tensors else None
+        return cls([*map(Text.of, facts["texts"])], features, Acceptance(**facts["acceptance"]))
 
     @classmethod
     def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
@@ -67,9 +90,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What the learner gives back: after so many chunks, what is played [P], and its state for a checkpoint."""
+    """What the learner gives back for all that it was handed: what is played [P], and its state for a checkpoint."""
 
-    chunks: int
     lesson: Lesson
     played: Tensor
     facts: dict[str, Any]
@@ -106,12 +128,10 @@ def live(
         group.sum(torch.zeros(1))  # returns when all are here
         if place.rank == 0:
             outbox.put(Ready())
-        chunks = 0
         for heard in _heard(place.rank, inboxes):
             if not isinstance(heard, list):
                 pupil.restore(*heard)
                 continue
-            chunks += len(heard)
             for one in heard:
                 one.into(pupil.buffer)
             accepted = sum(one.acceptance.accepted for one in heard)
@@ -119,21 +139,17 @@ def live(
             if place.rank == 0:
                 facts, state = pupil.state()
                 host = {name: value.cpu() for name, value in state.items()}
-                outbox.put(Learnt(chunks, lesson, pupil.played().cpu(), facts, host))
+                outbox.put(Learnt(lesson, pupil.played().cpu(), facts, host))
     except Exception as error:
         outbox.put(Failed(f"{type(error).__name__}: {error}"))
 
 
 def _heard(rank: int, inboxes: list[Any]) -> Iterator[list[Chunk] | State]:
-    """All chunks that wait, or a state to go on from. The first rank passes on what it hears, so that all learn from
-    the same chunks at once: features stay where they are, in shared memory."""
+    """Chunks to learn from at once, or a state to go on from. The first rank passes on what it hears, so that all learn
+    from the same chunks: features stay where they are, in shared memory."""
     inbox, others = inboxes[rank], [] if rank else inboxes[1:]
     while True:
         heard = inbox.get()
-        if isinstance(heard, Chunk):
-            heard = [heard]
-            while not inbox.empty():
-                heard.append(inbox.get())
         for other in others:
             other.put(heard)
         yield heard

@@ -103,7 +103,7 @@ def hardware() -> Iterator[Finding]:
     import torch
 
     from specctl import runs
-    from specctl.decoding.target import cpu_has_bf16
+    from specctl.decoding.loading import cpu_has_bf16
 
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {runs.usable_cores()} cores")
     yield load(os.getloadavg()[0], torch.get_num_threads(), runs.usable_cores())

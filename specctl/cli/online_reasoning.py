@@ -36,7 +36,7 @@ def check(recipe: OnlineRecipe) -> None:
     Raises UsageError, CheckpointError.
     """
     from specctl.cli import plan
-    from specctl.decoding.target import location
+    from specctl.decoding.loading import location
     from specctl.formats import checkpoint
 
     own = recipe.reasoning

@@ -138,7 +138,7 @@ class Expected(NamedTuple):
 def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
     """Memory, disk and time of the training, as far as they follow from configurations."""
     from specctl.cli import plan
-    from specctl.decoding.target import load_config
+    from specctl.decoding.loading import load_config
     from specctl.drafters.pool import FAMILIES
     from specctl.training.estimate import estimate
     from specctl.training.machine import machine_for

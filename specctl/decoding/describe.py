@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from specctl.decoding import lean
+from specctl.decoding.loading import DTYPES, load_config, load_tokenizer, location, pick_device, pick_dtype
 from specctl.decoding.support import context_limit, ropes, window_size
-from specctl.decoding.target import DTYPES, eos_ids, load_config, load_tokenizer, location, pick_device, pick_dtype
+from specctl.decoding.target import eos_ids
 from specctl.errors import CheckpointError
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from specctl.errors import CheckpointError
+
 ATTENTION = {"full_attention", "sliding_attention"}
 ALIBI = {"bloom", "mpt"}  # and the configurations that say so
 
@@ -28,6 +30,13 @@ def why_unusable(config, model_class: type | None = None) -> str | None:
     if getattr(text, "index_topk", None):
         return "sparse attention by an indexer with a cache of its own"
     return None
+
+
+def unusable(name: str, reason: str) -> CheckpointError:
+    """What is raised where `why_unusable`, or a trial, has found something."""
+    return CheckpointError(
+        f"target {name} cannot verify drafts: {reason}", "choose a causal LM such as Llama, Qwen, Mistral or Gemma"
+    )
 
 
 def ropes(config) -> dict[str, dict[str, Any]]:

@@ -13,10 +13,12 @@ import io
 import json
 import os
 import select
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 
 from specctl import progress
@@ -27,6 +29,7 @@ MAX_LINE_BYTES = 1 << 20
 GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no number; it could go on for ever
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_REASONS = 5
+HELD_BYTES = 1 << 20  # of rejected lines in memory; more of them wait in a temporary file
 POLL_S = 0.2  # how long a signal waits while stdin is silent
 SAMPLE_SLACK = 4  # prompts held at once while a file is sampled, as a multiple of the limit
 EXPECTED = 'one JSON object a line, {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
@@ -44,15 +47,21 @@ class Prompt:
 
 
 class Rejections:
-    """Lines that are no prompts: counted, written to `path` as they appear, judged by `check`."""
+    """Lines that are no prompts: counted, written to `path` as they appear, judged by `check`.
 
-    def __init__(self, path: Path | None, allowed: float):
+    With `hold` those of an earlier run stay at `path` until `release`: this one may be refused.
+    """
+
+    def __init__(self, path: Path | None, allowed: float, *, hold: bool = False):
         self.path, self.allowed = path, allowed
         self.seen = 0  # lines looked at, good and bad
         self.count = 0
         self.reasons: list[str] = []
         self._reported = 0
-        if path is not None:
+        self._held: IO[str] | None = None
+        if hold:
+            self._held = SpooledTemporaryFile(HELD_BYTES, "w+", encoding="utf-8")  # noqa: SIM115 (`release` closes it)
+        elif path is not None:
             path.unlink(missing_ok=True)
 
     def add(self, where: str, reason: str, text: str = "") -> None:
@@ -60,9 +69,25 @@ class Rejections:
         self.count += 1
         if len(self.reasons) < SHOWN_REASONS:
             self.reasons.append(f"{where}: {reason}")
-        if self.path is not None:
+        line = json.dumps({"where": where, "reason": reason, "text": text[:200]}) + "\n"
+        if self._held is not None:
+            self._held.write(line)
+        elif self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"where": where, "reason": reason, "text": text[:200]}) + "\n")
+                file.write(line)
+
+    def release(self) -> None:
+        """Let what was held take the place of the earlier run's. Does nothing where nothing is held."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        with held:
+            held.seek(0)
+            if self.path is not None:
+                self.path.unlink(missing_ok=True)
+                if self.count:
+                    with open(self.path, "w", encoding="utf-8") as file:
+                        shutil.copyfileobj(held, file)
 
     @property
     def too_many(self) -> bool:
@@ -71,7 +96,7 @@ class Rejections:
 
     def check(self) -> None:
         """DataError when more than the allowed share of the lines was rejected; fewer are reported in one line."""
-        kept = f"all of them are in {self.path}" if self.path else ""
+        kept = f"all of them are in {self.path}" if self.path and self._held is None else ""
         if self.too_many:
             share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
             hint = f"expected {EXPECTED}" + (f"; {kept}" if kept else "")

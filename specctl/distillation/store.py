@@ -108,8 +108,9 @@ class ShardWriter:
         self._rows: list[int] = []  # response tokens of each of its records
         self._file: int | None = None
         try:
-            self._clear_the_way(resume, overwrite)
-            self._agree({"version": 1, "format": format, **meta})
+            wanted = json.loads(json.dumps({"version": 1, "format": format, **meta}, default=str))
+            self._clear_the_way(wanted, resume, overwrite)
+            self._agree(wanted)
             self._open()
         except BaseException:
             self.close()
@@ -155,21 +156,24 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _clear_the_way(self, resume: bool, overwrite: bool) -> None:
+    def _clear_the_way(self, meta: dict[str, Any], resume: bool, overwrite: bool) -> None:
         """Make sure that what is there was meant to be continued, or remove it."""
         there = check_free(self.dir, self.writer, resume=resume, overwrite=overwrite)
         for lock in _of_other_splits(shards.files(self.dir, "writer"), self.writer):
             WriterLock(lock).release()
         if overwrite:
+            others = {*shards.files(self.dir, "shard")} - {*there}
+            if others and (self.dir / META).exists():
+                self._check(meta)  # they stay: what does not fit them replaces nothing
             for path in there:
                 path.unlink()
-            if not shards.files(self.dir, "shard"):
+            if not others:
                 (self.dir / META).unlink(missing_ok=True)
 
     def _agree(self, meta: dict[str, Any]) -> None:
         """Write meta.json, or find that the one which is there says the same."""
         path = self.dir / META
-        wanted = json.dumps(meta, indent=2, ensure_ascii=False, sort_keys=True, default=str) + "\n"
+        wanted = json.dumps(meta, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
         if not path.exists():
             aside = path.with_name(f".meta-{self.writer[0]}of{self.writer[1]}.json")
             atomic_write(aside, wanted)
@@ -179,7 +183,11 @@ class ShardWriter:
                 pass
             finally:
                 aside.unlink()
-        if different := _differences(shards.load_json(path), json.loads(wanted)):
+        self._check(meta)
+
+    def _check(self, meta: dict[str, Any]) -> None:
+        """DataError where meta.json says something else."""
+        if different := _differences(shards.load_json(self.dir / META), meta):
             raise DataError(
                 f"{self.dir} was distilled with other settings: " + "; ".join(different),
                 hint="repeat those settings, choose another --output-dir, or --overwrite",

@@ -1,28 +1,21 @@
-"""Family `lm`: an independent small Llama decoder with the target's vocabulary, reading none of its features."""
+"""Family `lm`: an independent small Llama decoder with the target's vocabulary, reading none of its features.
+
+Its module, how it is made and kept; `lm_drafter` drafts with it.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from specctl import kernels
-from specctl.decoding.cache import KVCache, Plan, plan_rows
-from specctl.decoding.draft import DraftTree, Score, empty_draft
-from specctl.decoding.hf import HFModel
-from specctl.decoding.lean import LeanModel, why_not
-from specctl.decoding.sampling import DRAFT
-from specctl.decoding.state import DecodeState, far_behind
-from specctl.decoding.target import Model, Target, load_model, load_tokenizer, vocab_hash
-from specctl.drafters.lm_device import LMRounds, stacked
-from specctl.drafters.lora import Adapter
+from specctl.decoding.loading import load_model, load_tokenizer
+from specctl.decoding.target import Target, vocab_hash
+from specctl.drafters.lm_drafter import LMDrafter, shape_for
 from specctl.errors import CheckpointError, RecipeError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
@@ -33,13 +26,6 @@ PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 
 
 ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Projections that a LoRA adapter may update."""
-FUSED = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""The products of a lean layer and the projections that they fuse."""
 
 
 class LM(nn.Module):
@@ -97,17 +83,6 @@ class LMBatch:
     tokens: Tensor
     mask: Tensor
     teacher: Tensor | None = None
-
-
-def cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """`model.to(device, dtype)`, its rotary frequencies left in fp32: in bf16 they are radians off after some hundred
-    tokens."""
-    exact = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
-    model.to(device, dtype)  # type: ignore[arg-type]
-    for name, buffer in exact.items():
-        module, _, last = name.rpartition(".")
-        model.get_submodule(module).register_buffer(last, buffer.to(device), persistent=False)
-    return model
 
 
 def prepare(model: LM, recipe: TrainRecipe) -> None:
@@ -192,256 +167,3 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
 def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
     """Inference of `model`."""
     return LMDrafter(model, target, shape_for(drafting, target.device))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A chain of at most `depth` tokens, ended by the first token whose joint probability is under `stop_below`.
-
-    `sampled` draws the tokens (ratio rule, by `rule`) where the target samples; otherwise they are the most probable
-    ones. That a token ends the chain biases neither rule: whether a prefix is drafted further depends on itself alone.
-    """
-
-    depth: int
-    stop_below: float
-    sampled: bool
-    rule: str = "token"
-
-
-def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
-    """The default of the device with what the recipe sets.
-
-    A draft step of a small target costs a CPU a good fifth of a verification: only likely tokens are worth one. On a
-    GPU reading the probabilities back costs as much as the step.
-    """
-    shape = Shape(7, 0.25, False) if device.type == "cpu" else Shape(5, 0.0, False)
-    given = {key: value for key in ("depth", "stop_below") if (value := getattr(drafting, key)) is not None}
-    return replace(shape, **given, sampled=drafting.proposal == "sampled", rule=drafting.rule)
-
-
-@dataclass
-class _Memory:
-    """Slots 0 .. length−1 hold the committed tokens, those behind them the `drafted` ones; `logits` [B, V] follow the
-    last committed token."""
-
-    cache: KVCache
-    length: list[int]
-    drafted: list[list[int]]
-    logits: Tensor
-
-    def select(self, index: Tensor) -> None:
-        kept = index.tolist()
-        self.cache.select(index)
-        self.length = [self.length[b] for b in kept]
-        self.drafted = [self.drafted[b] for b in kept]
-        self.logits = self.logits[index]
-
-    def renew(self, b: int) -> None:
-        self.length[b], self.drafted[b], self.cache.skipped[b] = 0, [], range(0)
-
-    def known(self, b: int, ids: list[int]) -> int:
-        """How many tokens of `ids` are cached; accepted draft tokens are, the last token never is."""
-        found = self.length[b]
-        for token, drafted in zip(ids[found:-1], self.drafted[b], strict=False):
-            if token != drafted:
-                break
-            found += 1
-        return found
-
-
-class LMDrafter:
-    """Inference of an `LM` on the lean step, with a copy of its weights in the target's dtype."""
-
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, model: LM, target: Target, shape: Shape):
-        self.shape = shape
-        own = cast(copy.deepcopy(model.model).requires_grad_(False), target.device, target.dtype).eval()
-        self.model: Model = HFModel(own) if why_not(own.config) else LeanModel(own)
-        self.vocab_size, self.intermediate_size = target.vocab_size, getattr(own.config, "intermediate_size", 0)
-
-    @property
-    def outputs(self) -> dict[str, tuple[int, ...]]:
-        """How many outputs each projection of a fused product has."""
-        model = self.model
-        assert isinstance(model, LeanModel)
-        inner, kv = self.intermediate_size, model.kv_heads * model.head_dim
-        size = (model.hidden_size,)
-        return {"qkv": (model.heads * model.head_dim, kv, kv), "o": size, "gate_up": (inner, inner), "down": size}
-
-    def adapted(self, adapter: Adapter) -> LMDrafter:
-        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
-        if not isinstance(self.model, LeanModel):
-            raise CheckpointError("LoRA adapters run on the lean step only", "merge the adapter: train without --lora")
-        twin, model = copy.copy(self), copy.copy(self.model)
-        twin.model, model.layers = model, [copy.copy(layer) for layer in model.layers]
-        for number, layer in enumerate(model.layers):
-            for fused, names in FUSED.items():
-                sizes = zip(names, self.outputs[fused], strict=True)
-                parts = [(f"model.layers.{number}.{name}", size) for name, size in sizes]
-                setattr(layer, fused, adapter.on(getattr(layer, fused), parts, model.device))
-        return twin
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Forget keys and values; the next `advance` recomputes them from the text."""
-        state.memory.pop(self, None)
-
-    def advance(self, state: DecodeState) -> None:
-        """Read the committed tokens that are not cached yet, the last one included, in one forward."""
-        memory = state.memory.get(self)
-        if memory is None:
-            memory = state.memory[self] = _Memory(
-                self.model.new_cache(state.batch, state.capacity),
-                [0] * state.batch,
-                [[] for _ in state.rows],
-                torch.zeros(state.batch, self.vocab_size, dtype=state.dtype, device=state.device),
-            )
-        texts = [row.ids for row in state.rows]
-        ends = [len(ids) for ids in texts]
-        read = partial(self._catch_up, memory, texts)
-        starts = state.catch_up.skip(memory.cache, self._known(memory, state), ends, read)
-        missing = [end - start for start, end in zip(starts, ends, strict=True)]
-        behind = far_behind(missing, state.device)
-        for b in behind:
-            read(b, range(starts[b], ends[b]))
-        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
-        if width > 0:
-            hidden, _ = self._read(state, width)
-            last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
-            memory.logits = self.logits(hidden[torch.arange(state.batch, device=state.device), last])
-        memory.length = ends
-        memory.drafted = [[] for _ in texts]
-
-    def behind(self, state: DecodeState) -> list[int]:
-        """Committed tokens that the next `advance` reads."""
-        memory: _Memory | None = state.memory.get(self)
-        known = [0] * state.batch if memory is None else self._known(memory, state)
-        return [state.catch_up.count(start, len(row.ids)) for start, row in zip(known, state.rows, strict=True)]
-
-    @staticmethod
-    def _known(memory: _Memory, state: DecodeState) -> list[int]:
-        """How many committed tokens of every sequence are cached."""
-        assert all(n <= len(row.ids) for n, row in zip(memory.length, state.rows, strict=True)), "stale draft cache"
-        return [memory.known(b, row.ids) for b, row in enumerate(state.rows)]
-
-    def _catch_up(self, memory: _Memory, texts: list[list[int]], b: int, places: range) -> None:
-        """Read some tokens of sequence b, and keep the logits behind them."""
-        tokens = torch.tensor([texts[b][places.start : places.stop]], device=memory.logits.device)
-        plan = plan_rows([places.start], len(places), device=tokens.device, dtype=memory.logits.dtype)
-        memory.logits[b] = self.logits(self._forward(tokens, memory.cache.sequence(b), plan)[0, -1])
-
-    def _forward(self, tokens: Tensor, cache: KVCache, plan: Plan) -> Tensor:
-        """Hidden states [B, T, H] of tokens that see no skipped slot."""
-        return self.model.forward(tokens, cache, plan.without(cache.skipped, cache.store.dtype), ())[0]
-
-    def _ready(self, state: DecodeState) -> _Memory:
-        self.advance(state)
-        memory: _Memory = state.memory[self]
-        assert memory.length == [len(row.ids) for row in state.rows], "stale draft cache"
-        return memory
-
-    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Its row before each position; whatever the depth, the text before it is the same.
-
-        One forward over the last tokens of every sequence writes the keys and values again that are there already.
-        """
-        memory = self._ready(state)
-        width = max((len(row.ids) - span.start for row, span in zip(state.rows, spans, strict=True) if span), default=0)
-        if width == 0:
-            return [Score(span) for span in spans]
-        children, sampled = (1,) * self.shape.depth, self._samples(state)
-        ends = [len(row.ids) for row in state.rows]
-        asked = [span.start - 1 if span else end for span, end in zip(spans, ends, strict=True)]
-        hidden, base = self._read(state, max(width + 1, state.catch_up.again(memory.cache, asked, ends)))
-        scores = []
-        for b, (start, span) in enumerate(zip(base, spans, strict=True)):
-            at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
-            scores.append(Score(span, self.logits(hidden[b, at]).unsqueeze(0), children=children, sampled=sampled))
-        return scores
-
-    def _read(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
-        """Hidden states [B, width, H] of every sequence's last `width` tokens, and the position of the first of each.
-
-        Re-reading a few costs nothing, and no row needs a padding slot, which for a finished sequence could lie behind
-        the end of the cache. Short prompts are padded.
-        """
-        memory: _Memory = state.memory[self]
-        texts = [row.ids for row in state.rows]
-        base = [max(len(ids) - width, 0) for ids in texts]
-        tokens = torch.tensor([ids[-width:] + [0] * (width - len(ids)) for ids in texts], device=state.device)
-        plan = plan_rows(base, width, device=state.device, dtype=state.dtype)
-        memory.cache.filled(base)
-        return self._forward(tokens, memory.cache, plan), base
-
-    def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """A chain from the last committed token, never longer than the sequence has room for."""
-        memory = self._ready(state)
-        depths = [min(self.shape.depth, budget, row.room) for row in state.rows]
-        if max(depths) <= 0:
-            return empty_draft(state.batch, state.device)
-        sampled = self._samples(state)
-        chains: list[list[int]] = [[] for _ in state.rows]
-        joint = [1.0] * state.batch
-        rows: list[kernels.Rows] = []
-        logits = memory.logits
-        for step in range(max(depths)):
-            if sampled:
-                drawn, gains = self._sample(state, logits, step, rows)
-            else:
-                drawn, gains = self._best(logits)
-            picked = drawn.tolist()
-            growing = False
-            for b, token in enumerate(picked):
-                if step < depths[b] and joint[b] >= self.shape.stop_below:
-                    chains[b].append(token)
-                    # The token itself stays in the draft: leaving it out because of what it is would bias the law.
-                    joint[b] *= gains[b]
-                    growing |= step + 1 < depths[b] and joint[b] >= self.shape.stop_below
-            if not growing:
-                break
-            plan = plan_rows([n + step for n in memory.length], 1, device=state.device, dtype=state.dtype)
-            hidden = self._forward(drawn.unsqueeze(1), memory.cache, plan)
-            for fed, token in zip(memory.drafted, picked, strict=True):
-                fed.append(token)
-            logits = self.logits(hidden[:, 0])
-        return DraftTree.from_chains(chains, state.device, stacked(rows) if sampled else None, self.shape.rule)
-
-    def _samples(self, state: DecodeState) -> bool:
-        return self.shape.sampled and not state.draws.greedy
-
-    def on_device(self, state: DecodeState, budget: int) -> LMRounds | None:
-        """None where drafts end early, which is decided by the host, and off the lean step."""
-        fixed = self.shape.stop_below <= 0 and budget > 0 and isinstance(self.model, LeanModel)
-        return LMRounds(self, state, budget) if fixed else None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the target's vocabulary; models of one family pad theirs to different sizes."""
-        logits = self.model.logits(hidden)
-        missing = self.vocab_size - logits.shape[-1]
-        if missing <= 0:
-            return logits[..., : self.vocab_size]
-        return F.pad(logits, (0, missing), value=float("-inf"))
-
-    def _best(self, logits: Tensor) -> tuple[Tensor, list[float]]:
-        """The most probable tokens [B], and their probabilities (1 when nobody asks)."""
-        if self.shape.stop_below <= 0:
-            return logits.float().argmax(-1), [1.0] * len(logits)
-        logprob, token = kernels.expand_topk(logits, 1)
-        return token[:, 0], logprob[:, 0].exp().tolist()
-
-    def _sample(
-        self, state: DecodeState, logits: Tensor, step: int, rows: list[kernels.Rows]
-    ) -> tuple[Tensor, list[float]]:
-        """Tokens [B] drawn from the rows of `logits`, which are kept in `rows`, and their probabilities.
-
-        One random stream per depth: a position drafted again in a later round is then at another depth, so that no
-        uniform is used twice, whatever a controller concluded from the first draft.
-        """
-        row = state.draws.rows(logits.unsqueeze(1))
-        rows.append(row)
-        positions = torch.tensor([[len(sequence.ids) + step] for sequence in state.rows])
-        drawn = kernels.sample_rows(row, state.draws.uniform(positions, DRAFT + step).reshape(-1))
-        if self.shape.stop_below <= 0:
-            return drawn, [1.0] * len(logits)
-        score = row.logits.gather(1, drawn.unsqueeze(1))[:, 0] * row.inv_temp
-        return drawn, (score - row.lse).exp().tolist()

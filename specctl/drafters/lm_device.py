@@ -15,7 +15,7 @@ from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState
 
 if TYPE_CHECKING:
-    from specctl.drafters.lm import LMDrafter
+    from specctl.drafters.lm_drafter import LMDrafter
 
 
 class LMRounds:

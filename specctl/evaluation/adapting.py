@@ -10,7 +10,6 @@ from typing import Any
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target, load_target
-from specctl.distillation.prompts import Rejections
 from specctl.drafters import pool
 from specctl.evaluation import metrics
 from specctl.evaluation.journal import Journal
@@ -77,9 +76,10 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     target = target or load_target(**recipe.target.loading)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
-    journal.start(target)
-    for seed, rejections in journal.passes():
-        _pass(recipe, run, target, seed, journal, rejections)
+    journal.start()
+    for seed, stream in journal.passes(target):
+        _pass(recipe, run, target, seed, stream, journal)
+    journal.begin(target)  # where everything is answered already
     records = journal.records()
     journal.finish(records)
     if recipe.save_outputs:
@@ -95,18 +95,18 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
     return [recipe.start_of(family) for family in recipe.families]
 
 
-def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, journal: Journal, rejections: Rejections) -> None:
+def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
-    stream = PromptStream.of_pass(recipe, target, rejections, seed)
     stage = Stage(recipe, target, seed)
     mark = journal.mark
     answered = (mark.stream or {}).get("prompts", 0)
-    if mark.stage is not None and mark.stream is not None:
-        _use_target(recipe, stage, mark.stage["target"])
-        stage.restore(mark.stage, journal.tensors)
-        stream.resume(mark.stream, rewind=not stream.stdin)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     try:
+        if mark.stage is not None:
+            with journal.restoring():
+                _use_target(recipe, stage, mark.stage["target"])
+                stage.restore(mark.stage, journal.tensors)
+        journal.begin(target, stream.rejections)
         with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
             bar.skip(answered)
             shown = recipe.algo[0]

@@ -65,8 +65,7 @@ def evaluate(
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(paths)}
     if recipe.resume:
         check_stamp(run.dir, stamp)
-    run.annotate(target=target.identity)
-    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
+    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
     prompts = read_domains(data, rejections, split=recipe.split, sample=True)
     cases = prepare(recipe, target, prompts, rejections)
@@ -79,6 +78,8 @@ def evaluate(
     keep = functools.partial(write_records, run.dir, stamp=stamp)
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
     turns = [[case] for case in cases]
+    run.annotate(target=target.identity)  # from here on an earlier run gives way
+    rejections.release()
     records = measure(recipe, turns, found, set(drafters) or {VANILLA}, keep, earlier)
     records, agreement = compared(recipe, target, records, set(drafters))
     keep(records)

@@ -16,7 +16,6 @@ from specctl.adaptation.lookahead import Trace
 from specctl.adaptation.reasoning import LEARNING, DraftLM, Reasoning, load_draft_lm
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target, load_target
-from specctl.distillation.prompts import Rejections
 from specctl.drafters import lm, pool
 from specctl.evaluation.reasoning import ModeRow, Rate, acceptance_difference, row
 from specctl.evaluation.reasoning_journal import ReasoningChunk, ReasoningJournal, chunk_rows
@@ -90,9 +89,10 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(recipe)}
     draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))
     journal = ReasoningJournal(recipe, run, stamp)
-    journal.start(target)
-    for seed, rejections in journal.passes():
-        _pass(recipe, seed, target, draft, judge, journal, rejections)
+    journal.start()
+    for seed, stream in journal.passes(target):
+        _pass(recipe, seed, target, draft, judge, journal, stream)
+    journal.begin(target)  # where everything is answered already
     return _result(recipe, run, journal)
 
 
@@ -117,17 +117,17 @@ def _pass(
     draft: DraftLM,
     judge: Judge,
     journal: ReasoningJournal,
-    rejections: Rejections,
+    stream: PromptStream,
 ) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
-    stream = PromptStream.of_pass(recipe, target, rejections, seed)
     own = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
     inside = pool.load_drafter(own.drafter, target, recipe.drafting) if own.drafter else None
     reasoning = Reasoning(target, draft, own, recipe.modes, judge=judge, drafter=inside)
     mark = journal.mark
-    if mark.stage is not None and mark.stream is not None:
-        reasoning.restore(_by_mode(journal.tensors), mark.stage["chunks"])
-        stream.resume(mark.stream, rewind=not stream.stdin)
+    if mark.stage is not None:
+        with journal.restoring():
+            reasoning.restore(_by_mode(journal.tensors), mark.stage["chunks"])
+    journal.begin(target, stream.rejections)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
         bar.skip((mark.stream or {}).get("prompts", 0))

@@ -11,7 +11,7 @@ from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.recipe import DataRecipe, SelectRecipe
 from specctl.runs import Run
-from specctl.selection.router import Router
+from specctl.selection.router import Router, check_free
 from specctl.selection.router_training import (
     Example,
     RouterReport,
@@ -26,29 +26,36 @@ DIRECTORY = "router"
 
 
 def router_of(
-    recipe: SelectRecipe, run: Run, target: Target, paths: dict[str, str]
+    recipe: SelectRecipe, run: Run, target: Target, paths: dict[str, str], rejections: Rejections
 ) -> tuple[Router | None, RouterReport | None]:
     """The router that the recipe asks for, and its report where it was trained now; `paths`: name → path of each arm.
 
-    Raises CheckpointError (a router for another pool), UsageError (labels from a table that is not named), DataError.
+    Raises CheckpointError (a router for another pool), UsageError (labels from a table that is not named, a place that
+    is taken), DataError.
     """
     if recipe.train_router:
-        router, report = train_router(recipe.router, _examples(recipe, run, paths), list(paths), target)
-        place = recipe.router_dir or run.dir / DIRECTORY
-        router.save(place, target, report=asdict(report), overwrite=recipe.overwrite)
-        return router, report
+        check_free(_place(recipe, run), recipe.overwrite)
+        return train_router(recipe.router, _examples(recipe, paths, rejections), list(paths), target)
     if recipe.router_dir is None:
         return None, None
     return Router.load(recipe.router_dir, list(paths), target), None
 
 
-def _examples(recipe: SelectRecipe, run: Run, paths: dict[str, str]) -> list[Example]:
+def save_router(recipe: SelectRecipe, run: Run, target: Target, router: Router, report: RouterReport) -> None:
+    """Write a router that was trained into the recipe's directory, or the run's."""
+    router.save(_place(recipe, run), target, report=asdict(report), overwrite=recipe.overwrite)
+
+
+def _place(recipe: SelectRecipe, run: Run) -> Path:
+    return (recipe.router_dir or run.dir / DIRECTORY).expanduser().absolute()
+
+
+def _examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections) -> list[Example]:
     """Training prompts with the arm that is right for each."""
     options = recipe.router
     data = DataRecipe(
         domain=recipe.data.domain, prompts=options.prompts, limit=options.limit, seed=options.seed, source="auto"
     )
-    rejections = Rejections(run.dir / "router-rejected.jsonl", recipe.data.max_rejected)
     prompts = read_domains(data, rejections, split="train", sample=True)
     if options.labels == "hindsight":
         best = label_by_hindsight(read_table(_table(recipe)))

@@ -16,7 +16,7 @@ from specctl.evaluation.measure import VANILLA, prepare
 from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.evaluation.records import Record, write_outputs, write_records
 from specctl.evaluation.replaying import PoolSize, Replayed, record_table, replay_table
-from specctl.evaluation.routing import router_of
+from specctl.evaluation.routing import router_of, save_router
 from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.stage import Stage, sessions
 from specctl.formats import checkpoint
@@ -24,6 +24,7 @@ from specctl.recipe import SelectRecipe
 from specctl.runs import Run
 from specctl.selection import hindsight
 from specctl.selection.arms import load_pool, members, named
+from specctl.selection.recording import check_free
 from specctl.selection.router_training import RouterReport
 
 ROUNDS = "rounds.jsonl"
@@ -93,20 +94,36 @@ def select(
     """
     if recipe.replay is not None and not recipe.train_router:
         return _replayed(recipe, replay_table(recipe))
-    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
+    rejections, unlabelled = (
+        Rejections(run.dir / name, recipe.data.max_rejected, hold=run.replaces)
+        for name in ("rejected.jsonl", "router-rejected.jsonl")
+    )
     data = recipe.data.model_copy(update={"limit": recipe.limit})
     prompts = read_domains(data, rejections, split=recipe.split, sample=True)
     paths = members(recipe) if drafters is None else []
     target = target or load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
     stream = sessions(prepare(recipe, target, prompts, rejections), recipe)
     drafters = drafters or load_pool(recipe, target, paths)
     places = {name: path for path, name in named(paths).items() if name in drafters}
+
+    def begin() -> None:
+        """From here on an earlier run gives way."""
+        run.annotate(target=target.identity)
+        rejections.release()
+        unlabelled.release()
+
     if recipe.record is not None:
+        check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
+        if not recipe.resume:  # else only the recording itself can tell whether it is another one
+            begin()
         _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places))
+        begin()
         return replace(_recorded(recipe, failures), rejected=rejections.count)
-    router, report = router_of(recipe, run, target, places)
+    router, report = router_of(recipe, run, target, places, unlabelled)
     stage = Stage(recipe, target, stream, drafters, router)
+    begin()
+    if router is not None and report is not None:
+        save_router(recipe, run, target, router, report)
 
     def keep(records: Sequence[Record]) -> Path:
         return write_records(run.dir, [replace(one, session=stage.session_of[one.id]) for one in records], stamp={})

@@ -25,7 +25,7 @@ from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
 from specctl.evaluation.records import Stamp, check_same
 from specctl.recipe import OnlineRecipe
-from specctl.runs import Run, to_json
+from specctl.runs import METRICS, Run, to_json
 from specctl.training import checkpoint
 
 CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
@@ -63,40 +63,71 @@ class States:
         self.parts, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS
         self.mark, self.tensors = Mark(), {}
         self._saved = self.mark
+        self._begun = False
 
     mark: Mark
     tensors: dict[str, Tensor]
 
-    def start(self, target: Target) -> None:
-        """Take up the newest checkpoint if the recipe asks for it, else begin anew; says which.
+    def start(self) -> None:
+        """Read the newest checkpoint if the recipe asks for it; nothing is changed before `begin`.
 
-        What is refused has changed nothing. Raises CheckpointError (no checkpoint is whole, or what belongs to it is
-        gone), UsageError (it was made under another recipe), DataError (it has answered other prompts).
+        Raises CheckpointError (no checkpoint is whole, or what belongs to it is gone), UsageError (it was made under
+        another recipe).
         """
         found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
         if found is None:
-            self.run.annotate(target=target.identity)
+            return
+        path, state = found
+        check_same(state["stamp"], self.stamp, str(path))
+        self.mark = self._saved = Mark(**state["mark"])
+        self._check_whole()
+        self.tensors = checkpoint.load_tensors(path)
+
+    def passes(self, target: Target) -> Iterator[tuple[int, PromptStream]]:
+        """The seeds whose passes are left, each with its stream from where it goes on.
+
+        Only the first pass keeps unusable prompts: the later ones see the same lines again. Raises DataError (unusable
+        prompts, or others than those that the pass under way has answered), UsageError.
+        """
+        for place, seed in enumerate(self.recipe.seeds[self.mark.passed :], self.mark.passed):
+            kept = None if place else self.run.dir / REJECTED
+            rejections = Rejections(kept, self.recipe.data.max_rejected, hold=self.run.replaces)
+            stream = PromptStream.of_pass(self.recipe, target, rejections, seed)
+            if self.mark.stream is not None:
+                stream.resume(self.mark.stream, rewind=not stream.stdin)
+            yield seed, stream
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """CheckpointError where the state lacks something that is restored within: an earlier specctl has saved it."""
+        try:
+            yield
+        except KeyError as error:
+            raise CheckpointError(
+                f"the state in {self.checkpoints} lacks {error}: another version of specctl has saved it",
+                "resume with that version, or start with --overwrite",
+            ) from error
+
+    def begin(self, target: Target, rejections: Rejections | None = None) -> None:
+        """Go on behind the mark, or forget an earlier run; says which. Only now is anything changed, so to be called,
+        in every pass, when nothing but the decoding itself can fail. `rejections`: those of the stream."""
+        if self._begun:
+            return
+        self._begun = True
+        resumed = self.mark != Mark()
+        if resumed:
+            self.run.go_on(self.run.dir, self.mark.sizes.get(METRICS, 0))
+        self.run.annotate(target=target.identity)
+        if rejections is not None:
+            rejections.release()
+        if resumed:
+            self._cut()
+            progress.log(f"resumed behind chunk {self.mark.number}")
+        else:
             self._clear()
             if self.recipe.resume:
                 progress.log(f"nothing in {self.run.dir} to resume: from the beginning")
-        else:
-            path, state = found
-            check_same(state["stamp"], self.stamp, str(path))
-            self.mark = Mark(**state["mark"])
-            self._check_whole()
-            self._check_prompts(target)
-            self.tensors = checkpoint.load_tensors(path)
-            self._saved = self.mark
-            self.run.annotate(target=target.identity)
-            self._cut()
-            progress.log(f"resumed behind chunk {self.mark.number}")
         self.parts.mkdir(exist_ok=True)
-
-    def passes(self) -> Iterator[tuple[int, Rejections]]:
-        """The seeds whose passes are left, each with what keeps unusable prompts: of the first pass, as the later ones
-        see the same lines again."""
-        for place, seed in enumerate(self.recipe.seeds[self.mark.passed :], self.mark.passed):
-            yield seed, Rejections(None if place else self.run.dir / REJECTED, self.recipe.data.max_rejected)
 
     @property
     def rejected(self) -> int:
@@ -117,15 +148,6 @@ class States:
             path, size = self.run.dir / name, self.mark.sizes.get(name)
             if size is None or not path.is_file() or path.stat().st_size < size:
                 raise CheckpointError(f"{path} has lost chunks", "start with --overwrite")
-
-    def _check_prompts(self, target: Target) -> None:
-        """DataError where the pass that is under way has answered other prompts: they are read again for that."""
-        if self.mark.stream is None or self.recipe.data.prompts == "-":
-            return
-        rejections = Rejections(None, self.recipe.data.max_rejected)
-        stream = PromptStream.of_pass(self.recipe, target, rejections, self.recipe.seeds[self.mark.passed])
-        stream.resume(self.mark.stream)
-        stream.check()
 
     def _cut(self) -> None:
         """Forget what was written behind the mark."""
@@ -155,6 +177,7 @@ class States:
     def advance(self, mark: Mark, tensors: dict[str, Tensor]) -> None:
         """A chunk is written down; every so often the state behind it is, too."""
         sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
+        sizes[METRICS] = self.run.metrics_size
         self.mark, self.tensors = replace(mark, sizes=sizes), tensors
         if mark.number % self.recipe.checkpoint.every == 0:
             self.save()

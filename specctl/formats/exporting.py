@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from specctl.decoding.target import load_tokenizer
+from specctl.decoding.loading import load_tokenizer
 from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.formats import checkpoint, foreign, registry, roundtrip

@@ -59,7 +59,7 @@ class WarmupRecipe(Section):
 class BufferRecipe(Section):
     """The replay buffer: what verification said about the texts to learn from."""
 
-    max_mb: PositiveFloat = 512.0
+    max_mb: PositiveFloat = 512.0  # asynchronous: also of the chunks that wait for the learner
     feedback: Literal["verdict", "rerun"] = "verdict"  # rerun: a second pass of the target, to compare with
     replay: NonNegativeFloat = 0.0  # texts of earlier chunks that are learnt from again, per text of the chunk
 

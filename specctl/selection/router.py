@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.decoding.target import Target, load_tokenizer, location
+from specctl.decoding.loading import load_tokenizer, location
+from specctl.decoding.target import Target
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import checkpoint
 from specctl.recipe import RouterRecipe

@@ -64,8 +64,15 @@ class FeatureStore:
         mine = [example for example in examples if example.index % world == rank]
         groups = list(self._groups(mine))
         shards = list(self._shards(groups))
-        indices = [[example.index for group in shard for example in group] for shard in shards]
-        files = FeatureFiles(place, self._about(examples), rank, world, indices)
+        lengths = [
+            {
+                example.index: (len(example.tokens) - 2, example.response_length - 1)
+                for group in shard
+                for example in group
+            }
+            for shard in shards
+        ]
+        files = FeatureFiles(place, self._about(examples), rank, world, lengths)
         missing = [number for number in range(len(shards)) if not files.whole(number)]
         free, disk_id = disk(files.dir)
         lacking = sum(self.estimate(group) for number in missing for group in shards[number])
@@ -83,7 +90,7 @@ class FeatureStore:
                 self.kept = files
 
     def get(self, examples: list[Example]) -> list[Features]:
-        """Features of `examples`, in order, on the target's device."""
+        """Features of `examples`, in order, on the target's device. CheckpointError where a file of them is damaged."""
         unknown = [example for example in examples if example.index not in self.kept]
         fresh = {
             e.index: f for group in self._groups(unknown) for e, f in zip(group, self._compute(group), strict=True)

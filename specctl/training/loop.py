@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ class Progressed:
     best_mat: float = 0.0
     best_acceptance: list[float] = field(default_factory=list)
     recipe: str = ""
+    run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
+    metrics: int = 0
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
@@ -70,7 +73,6 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     """Load target and data, join the other processes, and build the drafter with its engine."""
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
     target = load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
     corpus = load_corpus(recipe, target)
     rank, world = start_processes(target.device)
     trainee = make_trainee(recipe, target, corpus)
@@ -103,13 +105,15 @@ class Trainer:
                 raise SpecctlError(f"{path} was made by another recipe", "resume with the recipe it was started with")
             checkpoint.load(self.engine, path)
             self.at = Progressed(**state)
+            self.run.go_on(Path(self.at.run), self.at.metrics)
             log(f"resumed from step {self.at.step}")
-        elif self.rank == 0:
-            checkpoint.discard(self.checkpoints)
-        dist.barrier()
+        self.run.annotate(target=self.target.identity)
         store, recipe = self.trainee.store, self.recipe
         if store is not None and self.at.step < self.schedule.steps:
             store.prepare(self.corpus.train, recipe.features, recipe.features_dir, self.rank, self.world)
+        if found is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
+            checkpoint.discard(self.checkpoints)
+        dist.barrier()
 
     def train(self) -> None:
         """Steps until the schedule ends; evaluation, checkpoints and interrupts between them."""
@@ -230,6 +234,7 @@ class Trainer:
         drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
 
     def _save(self) -> None:
+        self.at.run, self.at.metrics = str(self.run.dir.absolute()), self.run.metrics_size
         checkpoint.save(self.checkpoints, self.engine, self.at.step, asdict(self.at), keep=self.recipe.checkpoint.keep)
 
     def result(self) -> TrainResult:

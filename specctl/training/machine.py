@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specctl.decoding.target import DTYPES, cpu_has_bf16
+from specctl.decoding.loading import DTYPES, cpu_has_bf16
 from specctl.recipe import TrainRecipe
 
 GB = 1e9

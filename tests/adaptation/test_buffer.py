@@ -14,8 +14,8 @@ from specctl.decoding.loop import decode, stream
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.lm import LMDrafter
-from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.tree import Shape
 from specctl.recipe import DataRecipe, DistillRecipe, DrafterRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run

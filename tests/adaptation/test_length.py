@@ -7,8 +7,8 @@ import pytest
 from specctl.adaptation.length import AutoLength, best_length, tokens_per_cost
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm import LMDrafter
-from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from tests.lossless.drafters import own_weights
 
 

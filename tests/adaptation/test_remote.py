@@ -1,18 +1,22 @@
 """A learner on several devices: real processes, which learn, stop and end together."""
 
 import os
+import queue
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from specctl.adaptation import remote
 from specctl.adaptation.pupil import Pupil
 from specctl.adaptation.remote import RemotePupil
+from specctl.adaptation.worker import Learnt, Ready
 from specctl.errors import SpecctlError
 from tests.adaptation.lessons import ACCEPTANCE, answered, taught
-from tests.evaluation.streams import recipe, sure_target, write_head
+from tests.evaluation.streams import QUESTIONS, recipe, sure_target, write_head
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +31,68 @@ def hand_over(pupil, chunk):
 
 def wait_for(pupil):
     """Until everything is learnt from, with pauses in which all stand still, wherever they are."""
-    while pupil._learnt < pupil._handed:
+    while pupil.behind:
         with pupil.awake():
             pupil._receive(0.02)
+
+
+class Box(queue.Queue):
+    """A queue to or from a process that stands by."""
+
+    def __init__(self):
+        super().__init__()
+        self.put(Ready())
+
+    def cancel_join_thread(self):
+        pass
+
+
+class Silent:
+    """The process, which says nothing more."""
+
+    pid = exitcode = None
+
+    def __init__(self, **arguments):
+        pass
+
+    def start(self):
+        pass
+
+    def is_alive(self):
+        return False
+
+
+def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, capsys):
+    """What waits for it and the texts of the chunk that is being answered share buffer.max_mb: the oldest go, told of
+    once and counted in every row, also after a resumption; what it learns from at the moment stays."""
+    context = SimpleNamespace(Queue=Box, Process=Silent)
+    monkeypatch.setattr(remote.multiprocessing, "get_context", lambda kind: context)
+    made = recipe("", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"], asynchronous=True)
+    pupil = RemotePupil(made, "ogd", tiny, 0)
+    first, *others = chunks = [answered(pupil, tiny) for _ in range(6)]
+    limit = pupil.buffer.max_bytes = int(2.5 * first.bytes)
+    hand_over(pupil, first)
+    assert pupil._inbox.get_nowait() == Ready() and pupil._inbox.get_nowait()[0].texts == first.texts
+    for chunk in others[:4]:
+        hand_over(pupil, chunk)
+        assert sum(one.bytes for one in pupil._waiting) <= limit
+    assert [one.texts for one in pupil._sent + pupil._waiting] == [one.texts for one in (first, *chunks[3:5])]
+    with pupil.awake():
+        others[4].into(pupil.buffer)
+    assert [one.texts for one in pupil._waiting] == [chunks[4].texts] and pupil.buffer.bytes + first.bytes <= limit
+    lesson = pupil.sit(ACCEPTANCE)
+    assert (lesson.dropped, lesson.behind) == (3 * len(QUESTIONS), 3)
+    assert capsys.readouterr().err.count("slower than the stream") == 1
+
+    again = RemotePupil(made, "ogd", tiny, 0)
+    again.restore(*pupil.state())
+    assert again.behind == 3 and again.sit(ACCEPTANCE).dropped == 3 * len(QUESTIONS)
+    pupil._outbox.put(Learnt(lesson, pupil.played(), *Pupil.state(pupil)))
+    with pupil.awake():
+        pass
+    assert [one.texts for one in pupil._inbox.get_nowait()] == [one.texts for one in chunks[4:]] and not pupil._waiting
+    pupil.close()
+    again.close()
 
 
 def stopped(pid):

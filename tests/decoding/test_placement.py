@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specctl.decoding import target as targets
+from specctl.decoding import loading
 from specctl.decoding.cache import KVCache, plan_rows
 from specctl.decoding.hf import ShardedCache
+from specctl.decoding.loading import own_gpus, pick_device
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.decoding.target import load_target, own_gpus, pick_device
+from specctl.decoding.target import load_target
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import TargetRecipe
 from tests.lossless.drafters import constant
@@ -65,7 +66,7 @@ def test_a_map_of_one_device_changes_nothing(prompts):
 
 def test_without_accelerate_the_package_is_named(monkeypatch):
     monkeypatch.setattr(
-        targets, "find_spec", lambda name: None if name == "accelerate" else importlib.util.find_spec(name)
+        loading, "find_spec", lambda name: None if name == "accelerate" else importlib.util.find_spec(name)
     )
     with pytest.raises(UsageError, match="accelerate"):
         load_target("builtin", device_map="auto")

@@ -10,9 +10,10 @@ import transformers
 
 from specctl.decoding import lean
 from specctl.decoding.cache import plan_rows
+from specctl.decoding.loading import DTYPES, load_config, load_model, load_tokenizer
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
-from specctl.decoding.target import DTYPES, Target, load_config, load_model, load_target, load_tokenizer
+from specctl.decoding.target import Target, load_target
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix

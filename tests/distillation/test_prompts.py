@@ -119,6 +119,29 @@ def test_more_than_max_rejected_is_an_error_that_shows_the_first_reasons(tmp_pat
     assert len((tmp_path / "rejected.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("lines", [[GOOD, b"{"], [GOOD]])
+def test_rejections_of_an_earlier_run_stay_until_it_is_replaced(tmp_path, monkeypatch, lines):
+    """A command that is refused yet would take them away; what waits is then written as if it never had."""
+    monkeypatch.setattr(module, "HELD_BYTES", 8)  # through the disk
+    kept, file = tmp_path / "rejected.jsonl", write(tmp_path / "p.jsonl", *lines)
+    kept.write_text("earlier\n")
+    refused = Rejections(kept, 0.0, hold=True)
+    refused.seen = 1
+    refused.add("p:1", "not JSON")
+    with pytest.raises(DataError) as caught:
+        refused.check()
+    assert kept.read_text() == "earlier\n" and "rejected.jsonl" not in caught.value.hint
+    rejections = Rejections(kept, 1.0, hold=True)
+    read_prompts(data(file), "sql", rejected_to=rejections)
+    assert kept.read_text() == "earlier\n"
+    rejections.release()
+    rejections.release()
+    assert kept.exists() == (len(lines) > 1)
+    rejections.add("p:9", "later")
+    wheres = [json.loads(line)["where"] for line in kept.read_text().splitlines()]
+    assert wheres == [f"{file}:2"] * (len(lines) - 1) + ["p:9"]
+
+
 def test_up_to_max_rejected_is_a_line_on_stderr(tmp_path, capsys):
     file = write(tmp_path / "p.jsonl", *[GOOD] * 99, b"{")
     assert len(read_prompts(data(file), "sql")) == 1

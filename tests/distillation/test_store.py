@@ -235,6 +235,16 @@ def test_jobs_of_an_array_share_a_directory(tmp_path):
     assert store.summary(tmp_path).complete
 
 
+def test_overwriting_beside_other_jobs_needs_their_settings(tmp_path):
+    """Refused only after its own shards were gone, it would have destroyed what it may not replace."""
+    for writer in ((0, 2), (1, 2)):
+        fill(tmp_path, writer=writer)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(DataError, match=r"sampling\.seed is 0 there and 1 now"):
+        ShardWriter(tmp_path, META | {"sampling": {"seed": 1}}, writer=(0, 2), overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def hold(directory, ready, leave):
     with ShardWriter(directory, META):
         ready.set()

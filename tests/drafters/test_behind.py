@@ -6,7 +6,7 @@ import torch
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.lm import LMDrafter, Shape
+from specctl.drafters.lm_drafter import LMDrafter, Shape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.medusa import MedusaDrafter
 from tests.drafters.test_depth_drafter import built

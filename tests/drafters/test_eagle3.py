@@ -6,9 +6,9 @@ import torch
 from specctl.decoding.cache import plan_rows
 from specctl.decoding.draft import DraftTree
 from specctl.decoding.layers import DraftLinear, Linear
+from specctl.decoding.loading import cpu_has_bf16
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
-from specctl.decoding.target import cpu_has_bf16
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head

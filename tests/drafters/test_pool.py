@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.decoding.draft import NoDraft
-from specctl.drafters import lm
+from specctl.drafters import lm, lm_drafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
 from specctl.drafters.suffix import Suffix
@@ -48,7 +48,7 @@ def test_names_are_checked_without_torch():
 
 def test_by_directory(target, tmp_path):
     drafter = load_drafter(str(write(tmp_path / "d", target)), target, DraftingRecipe(depth=3))
-    assert isinstance(drafter, lm.LMDrafter) and drafter.shape.depth == 3
+    assert isinstance(drafter, lm_drafter.LMDrafter) and drafter.shape.depth == 3
 
 
 def test_unknown_name(target):

@@ -9,7 +9,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.hydra import HydraDrafter
-from specctl.drafters.lm import LMDrafter, Shape
+from specctl.drafters.lm_drafter import LMDrafter, Shape
 from specctl.drafters.tree import Shape as TreeShape
 from tests.drafters.test_depth_drafter import built
 from tests.drafters.test_stacked import SHAPE, eagle3_head, eagle_drafter

@@ -15,7 +15,7 @@ from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingReci
 from specctl.runs import Run
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name", "Say hi."]
-TIMES = {"tokens_per_s", "decode_s", "learn_s", "swap_s", "prefill_s"}
+TIMES = {"elapsed_s", "tokens_per_s", "decode_s", "learn_s", "swap_s", "prefill_s"}
 
 
 def sure_target(place, path):
@@ -88,6 +88,11 @@ def lines(place):
     return [json.loads(line) for line in (place / "chunks.jsonl").read_text().splitlines()]
 
 
+def metrics(place):
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
 def answers(place):
     """records.parquet."""
     return pq.read_table(place / "records.parquet").to_pylist()
@@ -106,6 +111,7 @@ def weights(place, name):
 def same_runs(one, other, names):
     """Bit for bit, but for the time that was needed."""
     assert timeless(lines(one)) == timeless(lines(other))
+    assert timeless(metrics(one)) == timeless(metrics(other))
     assert timeless(answers(one)) == timeless(answers(other))
     for name in names:
         ours, theirs = weights(one, name), weights(other, name)

@@ -12,7 +12,7 @@ from specctl import progress
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import lm
-from specctl.errors import DataError, Interrupted, SpecctlError, UsageError
+from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.evaluation import measure, metrics
 from specctl.evaluation.matrix import evaluate, with_domains_of_drafters
 from specctl.formats import checkpoint
@@ -264,6 +264,26 @@ def test_other_records_are_not_continued(tmp_path, prompts, target, changes, say
     with pytest.raises(UsageError) as caught:
         evaluate(other, run_of(tmp_path, other), target=target, drafters={})
     assert says in caught.value.message and contents(tmp_path / "run") == before
+
+
+def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, target):
+    """A drafter of another target, prompts that are none: the result was gone before they were read."""
+    made = recipe(prompts, baselines=["vanilla"], sampling=SHORT, overwrite=True, output_dir=tmp_path / "run")
+    run = run_of(tmp_path, made)
+    run.result(dataclasses.asdict(evaluate(made, run, target=target, drafters={})))
+    (tmp_path / "run/rejected.jsonl").write_text("{}\n")
+    other = pool_of(tmp_path, target) / "sql-lm"
+    found = checkpoint.load(other)
+    found.config["target"]["vocab_hash"] = "0" * 16
+    checkpoint.save(other, config=found.config, tensors=found.tensors, info=found.info, overwrite=True)
+    before = contents(tmp_path / "run")
+    unfit = made.model_copy(update={"drafters": [str(other)]})
+    with pytest.raises(CheckpointError, match="is another model"):
+        evaluate(unfit, run_of(tmp_path, unfit), target=target)
+    prompts.write_text("{\n")
+    with pytest.raises(DataError, match="1 of 1 prompts rejected"):
+        evaluate(made, run_of(tmp_path, made), target=target, drafters={})
+    assert contents(tmp_path / "run") == before
 
 
 def test_a_drafter_that_was_trained_again_is_not_continued(tmp_path, prompts, target):

@@ -17,11 +17,21 @@ from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, OnlineRecipe, TargetRecipe
 from specctl.recipe.train import CheckpointRecipe
-from tests.evaluation.streams import QUESTIONS, contents, learnt, lines, sure_target, weights, write_copy, write_prompts
+from tests.evaluation.streams import (
+    QUESTIONS,
+    contents,
+    learnt,
+    lines,
+    metrics,
+    sure_target,
+    weights,
+    write_copy,
+    write_prompts,
+)
 
 MODES = ["target", "draft", "lr", "online-lr", "osd-lr"]
 LEARNERS = MODES[3:]
-TIMES = {"seconds", "draft_s", "judge_s", "learning_s"}
+TIMES = {"elapsed_s", "seconds", "draft_s", "judge_s", "learning_s"}
 PASSES = [0, 1]
 
 
@@ -96,6 +106,7 @@ def same_runs(one, other):
 
     assert chunks(one) == chunks(other)
     assert timeless(traces(one)) == timeless(traces(other))
+    assert timeless(metrics(one)) == timeless(metrics(other))
     assert pairs(one) == pairs(other)
     for name in [mode + seed for mode in LEARNERS for seed in ("", "-seed1")]:
         ours, theirs = weights(one, name), weights(other, name)

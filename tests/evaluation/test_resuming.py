@@ -16,10 +16,13 @@ import torch
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
+from specctl.distillation import prompts
 from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.evaluation import journal, online_stage
 from specctl.evaluation.online_stage import Stage
+from specctl.formats import checkpoint as checkpoints
+from specctl.recipe import DataRecipe
 from specctl.recipe.train import CheckpointRecipe
 from specctl.training import checkpoint
 from tests.evaluation.streams import (
@@ -215,6 +218,66 @@ def test_other_prompts_are_refused(tmp_path, make, tiny, stop):
     with pytest.raises(DataError, match="does not begin with the 4 prompts"):
         again(tmp_path / "run", made, tiny)
     assert contents(tmp_path / "run") == before
+
+
+def test_a_state_of_an_earlier_layout_is_refused(tmp_path, make, tiny, whole):
+    """Not with the KeyError of whoever looks for what it lacks."""
+    place = shutil.copytree(whole(draft_length="auto", draft_cost=1.0)[0], tmp_path / "run")
+    for state in (place / "checkpoints").iterdir():
+        written = json.loads((state / "trainer.json").read_text())
+        if written["mark"]["stage"] is None:
+            shutil.rmtree(state)  # the end of the pass: nothing is restored from it
+            continue
+        del written["mark"]["stage"]["lengths"]["ogd"]["unused"]
+        (state / "trainer.json").write_text(json.dumps(written))
+        (state / "manifest.json").write_text(json.dumps(checkpoint._digests(state)))
+    before = contents(place)
+    with pytest.raises(CheckpointError, match="lacks 'unused': another version of specctl") as caught:
+        again(place, make(draft_length="auto", draft_cost=1.0), tiny)
+    assert "--overwrite" in caught.value.hint and contents(place) == before
+
+
+def refusals(tmp_path, tiny, copy):
+    """Changes to the recipe that are refused only when target, prompts and drafters are at hand."""
+    other = shutil.copytree(copy, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["target"]["vocab_hash"] = "0" * 16
+    found = checkpoints.load(copy)
+    checkpoints.save(other, config=config, tensors=found.tensors, info=found.info, overwrite=True)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{\n" * 3)
+    return [
+        ({"init": other}, CheckpointError, "is another model"),
+        ({"data": DataRecipe(prompts=str(bad))}, DataError, "3 of 3 prompts rejected"),
+        ({"algo": ["ogd", "static"], "baselines": ["static"]}, UsageError, "two contenders"),
+    ]
+
+
+def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, whole, copy):
+    """With --overwrite as with --resume: it is cleared by the first thing that cannot be refused."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    (place / "rejected.jsonl").write_text("{}\n")
+    before = contents(place)
+    for changes, error, says in refusals(tmp_path, tiny, copy):
+        with pytest.raises(error, match=says):
+            learnt(place, make(overwrite=True, output_dir=place).model_copy(update=changes), tiny)
+        assert contents(place) == before, says
+    learnt(place, make(overwrite=True, output_dir=place), tiny)
+    same_runs(place, whole()[0], ALGO)
+    assert not (place / "rejected.jsonl").exists()
+
+
+def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stop, monkeypatch):
+    """Once to see what there is, once to give them out. To look whether they are the same took two more."""
+    opened, real = [], prompts._open
+    monkeypatch.setattr(prompts, "_open", lambda name: opened.append(name) or real(name))
+    stop(3)
+    with pytest.raises(Interrupted):
+        learnt(tmp_path / "run", make(), tiny)
+    progress.interrupts.reset()
+    assert len(opened) == 2
+    again(tmp_path / "run", make(), tiny)
+    assert len(opened) == 4
 
 
 def full(*args, **kwargs):

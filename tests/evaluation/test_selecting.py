@@ -11,16 +11,17 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.distillation.prompts import Prompt
-from specctl.drafters.lm import LMDrafter
-from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.errors import Interrupted, UsageError
+from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.evaluation.measure import Case
 from specctl.evaluation.selecting import select
 from specctl.evaluation.stage import Stage, sessions, turns
 from specctl.recipe import DataRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.runs import Run
+from tests.evaluation.streams import contents
 from tests.lossless.drafters import own_weights
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name\n\nQuestion: Who?"]
@@ -253,6 +254,27 @@ def test_what_a_stopped_run_says_can_be_done(tmp_path, prompts, target):
 def test_contenders_have_names_of_their_own(tmp_path, prompts, target, pool):
     with pytest.raises(UsageError, match="two contenders are called 'lookup'"):
         selected(tmp_path, recipe(prompts, rivals=["lookup"]), target, pool)
+
+
+def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, target, pool):
+    """Contenders are counted, and prompts read, after the target is loaded: with --overwrite it was gone by then."""
+    made = recipe(prompts, algo=["ucbspec"], baselines=[], overwrite=True, output_dir=tmp_path / "run")
+    selected(tmp_path, made, target, pool)
+    (tmp_path / "run/rejected.jsonl").write_text("{}\n")
+    before = contents(tmp_path / "run")
+    with pytest.raises(UsageError, match="two contenders"):
+        selected(tmp_path, made.model_copy(update={"rivals": ["lookup"]}), target, pool)
+    table = tmp_path / "table.parquet"
+    table.write_bytes(b"PAR1")
+    taken = made.model_copy(update={"record": table, "overwrite": False})
+    with pytest.raises(UsageError, match=r"table\.parquet exists"):
+        selected(tmp_path, taken, target, pool)
+    with pytest.raises(CheckpointError, match=r"table\.parquet"):
+        selected(tmp_path, taken.model_copy(update={"resume": True}), target, pool)
+    prompts.write_text("{\n")
+    with pytest.raises(DataError, match="1 of 1 prompts rejected"):
+        selected(tmp_path, made, target, pool)
+    assert contents(tmp_path / "run") == before
 
 
 def case(domain, number):

@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
+from specctl.decoding.loading import load_model
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.decoding.target import load_model
 from specctl.drafters import pool
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.eagle_head import EagleHead

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specctl import api
-from specctl.decoding.target import builtin_path
+from specctl.decoding.loading import builtin_path
 from specctl.drafters import pool
 from specctl.errors import CheckpointError, UsageError
 from specctl.evaluation import importing

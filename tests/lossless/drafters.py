@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specctl.decoding.draft import PADDING, DraftTree
-from specctl.decoding.target import builtin_path
+from specctl.decoding.loading import builtin_path
 from specctl.drafters import lm
 
 

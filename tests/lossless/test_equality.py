@@ -13,11 +13,13 @@ from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
-from specctl.drafters import eagle, lm, pool
+from specctl.drafters import eagle, pool
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.head import HeadConfig
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape as Eagle3Shape
@@ -94,8 +96,8 @@ DRAFTERS = {
     "lookup": lambda target, texts: Lookup(),
     "suffix": lambda target, texts: Suffix(),
     "retrieval": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
-    "lm": lambda target, texts: lm.LMDrafter(own_weights(target, 0.1), target, lm.Shape(4, 0.1, False)),
-    "lm itself": lambda target, texts: lm.LMDrafter(own_weights(target), target, lm.Shape(5, 0.0, False)),
+    "lm": lambda target, texts: LMDrafter(own_weights(target, 0.1), target, LMShape(4, 0.1, False)),
+    "lm itself": lambda target, texts: LMDrafter(own_weights(target), target, LMShape(5, 0.0, False)),
     "eagle": lambda target, texts: random_eagle(target, Eagle3Shape(4, 2, 8, 2, 0.0)),
     "eagle3 chain": lambda target, texts: random_eagle3(target, Eagle3Shape(4, 1, 4, 1, 0.0)),
     "hydra": lambda target, texts: random_heads("hydra", target),
@@ -205,7 +207,7 @@ def test_switching_drafters_every_round(target, prompts, plain, catch_up):
     texts = whole(plain(GREEDY))
     names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "retrieval", "garbage", "lm itself"]
     controller = Rotate([DRAFTERS[name](target, texts) for name in names])
-    own = [d for d in controller.drafters if isinstance(d, lm.LMDrafter)]
+    own = [d for d in controller.drafters if isinstance(d, LMDrafter)]
     accepted = []
 
     def watch(state, draft, verdict):
@@ -239,7 +241,7 @@ class Learning(Rotate):
 def test_weights_that_change_between_rounds(target, prompts, plain, sampling):
     """A cache of the weights before would draft on, unseen but for acceptance: those of the target are never wrong."""
     noises = [1.0, 0.1, 0.0]
-    controller = Learning([lm.LMDrafter(own_weights(target, n), target, lm.Shape(2, 0.0, False)) for n in noises])
+    controller = Learning([LMDrafter(own_weights(target, n), target, LMShape(2, 0.0, False)) for n in noises])
     accepted = {0: [], 1: [], 2: []}
 
     def watch(state, draft, verdict):
@@ -303,7 +305,7 @@ def test_one_sampling_per_sequence(target, prompts, plain):
 @pytest.mark.parametrize(("noise", "rule"), [(0.0, "token"), (0.1, "token"), (0.0, "block"), (0.1, "block")])
 def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
     """Its law is proved elsewhere; here it runs in a ragged batch, ends, and counts. With q = p nothing is rejected."""
-    drafter = lm.LMDrafter(own_weights(target, noise), target, lm.Shape(4, 0.05, True, rule))
+    drafter = LMDrafter(own_weights(target, noise), target, LMShape(4, 0.05, True, rule))
     seen = []
 
     def watch(state, draft, verdict):

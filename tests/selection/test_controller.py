@@ -5,8 +5,8 @@ import pytest
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm import LMDrafter
-from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe

@@ -11,8 +11,8 @@ from specctl.decoding.state import DecodeState, Request
 from specctl.drafters import eagle3, pool
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.lm import LMDrafter
-from specctl.drafters.lm import Shape as LMShape
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape

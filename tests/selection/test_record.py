@@ -12,9 +12,11 @@ import torch
 from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
-from specctl.drafters import eagle3, lm
+from specctl.drafters import eagle3
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape
@@ -62,7 +64,7 @@ def pool(target, prompts):
         "eagle": random_eagle(target, Shape(4, 2, 8, 2, 0.0)),
         "hydra": random_heads("hydra", target, width=3, nodes=20, children=3),
         "medusa": random_heads("medusa", target),
-        "lm": lm.LMDrafter(own_weights(target, 0.1), target, lm.Shape(DEPTH, 0.1, False)),
+        "lm": LMDrafter(own_weights(target, 0.1), target, LMShape(DEPTH, 0.1, False)),
         "lookup": Lookup(5),
         "suffix": Suffix(DEPTH, 8, 3),
         "retrieval": Suffix(DEPTH, 8, 3, corpus=Datastore.of(one.output_ids[3:] for one in plain)),

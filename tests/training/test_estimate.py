@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, MixtralConfig
 
-from specctl.decoding.target import builtin_path, load_config
+from specctl.decoding.loading import builtin_path, load_config
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.head import HeadConfig
 from specctl.recipe import Gpu, ResourceRecipe, TargetRecipe, TrainRecipe

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from specctl.decoding.target import Target, builtin_path
+from specctl.decoding.loading import builtin_path
+from specctl.decoding.target import Target
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
@@ -145,6 +148,43 @@ def test_a_damaged_shard_is_made_again_alone(target, examples, tmp_path, small_s
     changed = [path for path in files if path.stat().st_mtime_ns != before[path]]
     assert changed == [files[1]]
     assert not list(tmp_path.glob("*/.*.tmp")) and not list(tmp_path.glob("*/*.lock"))
+
+
+def rewritten(path, change):
+    """A shard of this key that is whole, with something else in it."""
+    with safe_open(path, framework="pt") as file:
+        tensors, about = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(change(tensors), path, metadata=about)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 8), "is damaged: "),
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(b"\xff" * 4096), "is damaged: "),
+        (lambda path: path.write_bytes(shards(path.parent.parent)[0].read_bytes()), "it has other examples"),
+        (lambda path: rewritten(path, lambda all: {n: x.double() for n, x in all.items()}), r"is F64 \["),
+        (
+            lambda path: rewritten(path, lambda all: {n: x[1:].contiguous() for n, x in all.items()}),
+            r"not (F32|I32) \[",
+        ),
+    ],
+    ids=["truncated", "missing", "garbage", "another shard", "another type", "another shape"],
+)
+def test_a_shard_that_is_damaged_while_it_is_used_says_what_to_do(
+    target, examples, tmp_path, small_shards, capsys, damage, says
+):
+    """Else it ends in a traceback of another library, or learns from something else; starting again repairs it."""
+    store = cached(target, examples, tmp_path)
+    expected = FeatureStore(target, TAPS).get(examples)
+    damage(shards(tmp_path)[1])
+    store.kept._open.clear()
+    with pytest.raises(CheckpointError, match=says) as caught:
+        store.get(examples)
+    assert "--resume" in caught.value.hint and str(tmp_path) in caught.value.message
+    assert same(cached(target, examples, tmp_path).get(examples), expected)
+    assert ("it is computed again" in capsys.readouterr().err) == ("No such file" not in says)
 
 
 def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from specctl.recipe import (
     CheckpointRecipe,
     DrafterRecipe,
     DraftingRecipe,
+    FeatureRecipe,
     HeldOutRecipe,
     LoraRecipe,
     OptimizerRecipe,
@@ -47,7 +49,7 @@ def recipe(distilled, place, **changes):
 
 
 def train(recipe, place):
-    return loop.train_drafter(recipe, Run(make(place)))
+    return loop.train_drafter(recipe, Run.create("train-drafter", recipe, place))
 
 
 def make(place):
@@ -76,24 +78,29 @@ def test_learns_and_writes_a_drafter_that_loads(trained, target):
     assert drafter.taps
 
 
-def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch):
-    """Interrupted after three steps and resumed: weights and losses are those of the uninterrupted run, bit for bit."""
+@pytest.mark.parametrize("end", [Interrupted, OSError])
+def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
+    """Stopped after three steps and resumed: weights and losses are those of the uninterrupted run, bit for bit. The
+    new run's metrics are those of all steps, each once, also where the third was written down and has to come again."""
     place, _ = trained
     real = loop.Trainer._step
 
-    def interrupt_after_three(self, bar):
+    def stop_after_three(self, bar):
         real(self, bar)
         if self.at.step == 3:
+            if end is OSError:
+                raise OSError
             interrupts._note(15, None)
 
-    monkeypatch.setattr(loop.Trainer, "_step", interrupt_after_three)
-    with pytest.raises(Interrupted):
-        train(recipe(distilled, tmp_path), tmp_path)
+    monkeypatch.setattr(loop.Trainer, "_step", stop_after_three)
+    with pytest.raises(end):
+        train(recipe(distilled, tmp_path), tmp_path / "first")
     interrupts.reset()
     monkeypatch.setattr(loop.Trainer, "_step", real)
     train(recipe(distilled, tmp_path, resume=True), tmp_path / "again")
-    losses = [line["loss"] for line in metrics(place) if "loss" in line]
-    assert [line["loss"] for line in metrics(tmp_path / "again") if "loss" in line] == losses[3:]
+    kept = ("step", "loss", "mat", "tokens")
+    ours, theirs = ([[line.get(key) for key in kept] for line in metrics(at)] for at in (tmp_path / "again", place))
+    assert ours == theirs
     whole, resumed = (drafters.load(p / "drafter").tensors for p in (place, tmp_path))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -121,6 +128,16 @@ def test_another_recipe_is_not_resumed(trained, distilled):
     place, _ = trained
     with pytest.raises(SpecctlError, match="another recipe"):
         train(recipe(distilled, place, resume=True, ttt_steps=3), place / "other")
+
+
+def test_features_that_do_not_fit_leave_the_earlier_training(trained, distilled, tmp_path):
+    """What --overwrite would begin anew stays, and can be resumed, until it is clear that there is a beginning."""
+    shutil.copytree(trained[0], tmp_path / "run")
+    there = sorted(str(path) for path in (tmp_path / "run").rglob("*"))
+    small = FeatureRecipe(mode="memory", budget_gb=1e-9)
+    with pytest.raises(SpecctlError, match=r"features\.budget_gb"):
+        train(recipe(distilled, tmp_path / "run", overwrite=True, features=small), tmp_path / "other")
+    assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == there
 
 
 def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):

@@ -1,0 +1,197 @@
+"""A model of `transformers` by Hugging Face id, directory or `builtin`: found, and read onto a device in a dtype."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from specctl.decoding.support import unusable, why_unusable
+from specctl.errors import CheckpointError, UsageError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def builtin_path() -> Path:
+    """Directory of the built-in target."""
+    return Path(str(resources.files("specctl") / "assets" / "builtin"))
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` and `cuda` are this process' own GPU, `auto` without one the CPU."""
+    available = torch.cuda.is_available()
+    if device.startswith("cuda") and not available:
+        raise UsageError(
+            f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
+        )
+    if device == "cuda" or (device == "auto" and available):
+        return torch.device("cuda", own_gpus(torch.cuda.device_count(), os.environ)[0])
+    return torch.device("cpu" if device == "auto" else device)
+
+
+def own_gpus(count: int, environ: Mapping[str, str]) -> list[int]:
+    """The GPUs of this process among `count` visible ones: all of them, or every n-th where a launcher started n here.
+
+    The first is that of LOCAL_RANK, which DeepSpeed takes, too. UsageError where there are more processes than GPUs.
+    """
+    rank, processes = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if rank >= count:
+        raise UsageError(
+            f"the process of LOCAL_RANK {rank} has no GPU: {count} visible",
+            "start as many processes as there are GPUs (or, where each sees only its own, with LOCAL_RANK=0)",
+        )
+    return list(range(rank, count, processes))
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, else fp32."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {dtype!r}", f"one of auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if cpu_has_bf16() else torch.float32
+
+
+def cpu_has_bf16() -> bool:
+    """Native bf16 dot products (without them bf16 is slower than fp32)."""
+    check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(check and check())
+
+
+def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
+    """The configuration of a target, checked to be a decoder-only causal LM."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    where = location(name)
+    try:
+        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        raise CheckpointError(
+            f"cannot read the configuration of target {name}: {str(telling or error).splitlines()[0]}",
+            "give a Hugging Face id, a directory with config.json, or 'builtin'",
+        ) from error
+    names = config.architectures or []
+    if config.is_encoder_decoder or (
+        names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
+    ):
+        raise CheckpointError(
+            f"target {name} is not a decoder-only causal LM (architecture {', '.join(names)})",
+            "choose a causal LM such as Llama, Qwen or Mistral",
+        )
+    if config.get_text_config().model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
+    reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
+    if reason is not None:
+        raise unusable(name, reason)
+    return config
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory here."""
+    return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+
+
+def location(name: str) -> str:
+    """What `transformers` loads a target from: a directory, or a Hugging Face id. CheckpointError for neither."""
+    if name == "builtin":
+        return str(builtin_path())
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise CheckpointError(
+            f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
+        )
+    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+
+
+def load_model(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision=None,
+    trust_remote_code=False,
+    device_map: str | None = None,
+    max_memory: str | None = None,
+):
+    """The plain `transformers` model of a target, in evaluation mode, on `device` or spread by `device_map`.
+
+    For a GPU the weights are read from the memory-mapped files straight to it: eight processes on a node share the
+    pages of the files and hold no copies in CPU memory.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
+    load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            location(name),
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **_placement(device, device_map, max_memory),
+        )
+        if device_map is None:
+            model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"cannot load target {name}: {str(error).splitlines()[0]}") from error
+    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if len(places) > 1 and places & {"cpu", "disk"}:
+        raise CheckpointError(
+            f"target {name} does not fit the memory of the GPUs of this process",
+            "more GPUs, or raise target.max_memory",
+        )
+    return model.eval()
+
+
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
+    """The tokenizer of a model. CheckpointError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(location(name), revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load the tokenizer of {name}: {str(error).splitlines()[0]}") from error
+
+
+def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained`. A map spreads over this process' GPUs only: what is free, or `max_memory`."""
+    if find_spec("accelerate") is None:
+        if device_map is None:
+            return {}
+        raise UsageError("target.device_map needs the package accelerate", "pip install accelerate")
+    if device.type == "cpu":
+        return {"device_map": device_map}
+    if device_map is None:
+        return {"device_map": {"": device}}
+    gpus = own_gpus(torch.cuda.device_count(), os.environ)
+    return {
+        "device_map": device_map,
+        "max_memory": {gpu: max_memory or torch.cuda.mem_get_info(gpu)[0] for gpu in gpus},
+    }
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse freed blocks instead of returning them to the kernel.
+
+    By default every tensor of some megabytes is a fresh mapping whose pages fault in one by one: a quarter of the time
+    of a training step. The process keeps its peak size instead. Does nothing under another C library.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    if not mallopt(mmap_threshold, 2**30):
+        mallopt(mmap_threshold, 2**25)  # older versions allow no more
+    mallopt(trim_threshold, 2**31 - 1)
