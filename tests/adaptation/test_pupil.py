@@ -1,0 +1,28 @@
+"""A drafter that learns: what it plays and keeps is what its learner says, whatever the module is like."""
+
+import pytest
+import torch
+
+from specctl.adaptation.pupil import Pupil
+from specctl.formats import checkpoint
+from tests.adaptation.lessons import answered, taught
+from tests.evaluation.streams import recipe, sure_target, write_copy
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+def test_tied_weights_are_played_and_saved_as_they_were_learnt(tmp_path, tiny, tiny_directory):
+    """The vocabulary head of most small LMs is their embedding. Under its second name the old one would be loaded last,
+    and what the embedding has learnt be gone."""
+    tied = write_copy(tmp_path / "lm", tiny, tiny_directory("qwen2"), 0.0)
+    pupil = Pupil(recipe("", tied, tiny, algo=["ogd"], baselines=[]), "ogd", tiny, 0)
+    taught(pupil, [answered(pupil, tiny)])
+    learnt = pupil.objective.parameters(pupil.played())["model.model.embed_tokens.weight"]
+    before, after = (checkpoint.load(place).tensors for place in (tied, pupil.save(tmp_path / "learnt", {"mat": {}})))
+    assert not torch.equal(learnt, before["model.embed_tokens.weight"])
+    assert torch.equal(pupil.play().model.embedding, learnt)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(after[name], learnt), name
