@@ -117,6 +117,7 @@ class Pupil:
         self.target = target
         self.trainee.retarget(target)
         self.trainee.store = self.buffer = self._new_buffer()
+        self._seen = 0  # it numbers its texts anew
         self.drafter = self.play()
 
     def play(self) -> Drafter:

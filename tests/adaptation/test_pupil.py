@@ -6,7 +6,7 @@ import torch
 from specctl.adaptation.pupil import Pupil
 from specctl.formats import checkpoint
 from tests.adaptation.lessons import answered, taught
-from tests.evaluation.streams import recipe, sure_target, write_copy
+from tests.evaluation.streams import QUESTIONS, recipe, sure_target, write_copy, write_head
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +26,14 @@ def test_tied_weights_are_played_and_saved_as_they_were_learnt(tmp_path, tiny, t
     assert torch.equal(pupil.play().model.embedding, learnt)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(after[name], learnt), name
+
+
+def test_all_texts_of_another_target_are_new(tmp_path, tiny):
+    """Where older texts are replayed: a buffer begins anew with the target, and so do the numbers by which a text is
+    known to be new. By the old count nothing would be learnt until as many texts had come as before."""
+    head = write_head(tmp_path / "hydra", tiny, "hydra")
+    pupil = Pupil(recipe("", head, tiny, algo=["ogd"], buffer={"replay": 1.0}), "ogd", tiny, 0)
+    taught(pupil, [answered(pupil, tiny)])
+    pupil.retarget(tiny)
+    (lesson,), _ = taught(pupil, [answered(pupil, tiny)])
+    assert (lesson.outcome.status, lesson.texts) == ("updated", len(QUESTIONS))
