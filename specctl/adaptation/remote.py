@@ -42,7 +42,7 @@ PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to 
 class RemotePupil(Pupil):
     """A `Pupil` whose learner lives elsewhere; here are the buffer that feeds it, and the drafter of its last weights.
 
-    On a CPU half of the threads that this process had are the learner's.
+    On a CPU half of this process' threads are the learner's while it runs.
     """
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
@@ -50,10 +50,8 @@ class RemotePupil(Pupil):
         super().__init__(recipe, algo, target, seed, start)
         self._devices = _devices(recipe, target)
         group.check(self._devices)
-        threads = torch.get_num_threads() // 2
-        if target.device.type == "cpu":
-            torch.set_num_threads(max(1, threads))
-        each = max(1, threads // len(self._devices))
+        self._threads = max(1, torch.get_num_threads() // 2)
+        each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
         self._meeting = TemporaryDirectory(prefix="specctl-learner-")
         inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
@@ -90,13 +88,18 @@ class RemotePupil(Pupil):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The processes run only inside of this: while other contenders decode, they may not use the time."""
+        """The processes run only inside of this: while other contenders decode, they may not use the time, and those
+        have all threads."""
+        threads = torch.get_num_threads()
+        if self.target.device.type == "cpu":
+            torch.set_num_threads(self._threads)
         self._signal(signal.SIGCONT)
         try:
             self._take()
             yield
         finally:
             self._signal(signal.SIGSTOP)
+            torch.set_num_threads(threads)
 
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
@@ -128,6 +131,7 @@ class RemotePupil(Pupil):
         with self.awake():
             until = time.monotonic() + PATIENCE_S
             while self._learnt < self._handed and time.monotonic() < until:
+                interrupts.check()
                 self._receive(1.0)
             self._swap()
         self.close()

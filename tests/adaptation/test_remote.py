@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from specctl.adaptation import remote
 from specctl.adaptation.pupil import Pupil
 from specctl.adaptation.remote import RemotePupil
-from specctl.errors import SpecctlError
+from specctl.errors import Interrupted, SpecctlError
+from specctl.progress import interrupts
 from tests.adaptation.lessons import ACCEPTANCE, answered, taught
 from tests.evaluation.streams import recipe, sure_target, write_head
 
@@ -36,15 +38,23 @@ def stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
-def test_two_processes(tmp_path, tiny):
+def test_two_processes(tmp_path, tiny, monkeypatch):
     """They go on from the state of one and learn what it does, stopped over and over in the midst of their sums; all
-    stand still while others have their turn; and when one dies, the decoder hears of it and nobody is left behind."""
+    stand still while others have their turn, and those all threads: halved for good, every learner and every repeat of
+    the stream would halve them again; a signal ends the wait for them; and when one dies, the decoder hears of it and
+    nobody is left behind."""
     head = write_head(tmp_path / "eagle3", tiny, "eagle3")
     made = recipe("", head, tiny, algo=["ensemble"], asynchronous=True, learner_device="cpu,cpu")
     here = Pupil(made, "ensemble", tiny, 0)
     start, chunks = here.played(), [answered(here, tiny), answered(here, tiny), answered(here, tiny, ["Why?"])]
     taught(here, chunks[:1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
+    threads = [4]
     there = RemotePupil(made, "ensemble", tiny, 0)
+    with there.awake():
+        assert threads == [4, 2]
+    assert threads == [4, 2, 4]
     there.restore(*here.state())
     for chunk in chunks[1:]:  # of the last one the second has nothing
         hand_over(there, chunk)
@@ -58,6 +68,11 @@ def test_two_processes(tmp_path, tiny):
     while not all(map(stopped, pids)):
         assert time.monotonic() < until, "one was not told to stop"
     hand_over(there, chunks[0])
+    monkeypatch.setattr(remote, "PATIENCE_S", 0.01)
+    interrupts._note(signal.SIGTERM, None)
+    with pytest.raises(Interrupted):
+        there.finish()
+    interrupts.reset()
     os.kill(pids[0], signal.SIGCONT)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(SpecctlError, match="cpu ended with code -9"):
