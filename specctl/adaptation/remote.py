@@ -29,7 +29,7 @@ from specctl.adaptation import group, worker
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.pupil import Lesson, Pupil
 from specctl.adaptation.watchdog import Acceptance
-from specctl.adaptation.worker import Chunk, Failed, Learnt, Place, Ready, State
+from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Place, Ready, State
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
@@ -164,7 +164,7 @@ class RemotePupil(Pupil):
         super().restore(facts, tensors)
         self.buffer.clear()  # the learner replays them, who has its own
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
-        self._inbox.put(self._known)
+        self._inbox.put((facts, Parcel.of(self._known[1])))
         for place, one in enumerate(facts.get("waiting", [])):
             prefix = f"waiting{place}."
             own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -203,7 +203,7 @@ class RemotePupil(Pupil):
         if isinstance(message, Learnt):
             del self._waiting[: message.chunks - self._learnt]
             self._last, self._learnt = message, message.chunks
-            self._known = message.facts, message.state
+            self._known = message.facts, message.state.tensors()
             self._vector = message.played.to(self.target.device)
         return message
 

@@ -11,6 +11,7 @@ import torch
 from specctl.adaptation import remote
 from specctl.adaptation.pupil import Pupil
 from specctl.adaptation.remote import RemotePupil
+from specctl.adaptation.worker import Parcel
 from specctl.errors import Interrupted, SpecctlError
 from specctl.progress import interrupts
 from tests.adaptation.lessons import ACCEPTANCE, answered, taught
@@ -20,6 +21,23 @@ from tests.evaluation.streams import recipe, sure_target, write_head
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory, tiny_directory):
     return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+def test_a_parcel_brings_what_was_put_into_it():
+    """Of all widths, in whatever order, with none and with a single number."""
+    sent = {
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).to(torch.bfloat16),
+        "none": torch.empty(0, 4),
+        "count": torch.tensor(7),
+        "weights": torch.randn(4, 3).T,
+        "rate": torch.tensor(0.1, dtype=torch.float64),
+    }
+    parcel = Parcel.of(sent)
+    found = parcel.tensors()
+    assert found.keys() == sent.keys() and parcel.bytes.nbytes == sum(x.nbytes for x in sent.values())
+    assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in sent.items())
+    assert Parcel.of({}).tensors() == {}
 
 
 def hand_over(pupil, chunk):
@@ -59,6 +77,7 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     for chunk in chunks[1:]:  # of the last one the second has nothing
         hand_over(there, chunk)
         wait_for(there)
+    assert len({x.untyped_storage().data_ptr() for x in there._known[1].values()}) == 1, "every tensor is an open file"
     lessons, expected = taught(here, chunks[1:])
     moved = float((expected - start).abs().max())
     torch.testing.assert_close(there.played(), expected, rtol=0, atol=1e-3 * moved)
