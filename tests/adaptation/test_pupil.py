@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specctl.adaptation.pupil import Pupil
+from specctl.decoding.target import load_target
 from specctl.formats import checkpoint
 from tests.adaptation.lessons import answered, taught
 from tests.evaluation.streams import QUESTIONS, recipe, sure_target, write_copy, write_head
@@ -37,3 +38,13 @@ def test_all_texts_of_another_target_are_new(tmp_path, tiny):
     pupil.retarget(tiny)
     (lesson,), _ = taught(pupil, [answered(pupil, tiny)])
     assert (lesson.outcome.status, lesson.texts) == ("updated", len(QUESTIONS))
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "hydra"])
+def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
+    """Learners are in fp32 there, without the autocast that would take features of any precision."""
+    half = load_target(tiny.name, device="cpu", dtype="fp16")
+    head = write_head(tmp_path / family, half, family)
+    pupil = Pupil(recipe("", head, half, algo=["ogd"]), "ogd", half, 0)
+    (lesson,), _ = taught(pupil, [answered(pupil, half)])
+    assert lesson.outcome.status == "updated"
