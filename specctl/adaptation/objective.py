@@ -76,6 +76,14 @@ class Objective:
             name: part.unflatten(-1, shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
         }
 
+    def state(self, w: Tensor) -> dict[str, Tensor]:
+        """The module's state dict with the parameters w [P]; a tied weight has several names there, and one in w."""
+        found = self.parameters(w)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        own = {alias: found[names[parameter]] for alias, parameter in every if names[parameter] in found}
+        return self.module.state_dict() | own
+
     @torch.no_grad()
     def load(self, w: Tensor) -> None:
         """Give the module the parameters w."""

@@ -131,6 +131,7 @@ class PreferenceLearner:
                 trainer.train()
             finally:
                 vars(base).pop("forward", None)  # TRL's own, which would end up in copies of the model
+                base.get_input_embeddings()._forward_hooks.clear()  # every trainer with checkpointing adds some
                 base.eval()
                 if self.adapts and dpo:
                     cast(Any, self.model).delete_adapter("ref")  # the next chunk has another reference
@@ -154,7 +155,7 @@ class PreferenceLearner:
         return OnIds(
             model=model,
             ref_model=None if self.adapts else copy.deepcopy(model),
-            args=DPOConfig(**self._options(place), beta=self.recipe.learning.beta),
+            args=_on_one_gpu(DPOConfig(**self._options(place), beta=self.recipe.learning.beta)),
             train_dataset=pairs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]),
             processing_class=self.tokenizer,
             optimizers=self._optimizers(),
@@ -170,7 +171,7 @@ class PreferenceLearner:
         labels = [[-100] * len(context) + step for context, step in zip(contexts, steps, strict=True)]
         return SFTTrainer(
             model=cast(Any, self.model),
-            args=SFTConfig(**self._options(place), dataset_kwargs={"skip_prepare_dataset": True}),
+            args=_on_one_gpu(SFTConfig(**self._options(place), dataset_kwargs={"skip_prepare_dataset": True})),
             train_dataset=Dataset.from_dict({"input_ids": texts, "labels": labels}),
             processing_class=self.tokenizer,
             optimizers=self._optimizers(),
@@ -226,6 +227,12 @@ class PreferenceLearner:
                 moments.setdefault(int(place), {})[key] = value.clone()
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
         self.chunks = int(state["chunks"])
+
+
+def _on_one_gpu(arguments: Any) -> Any:
+    """Else a trainer takes all GPUs of the machine for itself, by `nn.DataParallel`, which TRL refuses."""
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def _polling() -> Any:

@@ -125,6 +125,7 @@ class Pupil:
         self.target = target
         self.trainee.retarget(target)
         self.trainee.store = self.buffer = self._new_buffer()
+        self._seen = 0  # it numbers its texts anew
         self.drafter = self.play()
 
     def play(self) -> Drafter:
@@ -140,8 +141,7 @@ class Pupil:
 
     def drafter_of(self, w: torch.Tensor) -> Drafter:
         """A drafter of the weights w [P]."""
-        state = self.trainee.module.state_dict() | self.objective.parameters(w)
-        return self.trainee.drafter(state, self.recipe.drafting)
+        return self.trainee.drafter(self.objective.state(w), self.recipe.drafting)
 
     def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
         """The prompts that are decoded next."""
@@ -230,8 +230,7 @@ class Pupil:
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
         """Write what is played as a drafter directory; of a mixture the mean of its weights."""
-        state = self.trainee.module.state_dict() | self.objective.parameters(self.played())
-        tensors = self.trainee.tensors(state)
+        tensors = self.trainee.tensors(self.objective.state(self.played()))
         return checkpoint.save(directory, config=self.trainee.config(), tensors=tensors, info=info, overwrite=True)
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

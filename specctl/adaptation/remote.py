@@ -30,7 +30,7 @@ from specctl.adaptation import group, worker
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.pupil import Lesson, Pupil
 from specctl.adaptation.watchdog import Acceptance
-from specctl.adaptation.worker import Chunk, Failed, Learnt, Place, Ready, State
+from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Place, Ready, State
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
@@ -43,7 +43,7 @@ PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to 
 class RemotePupil(Pupil):
     """A `Pupil` whose learner lives elsewhere; here are the buffer that feeds it, and the drafter of its last weights.
 
-    On a CPU half of the threads that this process had are the learner's.
+    On a CPU half of this process' threads are the learner's while it runs.
     """
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
@@ -51,10 +51,8 @@ class RemotePupil(Pupil):
         super().__init__(recipe, algo, target, seed, start)
         self._devices = _devices(recipe, target)
         group.check(self._devices)
-        threads = torch.get_num_threads() // 2
-        if target.device.type == "cpu":
-            torch.set_num_threads(max(1, threads))
-        each = max(1, threads // len(self._devices))
+        self._threads = max(1, torch.get_num_threads() // 2)
+        each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
         self._meeting = TemporaryDirectory(prefix="specctl-learner-")
         inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
@@ -92,7 +90,11 @@ class RemotePupil(Pupil):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The processes run only inside of this: while other contenders decode, they may not use the time."""
+        """The processes run only inside of this: while other contenders decode, they may not use the time, and those
+        have all threads."""
+        threads = torch.get_num_threads()
+        if self.target.device.type == "cpu":
+            torch.set_num_threads(self._threads)
         self._signal(signal.SIGCONT)
         try:
             self._take()
@@ -100,6 +102,7 @@ class RemotePupil(Pupil):
             self._make_room()
         finally:
             self._signal(signal.SIGSTOP)
+            torch.set_num_threads(threads)
 
     @property
     def behind(self) -> int:
@@ -165,6 +168,7 @@ class RemotePupil(Pupil):
         with self.awake():
             until = time.monotonic() + PATIENCE_S
             while self.behind and time.monotonic() < until:
+                interrupts.check()
                 self._receive(1.0)
             self._swap()
         self.close()
@@ -199,7 +203,7 @@ class RemotePupil(Pupil):
         self.buffer.clear()  # the learner replays them, who has its own
         self.buffer.dropped = facts.get("dropped_here", 0)  # a pupil that learns here has no such thing
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
-        self._inbox.put(self._known)
+        self._inbox.put((facts, Parcel.of(self._known[1])))
         for place, one in enumerate(facts.get("waiting", [])):
             prefix = f"waiting{place}."
             own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -237,7 +241,7 @@ class RemotePupil(Pupil):
             raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
         if isinstance(message, Learnt):
             self._last, self._sent = message, []
-            self._known = message.facts, message.state
+            self._known = message.facts, message.state.tensors()
             self._vector = message.played.to(self.target.device)
             self._send()
         return message

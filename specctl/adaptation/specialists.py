@@ -196,7 +196,7 @@ class Specialists:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
-        facts: dict[str, Any] = {"chunks": self.chunks, "pupils": {}}
+        facts: dict[str, Any] = {"chunks": self.chunks, "buffer": self.buffer.state()[0], "pupils": {}}
         tensors: dict[str, Tensor] = {}
         for name, pupil in self.pupils.items():
             facts["pupils"][name], found = pupil.state()
@@ -206,6 +206,7 @@ class Specialists:
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Go on from what `state` has told."""
         self.chunks = facts["chunks"]
+        self.buffer.restore(facts["buffer"], {})  # no text, but their numbers go on
         for name, pupil in self.pupils.items():
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}

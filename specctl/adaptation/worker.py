@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,28 @@ UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # often sent to a who
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
 """What `Pupil.restore` takes."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Tensors as one, to be sent: every tensor that is sent is an open file, and a state has some for each old text."""
+
+    kinds: dict[str, tuple[torch.dtype, torch.Size]]
+    bytes: Tensor
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Parcel:
+        """On the CPU. The widest come first: a view as a wider dtype has to begin at a multiple of its size."""
+        host = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        parts = [x.cpu().reshape(-1).view(torch.uint8) for x in host.values()]
+        joined = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        return cls({name: (x.dtype, x.shape) for name, x in host.items()}, joined)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the one."""
+        parts = self.bytes.split([dtype.itemsize * shape.numel() for dtype, shape in self.kinds.values()])
+        kinds = zip(self.kinds.items(), parts, strict=True)
+        return {name: part.view(dtype).view(shape) for (name, (dtype, shape)), part in kinds}
 
 
 @dataclass(frozen=True)
@@ -95,7 +117,7 @@ class Learnt:
     lesson: Lesson
     played: Tensor
     facts: dict[str, Any]
-    state: dict[str, Tensor]
+    state: Parcel
 
 
 @dataclass(frozen=True)
@@ -130,7 +152,7 @@ def live(
             outbox.put(Ready())
         for heard in _heard(place.rank, inboxes):
             if not isinstance(heard, list):
-                pupil.restore(*heard)
+                pupil.restore(heard[0], heard[1].tensors())
                 continue
             for one in heard:
                 one.into(pupil.buffer)
@@ -138,13 +160,12 @@ def live(
             lesson = pupil.learn(Acceptance(accepted, sum(one.acceptance.verified for one in heard)))
             if place.rank == 0:
                 facts, state = pupil.state()
-                host = {name: value.cpu() for name, value in state.items()}
-                outbox.put(Learnt(lesson, pupil.played().cpu(), facts, host))
+                outbox.put(Learnt(lesson, pupil.played().cpu(), facts, Parcel.of(state)))
     except Exception as error:
         outbox.put(Failed(f"{type(error).__name__}: {error}"))
 
 
-def _heard(rank: int, inboxes: list[Any]) -> Iterator[list[Chunk] | State]:
+def _heard(rank: int, inboxes: list[Any]) -> Iterator[list[Chunk] | tuple[dict[str, Any], Parcel]]:
     """Chunks to learn from at once, or a state to go on from. The first rank passes on what it hears, so that all learn
     from the same chunks: features stay where they are, in shared memory."""
     inbox, others = inboxes[rank], [] if rank else inboxes[1:]

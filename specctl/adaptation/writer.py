@@ -127,7 +127,10 @@ class Draft:
 
     @staticmethod
     def _end(model: Target, step: Step) -> list[int]:
-        return [min(model.eos_ids)] if step.end == "final" else []
+        if step.end != "final":
+            return []
+        own = model.tokenizer.eos_token_id  # of a chat model the end of a turn; min(eos_ids) may be that of documents
+        return [own if own in model.eos_ids else min(model.eos_ids)]
 
     @staticmethod
     def _ids(model: Target, text: str) -> list[int]:

@@ -60,7 +60,10 @@ class Eagle3Head(DraftHead):
         """
         layer = self.midlayer
         step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
-        hidden = self.fc(batch.features).float()
+        features = batch.features
+        if not torch.is_autocast_enabled(features.device.type):
+            features = features.float()
+        hidden = self.fc(features).float()
         embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
         key, value = self._key_and_value(inputs, batch.key_positions)

@@ -1,7 +1,8 @@
 """What the contenders of `specctl online` did: rows for the table, out of their records and chunks.
 
 Chunks are the unit of intervals: within one all answers are drafted with the same weights, and what was learnt from it
-shows in the next. They are bootstraps over the chunks of all seeds, at 95 %, paired where two contenders are compared.
+shows in the next. They are bootstraps over the chunks, at 95 %, paired where two contenders are compared. The chunks of
+one number are drawn together: read in order, a file gives every seed the same prompts, which repeats make no more.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from specctl.evaluation.online_stage import ChunkRow, static_name
 from specctl.evaluation.records import Record
 from specctl.recipe import OnlineRecipe
 
-Unit = tuple[int, int]
-"""Seed and chunk."""
+Unit = int
+"""The number of a chunk, of all seeds."""
 Amount = Callable[[Decoded], float]
 
 
@@ -93,7 +94,7 @@ class Passes:
             self.by_name[record.drafter].append(record)
         self.learn_s: dict[str, dict[Unit, float]] = defaultdict(lambda: defaultdict(float))
         for chunk in chunks:
-            self.learn_s[chunk.algo][chunk.seed, chunk.chunk] = chunk.learn_s + chunk.swap_s
+            self.learn_s[chunk.algo][chunk.chunk] += chunk.learn_s + chunk.swap_s
 
     def row(self, name: str) -> LearnerRow:
         """One contender's."""
@@ -105,7 +106,7 @@ class Passes:
         decode_s, learn_s = sum(one.decode_s for one in decoded), sum(self.learn_s[name].values())
         gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, net=True)
         mat, beside, beside_net = self._mats(name, static), self._speed(name, static), self._speed(name, static, True)
-        last = max((unit_of(record)[1] for record in mine), default=0)
+        last = max((unit_of(record) for record in mine), default=0)
         return LearnerRow(
             algo=name,
             kind=kind,
@@ -188,7 +189,7 @@ class Passes:
 
 def unit_of(record: Record) -> Unit:
     assert record.session is not None
-    return record.seed, record.session
+    return record.session
 
 
 def _quotient(parts: Sequence[dict[Unit, float]]) -> tuple[float | None, Interval | None]:

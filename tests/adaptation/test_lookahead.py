@@ -1,5 +1,6 @@
 """The loop of steps: what is kept, what is the target's, and that it ends whatever the models write."""
 
+import copy
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -293,9 +294,16 @@ def test_another_tokenizer_is_handed_texts(target, stranger, question):
     assert draft.as_written(final)[-1] in stranger.eos_ids
 
 
-def test_another_tokenizer_without_a_chat_template_is_refused(target, stranger):
-    import copy
+def test_a_text_ends_as_the_draft_model_ends_a_turn(target, stranger):
+    """Qwen3 has two tokens for it: learnt from the other one, the draft LM would not know where a turn ends."""
+    chat = copy.copy(stranger)
+    turn = chat.tokenizer.eos_token_id
+    chat.eos_ids = frozenset({turn, 0})
+    draft = Draft(Writer(chat, SMALL), target)
+    assert draft.as_written(Step([50, turn], "a", "final"))[-1] == turn != min(chat.eos_ids)
 
+
+def test_another_tokenizer_without_a_chat_template_is_refused(target, stranger):
     mute = copy.copy(stranger)
     mute.tokenizer = copy.deepcopy(stranger.tokenizer)
     mute.tokenizer.chat_template = None

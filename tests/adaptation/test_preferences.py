@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainingArguments
 
 from specctl.adaptation.lookahead import Mismatch
 from specctl.adaptation.preferences import PreferenceLearner, table
@@ -167,3 +167,26 @@ def test_the_generators_of_the_process_are_left_alone(tiny, target):
     torch.manual_seed(5)
     learner(tiny, target, epochs=1).learn(PAIRS[:1])
     assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("mode", ["osd-lr", "online-lr"])
+def test_on_a_machine_with_several_gpus(tiny, target, mode, monkeypatch):
+    """TRL refuses to learn where it sees them: the run would end behind its first chunk."""
+    made = TrainingArguments.__post_init__
+
+    def two(arguments):
+        made(arguments)
+        arguments._n_gpu = 2
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", two)
+    assert learner(tiny, target, mode).learn(PAIRS).steps == 4
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_checkpointed_layers_leave_nothing_behind(tiny, target, lora, monkeypatch):
+    """As on a GPU: hooks of every chunk would add up, in the model and in all that is made of it."""
+    options = PreferenceLearner._options
+    monkeypatch.setattr(PreferenceLearner, "_options", lambda *args: options(*args) | {"gradient_checkpointing": True})
+    learning = learner(tiny, target, lora=lora)
+    learning.learn(PAIRS)
+    assert not learning.played().get_input_embeddings()._forward_hooks

@@ -13,8 +13,9 @@ import torch
 from specctl.adaptation import remote
 from specctl.adaptation.pupil import Pupil
 from specctl.adaptation.remote import RemotePupil
-from specctl.adaptation.worker import Learnt, Ready
-from specctl.errors import SpecctlError
+from specctl.adaptation.worker import Learnt, Parcel, Ready
+from specctl.errors import Interrupted, SpecctlError
+from specctl.progress import interrupts
 from tests.adaptation.lessons import ACCEPTANCE, answered, taught
 from tests.evaluation.streams import QUESTIONS, recipe, sure_target, write_head
 
@@ -22,6 +23,23 @@ from tests.evaluation.streams import QUESTIONS, recipe, sure_target, write_head
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory, tiny_directory):
     return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+def test_a_parcel_brings_what_was_put_into_it():
+    """Of all widths, in whatever order, with none and with a single number."""
+    sent = {
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).to(torch.bfloat16),
+        "none": torch.empty(0, 4),
+        "count": torch.tensor(7),
+        "weights": torch.randn(4, 3).T,
+        "rate": torch.tensor(0.1, dtype=torch.float64),
+    }
+    parcel = Parcel.of(sent)
+    found = parcel.tensors()
+    assert found.keys() == sent.keys() and parcel.bytes.nbytes == sum(x.nbytes for x in sent.values())
+    assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in sent.items())
+    assert Parcel.of({}).tensors() == {}
 
 
 def hand_over(pupil, chunk):
@@ -87,7 +105,8 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     again = RemotePupil(made, "ogd", tiny, 0)
     again.restore(*pupil.state())
     assert again.behind == 3 and again.sit(ACCEPTANCE).dropped == 3 * len(QUESTIONS)
-    pupil._outbox.put(Learnt(lesson, pupil.played(), *Pupil.state(pupil)))
+    facts, tensors = Pupil.state(pupil)
+    pupil._outbox.put(Learnt(lesson, pupil.played(), facts, Parcel.of(tensors)))
     with pupil.awake():
         pass
     assert [one.texts for one in pupil._inbox.get_nowait()] == [one.texts for one in chunks[4:]] and not pupil._waiting
@@ -99,19 +118,28 @@ def stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
-def test_two_processes(tmp_path, tiny):
+def test_two_processes(tmp_path, tiny, monkeypatch):
     """They go on from the state of one and learn what it does, stopped over and over in the midst of their sums; all
-    stand still while others have their turn; and when one dies, the decoder hears of it and nobody is left behind."""
+    stand still while others have their turn, and those all threads: halved for good, every learner and every repeat of
+    the stream would halve them again; a signal ends the wait for them; and when one dies, the decoder hears of it and
+    nobody is left behind."""
     head = write_head(tmp_path / "eagle3", tiny, "eagle3")
     made = recipe("", head, tiny, algo=["ensemble"], asynchronous=True, learner_device="cpu,cpu")
     here = Pupil(made, "ensemble", tiny, 0)
     start, chunks = here.played(), [answered(here, tiny), answered(here, tiny), answered(here, tiny, ["Why?"])]
     taught(here, chunks[:1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
+    threads = [4]
     there = RemotePupil(made, "ensemble", tiny, 0)
+    with there.awake():
+        assert threads == [4, 2]
+    assert threads == [4, 2, 4]
     there.restore(*here.state())
     for chunk in chunks[1:]:  # of the last one the second has nothing
         hand_over(there, chunk)
         wait_for(there)
+    assert len({x.untyped_storage().data_ptr() for x in there._known[1].values()}) == 1, "every tensor is an open file"
     lessons, expected = taught(here, chunks[1:])
     moved = float((expected - start).abs().max())
     torch.testing.assert_close(there.played(), expected, rtol=0, atol=1e-3 * moved)
@@ -121,6 +149,11 @@ def test_two_processes(tmp_path, tiny):
     while not all(map(stopped, pids)):
         assert time.monotonic() < until, "one was not told to stop"
     hand_over(there, chunks[0])
+    monkeypatch.setattr(remote, "PATIENCE_S", 0.01)
+    interrupts._note(signal.SIGTERM, None)
+    with pytest.raises(Interrupted):
+        there.finish()
+    interrupts.reset()
     os.kill(pids[0], signal.SIGCONT)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(SpecctlError, match="cpu ended with code -9"):

@@ -137,11 +137,12 @@ def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool
     assert moved["good"] and not moved["bad"]
 
 
-@pytest.mark.parametrize("reset", ["query", "chunk"])
-def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool, reset):
-    """From behind its first chunk, and when it was finished; also the pool that stays as it is."""
+@pytest.mark.parametrize(("reset", "replay"), [("query", 0.0), ("chunk", 1.0)])
+def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool, reset, replay):
+    """From behind its first chunk, and when it was finished; also the pool that stays as it is. Texts go on to be
+    numbered: under the number of an older one a text would not count as new, and not be learnt from."""
     made = recipe(prompts, pool / "good", tiny, algo=["ogd"]).model_dump() | {"init": None, "arch": None, "pool": pool}
-    made |= {"checkpoint": {"every": 1, "keep": 9}, "policy": {"reset": reset}}
+    made |= {"checkpoint": {"every": 1, "keep": 9}, "policy": {"reset": reset}, "buffer": {"replay": replay}}
     learnt(tmp_path / "whole", OnlineRecipe(**made), tiny)
     place = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for later in sorted((place / "checkpoints").iterdir())[1:]:

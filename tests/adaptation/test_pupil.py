@@ -1,0 +1,50 @@
+"""A drafter that learns: what it plays and keeps is what its learner says, whatever the module is like."""
+
+import pytest
+import torch
+
+from specctl.adaptation.pupil import Pupil
+from specctl.decoding.target import load_target
+from specctl.formats import checkpoint
+from tests.adaptation.lessons import answered, taught
+from tests.evaluation.streams import QUESTIONS, recipe, sure_target, write_copy, write_head
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+def test_tied_weights_are_played_and_saved_as_they_were_learnt(tmp_path, tiny, tiny_directory):
+    """The vocabulary head of most small LMs is their embedding. Under its second name the old one would be loaded last,
+    and what the embedding has learnt be gone."""
+    tied = write_copy(tmp_path / "lm", tiny, tiny_directory("qwen2"), 0.0)
+    pupil = Pupil(recipe("", tied, tiny, algo=["ogd"], baselines=[]), "ogd", tiny, 0)
+    taught(pupil, [answered(pupil, tiny)])
+    learnt = pupil.objective.parameters(pupil.played())["model.model.embed_tokens.weight"]
+    before, after = (checkpoint.load(place).tensors for place in (tied, pupil.save(tmp_path / "learnt", {"mat": {}})))
+    assert not torch.equal(learnt, before["model.embed_tokens.weight"])
+    assert torch.equal(pupil.play().model.embedding, learnt)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(after[name], learnt), name
+
+
+def test_all_texts_of_another_target_are_new(tmp_path, tiny):
+    """Where older texts are replayed: a buffer begins anew with the target, and so do the numbers by which a text is
+    known to be new. By the old count nothing would be learnt until as many texts had come as before."""
+    head = write_head(tmp_path / "hydra", tiny, "hydra")
+    pupil = Pupil(recipe("", head, tiny, algo=["ogd"], buffer={"replay": 1.0}), "ogd", tiny, 0)
+    taught(pupil, [answered(pupil, tiny)])
+    pupil.retarget(tiny)
+    (lesson,), _ = taught(pupil, [answered(pupil, tiny)])
+    assert (lesson.outcome.status, lesson.texts) == ("updated", len(QUESTIONS))
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "hydra"])
+def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
+    """Learners are in fp32 there, without the autocast that would take features of any precision."""
+    half = load_target(tiny.name, device="cpu", dtype="fp16")
+    head = write_head(tmp_path / family, half, family)
+    pupil = Pupil(recipe("", head, half, algo=["ogd"]), "ogd", half, 0)
+    (lesson,), _ = taught(pupil, [answered(pupil, half)])
+    assert lesson.outcome.status == "updated"
