@@ -149,7 +149,7 @@ def to_json(document: Any, indent: int | None = None) -> str:
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
-    """Write a file whole or not at all: temporary file in the same directory, fsync, rename."""
+    """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`."""
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -159,6 +159,9 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

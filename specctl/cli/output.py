@@ -50,8 +50,10 @@ class Output:
             self._print_rich(show(document))
 
     def failure(self, failure: Failure) -> None:
-        """One line to stderr; with --json also the error document to stdout."""
-        hint = f" (hint: {failure.hint})" if failure.hint else ""
+        """The message and its hint to stderr, in one line where it is one; with --json also the document to stdout."""
+        hint = f"(hint: {failure.hint})" if failure.hint else ""
+        if hint:
+            hint = ("\n" if "\n" in failure.message else " ") + hint
         print(f"error: {failure.message}{hint}", file=sys.stderr, flush=True)
         if self.json and _speaks():
             self._print_json({"error": {"type": failure.type, "message": failure.message, "hint": failure.hint}})

@@ -92,6 +92,28 @@ def test_without_json_an_error_leaves_stdout_empty(specctl, library):
     assert done.err.strip() == "error: p.jsonl:3: not JSON (hint: fix it)"
 
 
+def test_a_hint_stands_behind_all_lines_of_a_message(specctl, library):
+    """It read as if it belonged to the last of several problems."""
+    library("distill", raiser(errors.DataError("2 rejected\n  p:1: bad\n  p:2: bad", "fix them")))
+    assert specctl("distill").err.splitlines()[-2:] == ["  p:2: bad", "(hint: fix them)"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "error: the command is missing (hint: see specctl --help)"),
+        (["-q"], "error: the command is missing (hint: see specctl --help)"),
+        (["recipes"], "error: the command is missing (hint: see specctl recipes --help)"),
+        (["eval", "--domain"], "error: Option '--domain' requires an argument (hint: see specctl eval --help)"),
+        (["train-drafter", "--arch", "x"], "error: --arch: should be 'eagle', "),
+        (["generate", "hi", "--dtype", "x"], "error: --dtype: target.dtype: should be 'auto', "),
+        (["distill", "batch_size=x"], "error: batch_size=x: should be a valid integer"),
+    ],
+)
+def test_what_is_wrong_with_a_command_line_is_said_once(specctl, argv, said):
+    assert said in specctl(*argv).err.splitlines()[-1]
+
+
 def test_traceback_only_when_asked(specctl, library):
     library("distill", raiser(RuntimeError("boom")))
     assert "Traceback" in specctl("distill", "-v").err
