@@ -125,7 +125,7 @@ def hardware() -> Iterator[Finding]:
 
 def load(average: float, threads: int, cores: int) -> Finding:
     """Threads of a parallel loop spin while they wait for each other: beside another busy process they crawl."""
-    text = f"{average:.1f} on {cores} cores, torch takes {threads} threads"
+    text = f"{average:.1f} on {cores} cores, torch threads: {threads}"
     if threads > 1 and average + threads > cores + 0.5:
         return Finding("load", "note", text, f"OMP_NUM_THREADS={max(1, int(cores - average))}, or wait for the others")
     return Finding("load", "ok", text)
@@ -193,13 +193,13 @@ def _in_words(about: Description) -> dict[str, Any]:
         "runs by": f"{step_name(about.path)}: {about.why}",
         "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB in {about.dtype}, which --dtype auto takes",
         "checkpoint in": about.checkpoint_dtype,
-        "layers": f"{about.layers} of {about.hidden_size:,}",
-        "heads": f"{heads} of {head_dim}, {kv_heads} of keys and values",
+        "layers": f"{about.layers}, of hidden size {about.hidden_size:,}",
+        "heads": f"{heads} of dimension {head_dim}, {kv_heads} of keys and values",
         "vocabulary": f"{about.vocab_size:,}, {'head tied to the embedding' if about.tied_head else 'head of its own'}",
         "context": context,
         "RoPE": about.rope or "none",
         "sliding window": about.sliding_window or "none",
-        "ends with": [str(token) for token in about.eos_ids],
+        "ends with": f"token {' or '.join(map(str, about.eos_ids))}",
         "chat template": "not known" if about.chat_template is None else about.chat_template,
         "features": f"hidden states 0 to {about.features}, for every feature drafter",
     }

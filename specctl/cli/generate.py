@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specctl import progress
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import fields, output
@@ -48,6 +49,7 @@ def prompt_of(recipe: GenerateRecipe) -> str:
     if recipe.prompt is None:
         from specctl import data_prep
 
+        progress.log("no prompt was given: this answers one that the SQL generator writes (--json shows it)")
         return next(data_prep.get("sql").generate(1, recipe.sampling.seed, "test"))
     text = sys.stdin.read() if recipe.prompt == "-" else recipe.prompt
     if not text.strip():

@@ -73,13 +73,10 @@ def check_directory(name: str, otherwise: str = "") -> None:
 
 
 def pool_members(pool: Path) -> list[str]:
-    """The drafter directories of a pool. Raises UsageError where there is none."""
-    if not pool.is_dir():
-        raise UsageError(f"no pool directory {pool}", hint="a directory of drafter directories, such as ./drafters")
-    members = sorted(str(path) for path in pool.iterdir() if (path / "config.json").is_file())
-    if not members:
-        raise UsageError(f"no drafters in {pool}", hint="specctl train-drafter makes one")
-    return members
+    """The drafter directories at or below `pool`. Raises UsageError, CheckpointError where there is none."""
+    from specctl.drafters.pool import find_pool
+
+    return [str(path) for path in find_pool(pool)]
 
 
 def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:

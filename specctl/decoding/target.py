@@ -272,6 +272,8 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     where = location(name)
+    if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
+        raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:

@@ -78,6 +78,11 @@ class Rejections:
             share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
             hint = f"expected {EXPECTED}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
+        self.tell()
+
+    def tell(self) -> None:
+        """Report in one line what was rejected since the last report, however much."""
+        kept = f"all of them are in {self.path}" if self.path else ""
         if self.count > self._reported:
             self._reported = self.count
             progress.log(f"{self.count} of {self.seen} prompts rejected ({self.reasons[0]}){kept and '; ' + kept}")
@@ -115,11 +120,11 @@ def _check_beginning(file: str, domain: str, max_rejected: float) -> None:
         if candidate is not None:
             return
     rejections.check()
-    raise _no_prompts(file)
+    raise no_prompts(file)
 
 
-def _no_prompts(source: str) -> DataError:
-    return DataError(f"no prompts in {source}", hint=f"expected {EXPECTED}")
+def no_prompts(source: str) -> DataError:
+    return DataError(f"no prompts in {'<stdin>' if source == '-' else source}", hint=f"expected {EXPECTED}")
 
 
 def read_domains(
@@ -164,7 +169,7 @@ def read_prompts(
         prompts = _sample(prompts, data.limit or len(prompts), data.seed)
     rejections.check()
     if not prompts:
-        raise _no_prompts(str(data.prompts_of(domain) or domain))
+        raise no_prompts(str(data.prompts_of(domain) or domain))
     if repeated:
         progress.log(f"{repeated} repeated prompts of {domain} are kept once")
     return list(prompts.values())

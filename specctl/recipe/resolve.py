@@ -86,7 +86,7 @@ def shipped() -> dict[str, str]:
 
 
 def read(name: str | Path) -> tuple[str, str]:
-    """(text, label for messages) of a recipe given by path or by the name of a shipped one."""
+    """(text, label for messages) of a file given by path or by the name of a shipped one."""
     if Path(name).is_file():
         try:
             return Path(name).read_text(encoding="utf-8"), str(name)
@@ -102,9 +102,19 @@ def read(name: str | Path) -> tuple[str, str]:
     return known[key], str(name)
 
 
+def _recipe(name: str | Path) -> tuple[str, str]:
+    """What `read` gives; RecipeError for the files in the package that are no recipes."""
+    text, label = read(name)
+    if not Path(name).is_file() and text.startswith("{"):
+        raise RecipeError(f"{label} is a DeepSpeed configuration, not a recipe", hint=f"deepspeed={label}")
+    if text.startswith("#!"):
+        raise RecipeError(f"{label} is a script, not a recipe", hint="specctl recipes cp copies it, to be edited")
+    return text, label
+
+
 def command_of(name: str | Path) -> str:
     """The command a recipe is for, from its `command:` key. RecipeError where it names none."""
-    text, label = read(name)
+    text, label = _recipe(name)
     command = yaml_file.load(text, label)[0].get("command")
     if command not in RECIPES:
         raise RecipeError(f"{label}: command: must be one of {', '.join(RECIPES)} (got {command!r})")
@@ -126,7 +136,7 @@ def _from_environment(model: type[Section], environ: Mapping[str, str]) -> Itera
 
 
 def _from_file(command: str, recipe: str | Path, problems: list[str]) -> list[Setting]:
-    text, label = read(recipe)
+    text, label = _recipe(recipe)
     data, lines = yaml_file.load(text, label)
     meant_for = data.pop("command", command)
     if meant_for != command:

@@ -213,6 +213,14 @@ def test_a_closed_pipe_is_no_error():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(("closed", "printed"), [("<&- >&-", ""), ("2>&-", "specctl")])
+def test_closed_streams_are_no_error(closed, printed):
+    """`specctl … >&-`: Python has no sys.stdout then, and the next file opened would be printed into."""
+    command = f"{sys.executable} -m specctl --version {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split(" ")[0], done.stderr) == (0, printed, "")
+
+
 def test_version(specctl):
     from specctl import __version__
 

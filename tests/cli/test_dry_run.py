@@ -17,7 +17,8 @@ def workplace(tmp_path, distilled):
     """The directories that recipes read: drafters and distilled data."""
     for path in ("drafters/sql-eagle3", "demo-out/drafters/sql-eagle3", "heads/sql-eagle3"):
         (tmp_path / path).mkdir(parents=True)
-        (tmp_path / path / "config.json").write_text("{}")
+        for name in ("config.json", "drafter.json"):
+            (tmp_path / path / name).write_text("{}")
     distilled(tmp_path / "demo-out/distilled/sql")
     return tmp_path
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import transformers
 
 from specctl import data_prep
@@ -27,8 +28,18 @@ def test_a_recipe_is_copied_edited_and_checked(specctl, tmp_path):
 def test_recipes_are_listed_and_shown(specctl):
     names = specctl("recipes", "ls", "-q").out.split()
     assert {"distill", "eval", "generate", "train-drafter/eagle3", "demo/train", "deepspeed/zero3"} <= set(names)
-    assert all(row["about"] for row in specctl("recipes", "ls", "--json").json["recipes"] if "zero" not in row["name"])
+    assert all(row["about"] for row in specctl("recipes", "ls", "--json").json["recipes"])
     assert json.loads(specctl("recipes", "show", "deepspeed/zero1").out)["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("deepspeed/zero1", "deepspeed=deepspeed/zero1"), ("slurm/train-drafter", "recipes cp")]
+)
+def test_what_stands_beside_the_recipes_is_not_read_as_one(specctl, name, said):
+    """It complained of line 19 of a script, and of DeepSpeed's own keys."""
+    for argv in (("train-drafter", "--recipe", name), ("recipes", "validate", name)):
+        done = specctl(*argv)
+        assert done.code == 2 and "not a recipe" in done.err and said in done.err
 
 
 def test_domains_are_listed_and_shown(specctl):
@@ -108,7 +119,7 @@ def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):
     assert about["bytes"] == about["parameters"] * {"bf16": 2, "fp32": 4}[about["dtype"]]
     assert "'gemma2' is not one of" in about["why"]
     shown = specctl("doctor", "--target", directory).out
-    for words in ("the forward of transformers", "4 of 16, 2 of keys", "head tied", "hidden states 0 to 2"):
+    for words in ("the forward of transformers", "4 of dimension 16, 2 of keys", "head tied", "hidden states 0 to 2"):
         assert words in shown
 
 
@@ -148,7 +159,7 @@ def test_doctor_refuses_targets_that_cannot_be_used(specctl, tmp_path):
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path / "mute")
     for name, words in {
         "./nowhere": "does not exist",
-        "./empty": "cannot read the configuration",
+        "./empty": "no model directory: it has no config.json",
         "./mamba": "recurrent state",
         "./unknown": "never-heard-of",
         "./seven": "not a multiple of the number of attention heads",
@@ -166,3 +177,24 @@ def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
     done = specctl("doctor", "--target", "./base", "--json")
     assert done.code == 0 and done.json["target"]["chat_template"] is False
     assert "chat_template.jinja" in done.json["findings"][-1]["fix"]
+
+
+def test_a_directory_without_a_configuration_is_no_target(specctl, tmp_path):
+    """transformers' own words were: Unrecognized model in ."""
+    done = specctl("generate", "hi", "--target", ".")
+    assert done.code == 4 and ". is no model directory: it has no config.json" in done.err
+    assert "no config.json" in specctl("doctor", "--target", str(tmp_path)).out
+
+
+def test_a_pool_may_be_deep(specctl, tmp_path):
+    """--dry-run and `eval` looked only at the directories right below it, `select` at all of them."""
+    (tmp_path / "pool/math/eagle3").mkdir(parents=True)
+    for name in ("config.json", "drafter.json"):
+        (tmp_path / "pool/math/eagle3" / name).write_text("{}")
+    done = specctl("eval", "--pool", "pool", "--domain", "math", "--dry-run", "--json")
+    assert done.code == 0 and any("pool/math/eagle3" in step for step in done.json["steps"])
+
+
+def test_nobody_wonders_which_prompt_was_answered(specctl):
+    assert "no prompt was given" in specctl("generate", "--dry-run").err
+    assert specctl("generate", "hi", "--dry-run").err == ""
