@@ -56,7 +56,7 @@ class Run:
         if run._writes:
             make_dir(run.dir)
             if getattr(recipe, "resume", False):
-                run._check_same_command()
+                check_same_command(run.dir, command)
         return run
 
     @contextmanager
@@ -64,16 +64,6 @@ class Run:
         """No other process runs in the directory meanwhile: UsageError where one does."""
         with lock.held(self.dir / lock.NAME, self.dir):
             yield
-
-    def _check_same_command(self) -> None:
-        try:
-            there = json.loads((self.dir / "run.json").read_text())["command"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return  # no run, or none that says what it is
-        if there != self.command:
-            raise UsageError(
-                f"{self.dir} holds a run of specctl {there}", hint=f"--resume continues one of specctl {self.command}"
-            )
 
     def _begin(self) -> None:
         """Forget an earlier run's metrics and result; write the resolved recipe and run.json."""
@@ -127,6 +117,16 @@ class Run:
 
     def _write_json(self, name: str, document: dict[str, Any]) -> None:
         atomic_write(self.dir / name, to_json(document, indent=2) + "\n")
+
+
+def check_same_command(directory: Path, command: str) -> None:
+    """UsageError where a run of another command is in the directory: it cannot be resumed by this one."""
+    try:
+        there = json.loads((directory / "run.json").read_text())["command"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no run, or none that says what it is
+    if there != command:
+        raise UsageError(f"{directory} holds a run of specctl {there}", f"--resume continues one of specctl {command}")
 
 
 def recipe_seed(recipe: Any) -> int | None:

@@ -91,6 +91,8 @@ def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -
     if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
         raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it where the command can")
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is a file, not a directory", hint="choose another --output-dir")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise SpecctlError(f"cannot write to {parent}: permission denied", hint="choose another --output-dir")
 

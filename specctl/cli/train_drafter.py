@@ -57,7 +57,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         return plan.show("train-drafter", recipe, words, estimate=found if recipe.each else found[-1])
     with library_output():
         for source, missing in first.items():
-            progress.log(f"no finished data in {source}: distilling from {missing.data.limit} prompts first")
+            progress.log(f"no finished data in {source}: distilling from up to {missing.data.limit} prompts first")
             api.execute("distill", missing)
         documents = [api.execute("train-drafter", one)[1] for one in recipes]
     if not recipe.each:
@@ -107,6 +107,8 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
 
     if store.exists(source):
         held = store.summary(source)
+        if recipe.distilled is None:
+            _tell_what_is_there(recipe, source, held.meta.get("target", {}).get("name"))
         if held.complete or recipe.distilled is not None:
             return None
         if not recipe.resume:
@@ -126,6 +128,17 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
         output_dir=source,
         resume=recipe.resume,
     )
+
+
+def _tell_what_is_there(recipe: TrainRecipe, source: Path, target: str | None) -> None:
+    """Whose data it is, where that is another target's, and which options have no say in data that is there."""
+    if target not in (None, recipe.target.name):
+        progress.warn(f"{source} is what target {target} wrote, not {recipe.target.name}")
+    set_here = [f"data.{key}" for key in ("prompts", "source", "limit") if key in recipe.data.model_fields_set]
+    set_here += [f"distill.{key}" for key in sorted(recipe.distill.model_fields_set)]
+    if set_here and not recipe.resume:
+        again = f"specctl distill --output-dir {source} --overwrite makes it anew"
+        progress.log(f"{source} is there and is trained on, whatever {', '.join(set_here)} may say ({again})")
 
 
 class Expected(NamedTuple):

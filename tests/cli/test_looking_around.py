@@ -1,6 +1,7 @@
 """recipes, domains, doctor."""
 
 import json
+from pathlib import Path
 
 import pytest
 import transformers
@@ -198,3 +199,34 @@ def test_a_pool_may_be_deep(specctl, tmp_path):
 def test_nobody_wonders_which_prompt_was_answered(specctl):
     assert "no prompt was given" in specctl("generate", "--dry-run").err
     assert specctl("generate", "hi", "--dry-run").err == ""
+
+
+def test_doctor_looks_for_the_weights(tmp_path):
+    """It said that everything was there of a directory without weights, and of one with half a file."""
+    directory = Path(write_tiny(tmp_path / "llama", "LlamaConfig", SIZES))
+    file, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    assert doctor.weights(directory).state == "ok"
+    whole = file.read_bytes()
+    for content in (whole[:-10], whole[:100], b"", whole + b"x"):
+        file.write_bytes(content)
+        found = doctor.weights(directory)
+        assert (found.state == "missing" and "model.safetensors" in found.value + str(found.fix)) or not content
+    file.unlink()
+    assert doctor.weights(directory).state == "note"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    (directory / "model-1.safetensors").write_bytes(whole)
+    found = doctor.weights(directory)
+    assert found.state == "missing" and "model-2.safetensors" in found.value
+
+
+def test_a_model_directory_that_is_half_there(specctl, tmp_path):
+    """Damaged weights were an unexpected SafetensorError; without its tokenizer every prompt had to be shortened."""
+    directory = Path(write_tiny(tmp_path / "qwen", "Qwen3Config", SIZES | {"head_dim": 16}))
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    done = specctl("generate", "hi", "--target", str(directory))
+    assert done.code == 4 and "its weights are damaged" in done.err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    found = specctl("doctor", "--target", str(directory), "--json")
+    assert found.code == 4 and found.json["findings"][-1]["value"] == "its tokenizer cannot be read"
