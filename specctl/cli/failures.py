@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 
@@ -46,7 +47,9 @@ def explain(error: BaseException, command: str | None = None) -> Failure:
         return Failure("UsageError", message, _usage_hint(error, command), error.exit_code)
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        return Failure(type(error).__name__, f"{where}{error.strerror}", None, 1)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "make room where --output-dir is, or choose another" if full else None
+        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, 1)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if _out_of_memory(error):
         hint = f"lower or set {', '.join(SMALLER[command])}" if command in SMALLER else None

@@ -1,7 +1,9 @@
 """Streams, exit codes, error documents: what scripts around the command rely on."""
 
 import errno
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from specctl import errors, progress
 from specctl.cli.failures import SMALLER, explain
+from specctl.cli.output import output, table
 from specctl.recipe import RECIPES
 
 
@@ -203,6 +206,23 @@ def test_colour_is_for_terminals_and_nothing_is_cut(specctl):
     assert "\x1b" not in done.out
     assert "…" not in done.out
     assert all(line == line.rstrip() for line in done.out.splitlines())
+
+
+@pytest.mark.parametrize("columns", ["80", "30"])
+def test_names_and_numbers_stay_whole_on_a_narrow_terminal(monkeypatch, columns):
+    """A drafter's name stood in three pieces in 80 columns, numbers in two in 40, and some columns nowhere."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    heads = ("drafter", "domain", "× plain", "× transformers", "tokens/s × static, net", "tokens", "what it is for")
+    row = ["summarization-eagle3", "summarization", 2.06, 4.46, 0.83, 12345, "a sentence of several words " * 3]
+    output.result({}, lambda _: table(*heads, rows=[row]))
+    lines = terminal.getvalue().splitlines()
+    (line,) = (line for line in lines if "summarization-eagle3" in line)
+    assert [text for text in line.split() if text[0].isdigit()] == ["2.06", "4.46", "0.83", "12,345"]
+    assert {"transformers", "static,", "tokens"} <= set(re.sub(r"\x1b\[[0-9;]*m", " ", "\n".join(lines)).split())
 
 
 def test_a_closed_pipe_is_no_error():
