@@ -199,6 +199,8 @@ def test_a_pool_may_be_deep(specctl, tmp_path):
 def test_nobody_wonders_which_prompt_was_answered(specctl):
     assert "no prompt was given" in specctl("generate", "--dry-run").err
     assert specctl("generate", "hi", "--dry-run").err == ""
+    done = specctl("generate", "\udcff\udcfe", "--dry-run")
+    assert done.code == 3 and "not UTF-8" in done.err
 
 
 def test_doctor_looks_for_the_weights(tmp_path):
