@@ -58,7 +58,7 @@ class Run:
         if run._writes:
             make_dir(run.dir)
             if getattr(recipe, "resume", False):
-                run._check_same_command()
+                check_same_command(run.dir, command)
         return run
 
     @contextmanager
@@ -66,16 +66,6 @@ class Run:
         """No other process runs in the directory meanwhile: UsageError where one does."""
         with lock.held(self.dir / lock.NAME, self.dir):
             yield
-
-    def _check_same_command(self) -> None:
-        try:
-            there = json.loads((self.dir / "run.json").read_text())["command"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return  # no run, or none that says what it is
-        if there != self.command:
-            raise UsageError(
-                f"{self.dir} holds a run of specctl {there}", hint=f"--resume continues one of specctl {self.command}"
-            )
 
     @property
     def replaces(self) -> bool:
@@ -155,6 +145,16 @@ class Run:
         atomic_write(self.dir / name, to_json(document, indent=2) + "\n")
 
 
+def check_same_command(directory: Path, command: str) -> None:
+    """UsageError where a run of another command is in the directory: it cannot be resumed by this one."""
+    try:
+        there = json.loads((directory / "run.json").read_text())["command"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no run, or none that says what it is
+    if there != command:
+        raise UsageError(f"{directory} holds a run of specctl {there}", f"--resume continues one of specctl {command}")
+
+
 def recipe_seed(recipe: Any) -> int | None:
     """The seed a result is reported under: that of sampling where the recipe samples, else that of the data, if any."""
     section = getattr(recipe, "sampling", None) or getattr(recipe, "data", None)
@@ -175,7 +175,7 @@ def to_json(document: Any, indent: int | None = None) -> str:
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
-    """Write a file whole or not at all: temporary file in the same directory, fsync, rename."""
+    """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`."""
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -185,6 +185,9 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -63,7 +63,7 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
         (f"{path}:4: optimizer.lr: ", "'1e-4'"),
         (f"{path}:5: ttt_steps: ", "2.5"),
         (f"{path}:7: epochs: ", "'x'"),
-        ("lr=3: lr: unknown key", "did you mean optimizer.lr?"),
+        ("lr=3: unknown key", "did you mean optimizer.lr?"),
         ("novalue: ", "key.sub=value"),
         ("SPECCTL_TAGET: taget: unknown key", "did you mean target?"),
     ]:

@@ -12,11 +12,18 @@ from specctl.recipe import EvalRecipe, OnlineRecipe
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     runs.atomic_write(path, "old")
-    monkeypatch.setattr(runs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(runs.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(OSError, match="disk full"):
         runs.atomic_write(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path], "no temporary file stays"
+
+
+def test_a_write_that_fails_names_the_file_that_was_asked_for(tmp_path):
+    """Not the temporary one beside it, of which nobody has heard."""
+    with pytest.raises(FileNotFoundError) as caught:
+        runs.atomic_write(tmp_path / "absent" / "f", "text")
+    assert caught.value.filename == str(tmp_path / "absent" / "f")
 
 
 def test_a_run_is_recorded(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from specctl import data_prep
 from specctl.adaptation.schedule import order
 from specctl.decoding.target import Target
 from specctl.distillation.plan import render
-from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files
+from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts, warn
 from specctl.recipe import DataRecipe, OnlineRecipe, StreamRecipe
@@ -151,10 +151,11 @@ class PromptStream:
             raise
         if chunk:
             yield self._close(chunk)
-        self.rejections.check()
+        if not self._at.prompts or self.rejections.seen >= JUDGED:
+            self.rejections.check()
+        self.rejections.tell()  # a few lines are no reason to throw away what the others have been answered
         if not self._at.prompts:
-            names = ", ".join(self.data.prompts_of(domain) or domain for domain in self.data.domain)
-            raise DataError(f"no prompts in {names}", hint=f"expected {EXPECTED}")
+            raise no_prompts(", ".join(self.data.prompts_of(domain) or domain for domain in self.data.domain))
         if self.recipe.schedule and self._at.prompts < (self.total or 0):
             warn(f"the schedule asks for {self.total} prompts, {self._at.prompts} came that the target can answer")
 
@@ -213,7 +214,8 @@ class PromptStream:
             if there < (wanted if wanted and self.recipe.schedule else 1):
                 asked = f", the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""
                 raise DataError(
-                    f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}", f"expected {EXPECTED}"
+                    f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}",
+                    "ask for fewer with --schedule" if asked else f"expected {EXPECTED}",
                 )
             found.append((domain, min(there, wanted or there)))
         return segments if self.recipe.schedule else found

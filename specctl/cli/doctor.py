@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -46,7 +47,8 @@ def doctor(target: TargetName = None) -> None:
     with library_output():
         machine = [*software(), *hardware(), *surroundings()]
         about, usable = examine(target or "builtin")
-    findings = [*machine, usable]
+        files = [weights(Path(target))] if about and target and Path(target).is_dir() else []
+    findings = [*machine, *files, usable]
     missing = sum(finding.state == "missing" for finding in findings)
     document = {
         "healthy": missing == 0,
@@ -57,7 +59,7 @@ def doctor(target: TargetName = None) -> None:
     shown = about if target is not None else None  # nobody has asked about the built-in one
     output.result(document, partial(_report, about=shown), brief="ok" if not missing else f"{missing} missing")
     if missing:
-        unusable = usable.state == "missing" and missing == 1
+        unusable = missing == sum(finding.state == "missing" for finding in (*files, usable))
         raise typer.Exit(CheckpointError.exit_code if unusable else SpecctlError.exit_code)
 
 
@@ -125,7 +127,7 @@ def hardware() -> Iterator[Finding]:
 
 def load(average: float, threads: int, cores: int) -> Finding:
     """Threads of a parallel loop spin while they wait for each other: beside another busy process they crawl."""
-    text = f"{average:.1f} on {cores} cores, torch takes {threads} threads"
+    text = f"{average:.1f} on {cores} cores, torch threads: {threads}"
     if threads > 1 and average + threads > cores + 0.5:
         return Finding("load", "note", text, f"OMP_NUM_THREADS={max(1, int(cores - average))}, or wait for the others")
     return Finding("load", "ok", text)
@@ -172,6 +174,31 @@ def examine(name: str) -> tuple[Description | None, Finding]:
     return about, Finding(what, "ok", path)
 
 
+def weights(directory: Path) -> Finding:
+    """The files of a target's weights: all there, and as long as their headers say. No weight is read."""
+    index = file = directory / "model.safetensors.index.json"
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        files = sorted(directory / name for name in named)
+        if not index.is_file() and not files[0].is_file():
+            if any(directory.glob("pytorch_model*.bin")):
+                return Finding("weights", "ok", "pytorch_model.bin, not looked into")
+            return Finding("weights", "note", f"none in {directory}", "put model.safetensors beside config.json")
+        for file in files:
+            size = file.stat().st_size
+            with open(file, "rb") as opened:
+                header = int.from_bytes(opened.read(8), "little")
+                tensors = json.loads(opened.read(min(header, size)))
+            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+            if size != 8 + header + max(ends, default=0):
+                raise ValueError(f"{size:,} bytes, its header says {8 + header + max(ends, default=0):,}")
+    except OSError as error:
+        return Finding("weights", "missing", f"{error.filename}: {error.strerror}", "copy it again")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Finding("weights", "missing", f"{file} is damaged: {error}", "copy it again")
+    return Finding("weights", "ok", f"{', '.join(file.name for file in files[:2])}{' …' if len(files) > 2 else ''}")
+
+
 def _cpu_flags() -> set[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -193,13 +220,13 @@ def _in_words(about: Description) -> dict[str, Any]:
         "runs by": f"{step_name(about.path)}: {about.why}",
         "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB in {about.dtype}, which --dtype auto takes",
         "checkpoint in": about.checkpoint_dtype,
-        "layers": f"{about.layers} of {about.hidden_size:,}",
-        "heads": f"{heads} of {head_dim}, {kv_heads} of keys and values",
+        "layers": f"{about.layers}, of hidden size {about.hidden_size:,}",
+        "heads": f"{heads} of dimension {head_dim}, {kv_heads} of keys and values",
         "vocabulary": f"{about.vocab_size:,}, {'head tied to the embedding' if about.tied_head else 'head of its own'}",
         "context": context,
         "RoPE": about.rope or "none",
         "sliding window": about.sliding_window or "none",
-        "ends with": [str(token) for token in about.eos_ids],
+        "ends with": f"token {' or '.join(map(str, about.eos_ids))}",
         "chat template": "not known" if about.chat_template is None else about.chat_template,
         "features": f"hidden states 0 to {about.features}, for every feature drafter",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 
@@ -42,10 +43,13 @@ def explain(error: BaseException, command: str | None = None) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure("Interrupted", "stopped by SIGINT", "commands with --resume can go on", 130)
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # Typer's own: the command line is wrong
-        return Failure("UsageError", error.format_message().rstrip("."), _usage_hint(error), error.exit_code)
+        message = error.format_message().rstrip(".") or "the command is missing"  # help, which says nothing else
+        return Failure("UsageError", message, _usage_hint(error, command), error.exit_code)
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        return Failure(type(error).__name__, f"{where}{error.strerror}", None, 1)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "make room where --output-dir is, or choose another" if full else None
+        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, 1)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if _out_of_memory(error):
         hint = f"lower or set {', '.join(SMALLER[command])}" if command in SMALLER else None
@@ -63,6 +67,7 @@ def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
-def _usage_hint(error: BaseException) -> str | None:
-    context = getattr(error, "ctx", None)
-    return f"see {context.command_path} --help" if context is not None else "see specctl --help"
+def _usage_hint(error: BaseException, command: str | None) -> str:
+    context = getattr(error, "ctx", None)  # the parser of a command's options knows of none
+    path = context.command_path if context is not None else " ".join(filter(None, ("specctl", command)))
+    return f"see {path} --help"

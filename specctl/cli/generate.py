@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specctl import progress
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import fields, output
-from specctl.errors import UsageError
+from specctl.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from specctl.recipe import GenerateRecipe
@@ -48,10 +49,13 @@ def prompt_of(recipe: GenerateRecipe) -> str:
     if recipe.prompt is None:
         from specctl import data_prep
 
+        progress.log("no prompt was given: this answers one that the SQL generator writes (--json shows it)")
         return next(data_prep.get("sql").generate(1, recipe.sampling.seed, "test"))
     text = sys.stdin.read() if recipe.prompt == "-" else recipe.prompt
     if not text.strip():
         raise UsageError("the prompt is empty", hint='specctl generate "your question"')
+    if any("\ud800" <= char <= "\udfff" for char in text):  # what Python makes of bytes that are no text
+        raise DataError("the prompt is not UTF-8")
     return text
 
 

@@ -27,6 +27,7 @@ from specctl.cli import (
 from specctl.cli.command import Json, Quiet, Verbose
 from specctl.cli.failures import explain
 from specctl.cli.output import output
+from specctl.errors import UsageError
 
 app = typer.Typer(
     name="specctl",
@@ -67,6 +68,8 @@ def globals_(
         document = {"version": __version__}
         output.result(document, lambda doc: f"specctl {doc['version']}", brief=__version__)
         raise typer.Exit()
+    if context.invoked_subcommand is None:
+        raise UsageError("the command is missing", hint="see specctl --help")
 
 
 def run(argv: list[str]) -> int:

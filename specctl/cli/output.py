@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PIPE_WIDTH = 10_000  # off a terminal nothing is wrapped or cut
+WHOLE = 24  # characters of a cell that is never broken
 
 
 class Output:
@@ -50,8 +53,10 @@ class Output:
             self._print_rich(show(document))
 
     def failure(self, failure: Failure) -> None:
-        """One line to stderr; with --json also the error document to stdout."""
-        hint = f" (hint: {failure.hint})" if failure.hint else ""
+        """The message and its hint to stderr, in one line where it is one; with --json also the document to stdout."""
+        hint = f"(hint: {failure.hint})" if failure.hint else ""
+        if hint:
+            hint = ("\n" if "\n" in failure.message else " ") + hint
         print(f"error: {failure.message}{hint}", file=sys.stderr, flush=True)
         if self.json and _speaks():
             self._print_json({"error": {"type": failure.type, "message": failure.message, "hint": failure.hint}})
@@ -71,7 +76,10 @@ class Output:
         from rich.console import Console
 
         if sys.stdout.isatty():
-            Console(highlight=False).print(shown)
+            console = Console(highlight=False)
+            least = console.measure(shown, options=console.options.update(max_width=PIPE_WIDTH)).minimum
+            console.width = max(console.width, least)  # in less rich breaks names, and leaves columns out
+            console.print(shown)
             return
         console = Console(highlight=False, width=PIPE_WIDTH)
         with console.capture() as captured:
@@ -88,14 +96,28 @@ def _speaks() -> bool:
 
 
 def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
-    """A plain table; columns after the first are right-aligned where every cell is a number."""
+    """A plain table; columns after the first are right-aligned where every cell is a number.
+
+    On a terminal that is too narrow headings break between words and long texts anywhere; names and numbers stay whole.
+    """
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
+    widths = [max((len(text(row[index])) for row in rows), default=0) for index in range(len(columns))]
+    needed = sum(map(max, widths, map(len, columns))) + 3 * len(columns)
+    narrow = sys.stdout.isatty() and needed > shutil.get_terminal_size().columns
+    for index, (name, width) in enumerate(zip(columns, widths, strict=True)):
         numeric = index > 0 and all(isinstance(row[index], int | float | None) for row in rows)
-        made.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        whole = narrow and width <= WHOLE
+        least = max(width, *map(len, name.split())) if whole else None
+        made.add_column(
+            textwrap.fill(name, least) if least else name,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=whole,
+            min_width=least,
+        )
     for row in rows:
         made.add_row(*(cell(value) for value in row))
     return made

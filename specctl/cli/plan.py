@@ -73,13 +73,10 @@ def check_directory(name: str, otherwise: str = "") -> None:
 
 
 def pool_members(pool: Path) -> list[str]:
-    """The drafter directories of a pool. Raises UsageError where there is none."""
-    if not pool.is_dir():
-        raise UsageError(f"no pool directory {pool}", hint="a directory of drafter directories, such as ./drafters")
-    members = sorted(str(path) for path in pool.iterdir() if (path / "config.json").is_file())
-    if not members:
-        raise UsageError(f"no drafters in {pool}", hint="specctl train-drafter makes one")
-    return members
+    """The drafter directories at or below `pool`. Raises UsageError, CheckpointError where there is none."""
+    from specctl.drafters.pool import find_pool
+
+    return [str(path) for path in find_pool(pool)]
 
 
 def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -94,6 +91,8 @@ def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -
     if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
         raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it where the command can")
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is a file, not a directory", hint="choose another --output-dir")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise SpecctlError(f"cannot write to {parent}: permission denied", hint="choose another --output-dir")
 

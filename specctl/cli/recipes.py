@@ -66,7 +66,9 @@ def validate(name: Name) -> None:
 
 
 def _about(text: str) -> str:
-    """The first comment of a recipe (after the interpreter of a script) says what it is for."""
+    """The first comment of a recipe (after the interpreter of a script) says what it is for; JSON has none."""
+    if text.startswith("{"):
+        return "DeepSpeed, for train-drafter: deepspeed=NAME"
     first = next(line for line in text.lstrip().splitlines() if not line.startswith("#!"))
     return first.lstrip("# ") if first.startswith("#") else ""
 

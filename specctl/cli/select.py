@@ -48,13 +48,15 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream."""
     from specctl import api
     from specctl.cli import plan
-    from specctl.evaluation.selecting import with_domains_of_pool
     from specctl.selection import registry
-    from specctl.selection.arms import members
 
     registry.check(recipe.algo)
-    found = members(recipe)
     plan.check_drafters([*recipe.drafters, *recipe.rivals])
+    # Only now what takes seconds to import: a misspelt name is told at once.
+    from specctl.evaluation.selecting import with_domains_of_pool
+    from specctl.selection.arms import members
+
+    found = members(recipe)
     recipe = with_domains_of_pool(recipe, found)
     plan.check_data(recipe.data)
     if recipe.output_dir:

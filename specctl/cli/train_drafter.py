@@ -50,6 +50,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     for one in recipes:
         plan.check_output(one.output, resume=recipe.resume, overwrite=recipe.overwrite)
     first = {path: data for one in recipes for path, data in distil_first(one).items()}
+    if recipe.distilled is None:
+        tell_what_is_there(recipe, [path for one in recipes for path in one.sources if path not in first])
     if dry_run:
         expected = [estimate(one, first) for one in recipes]
         words = steps(recipes, first) + [line for one in expected for line in one.lines]
@@ -57,7 +59,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         return plan.show("train-drafter", recipe, words, estimate=found if recipe.each else found[-1])
     with library_output():
         for source, missing in first.items():
-            progress.log(f"no finished data in {source}: distilling from {missing.data.limit} prompts first")
+            progress.log(f"no finished data in {source}: distilling from up to {missing.data.limit} prompts first")
             api.execute("distill", missing)
         documents = [api.execute("train-drafter", one)[1] for one in recipes]
     if not recipe.each:
@@ -126,6 +128,21 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
         output_dir=source,
         resume=recipe.resume,
     )
+
+
+def tell_what_is_there(recipe: TrainRecipe, sources: list[Path]) -> None:
+    """Whose data it is, where that is another target's, and which of the user's options have no say in it."""
+    from specctl.distillation import store
+
+    set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
+    set_here += [f"distill.{key}" for key in sorted(recipe.distill.model_fields_set)]
+    for source in filter(store.exists, sources):
+        target = store.summary(source).meta.get("target", {}).get("name")
+        if target not in (None, recipe.target.name):
+            progress.warn(f"{source} is what target {target} wrote, not {recipe.target.name}")
+        if set_here and not recipe.resume:
+            again = f"specctl distill --output-dir {source} --overwrite makes it anew"
+            progress.log(f"{source} is there and is trained on, whatever {', '.join(set_here)} may say ({again})")
 
 
 class Expected(NamedTuple):

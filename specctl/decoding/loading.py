@@ -73,6 +73,8 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     where = location(name)
+    if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
+        raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -128,6 +130,7 @@ def load_model(
     For a GPU the weights are read from the memory-mapped files straight to it: eight processes on a node share the
     pages of the files and hold no copies in CPU memory.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -143,6 +146,9 @@ def load_model(
         )
         if device_map is None:
             model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    except SafetensorError as error:  # which does not say of which file
+        hint = f"specctl doctor --target {name} names the file"
+        raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"cannot load target {name}: {str(error).splitlines()[0]}") from error
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
@@ -159,9 +165,12 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(location(name), revision=revision, trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(location(name), revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load the tokenizer of {name}: {str(error).splitlines()[0]}") from error
+    if not found.encode("a", add_special_tokens=False):  # transformers makes an empty one where the files are missing
+        raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json beside config.json")
+    return found
 
 
 def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:

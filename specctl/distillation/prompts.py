@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
+import itertools
 import json
 import os
 import select
@@ -30,6 +31,7 @@ GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_REASONS = 5
 HELD_BYTES = 1 << 20  # of rejected lines in memory; more of them wait in a temporary file
+CHECKED_LINES = 1000  # of a file, before anything is loaded: one of them has to be a prompt
 POLL_S = 0.2  # how long a signal waits while stdin is silent
 SAMPLE_SLACK = 4  # prompts held at once while a file is sampled, as a multiple of the limit
 EXPECTED = 'one JSON object a line, {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
@@ -101,15 +103,20 @@ class Rejections:
             share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
             hint = f"expected {EXPECTED}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
+        self.tell()
+
+    def tell(self) -> None:
+        """Report in one line what was rejected since the last report, however much."""
+        kept = f"all of them are in {self.path}" if self.path else ""
         if self.count > self._reported:
             self._reported = self.count
             progress.log(f"{self.count} of {self.seen} prompts rejected ({self.reasons[0]}){kept and '; ' + kept}")
 
 
 def check_files(data: DataRecipe) -> None:
-    """Every domain has a prompts file of its own, and it is there.
+    """Every domain has a prompts file of its own, which is there and has a prompt among its first lines.
 
-    Raises UsageError (one file for several domains), DataError (a file is missing).
+    Raises UsageError (one file for several domains), DataError (a file is missing, or is no file of prompts).
     """
     if data.prompts is None:
         return
@@ -117,11 +124,32 @@ def check_files(data: DataRecipe) -> None:
     if len(set(files.values())) < len(files):
         hint = f"name one of {', '.join(files)} with --domain, or a file for each with {{domain}} in its name"
         raise UsageError(f"a prompts file is one domain, {data.prompts} would be {len(files)}", hint=hint)
-    missing = [f"{file} ({domain})" for domain, file in files.items() if file != "-" and not Path(file).is_file()]
+    files = {domain: file for domain, file in files.items() if file != "-"}
+    missing = [f"{file} ({domain})" for domain, file in files.items() if not Path(file).exists()]
     if missing:
         raise DataError(
             f"no prompts file {', '.join(missing)}", hint="JSONL with `prompt` or `messages`, or - for stdin"
         )
+    for domain, file in files.items():
+        if not Path(file).is_file():
+            kind = "a directory" if Path(file).is_dir() else "a pipe or a device"
+            raise DataError(f"prompts {file} are {kind}, not a file", hint="a JSONL file, or - for stdin")
+        _check_beginning(file, domain, data.max_rejected)
+
+
+def _check_beginning(file: str, domain: str, max_rejected: float) -> None:
+    """DataError when none of the first lines is a prompt: what is no file of prompts is told before a model loads."""
+    rejections = Rejections(None, max_rejected)
+    for candidate in itertools.islice(_from_file(file, domain, rejections), CHECKED_LINES):
+        rejections.seen += 1
+        if candidate is not None:
+            return
+    rejections.check()
+    raise no_prompts(file)
+
+
+def no_prompts(source: str) -> DataError:
+    return DataError(f"no prompts in {'<stdin>' if source == '-' else source}", hint=f"expected {EXPECTED}")
 
 
 def read_domains(
@@ -166,7 +194,7 @@ def read_prompts(
         prompts = _sample(prompts, data.limit or len(prompts), data.seed)
     rejections.check()
     if not prompts:
-        raise DataError(f"no prompts in {data.prompts_of(domain) or domain}", hint=f"expected {EXPECTED}")
+        raise no_prompts(str(data.prompts_of(domain) or domain))
     if repeated:
         progress.log(f"{repeated} repeated prompts of {domain} are kept once")
     return list(prompts.values())
@@ -290,7 +318,7 @@ def parse_line(line: bytes | None, domain: str, where: str = "") -> Prompt:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
     if not isinstance(row, dict):

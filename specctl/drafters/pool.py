@@ -15,7 +15,7 @@ from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters.lora import Adapter
 from specctl.drafters.weightless import WEIGHTLESS
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, UsageError
 from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -165,11 +165,12 @@ def find_pool(directory: str | Path) -> list[Path]:
     """Every drafter directory at or below `directory`, sorted by path.
 
     Raises:
-        CheckpointError: nothing is there, or a link leads out of the directory.
+        UsageError: there is no such directory.
+        CheckpointError: there is no drafter in it, or a link leads out of it.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
-        raise CheckpointError(f"no pool directory at {root}", hint="specctl train-drafter writes to ./drafters")
+        raise UsageError(f"no pool directory {root}", hint="a directory of drafter directories, such as ./drafters")
     found: list[Path] = []
     for here, below, _ in os.walk(root):
         for name in below:

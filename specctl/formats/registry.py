@@ -66,7 +66,7 @@ def write(head: Head, to: str, facts: Facts, tokens: int) -> Files:
     }
     if (to, head.family) not in writers:
         fitting = ", ".join(sorted(name for name, family in writers if family == head.family)) or "nothing"
-        raise UsageError(f"a {head.family} drafter cannot be written for {to}", hint=f"--to {fitting}")
+        raise UsageError(f"{head.family} drafters cannot be written for {to}", hint=f"--to {fitting}")
     return writers[to, head.family](head, facts)
 
 

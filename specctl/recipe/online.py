@@ -157,7 +157,10 @@ class OnlineRecipe(ResumableRecipe):
             raise ValueError(f"{name} is of learning by tokens, not of {self.algo[0]}" + f": {instead}" * bool(instead))
         sampling = SamplingRecipe()
         if (self.sampling.max_new_tokens, self.sampling.exact) != (sampling.max_new_tokens, sampling.exact):
-            raise ValueError("the length of a text is reasoning.budget and reasoning.answer_tokens, and none is exact")
+            raise ValueError(
+                f"max_new_tokens and exact are of learning by tokens, not of {self.algo[0]}: "
+                "the length of a text is reasoning.budget and reasoning.answer_tokens"
+            )
         self._sample_alike()
         self._with_math()
         return self

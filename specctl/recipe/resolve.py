@@ -86,7 +86,7 @@ def shipped() -> dict[str, str]:
 
 
 def read(name: str | Path) -> tuple[str, str]:
-    """(text, label for messages) of a recipe given by path or by the name of a shipped one."""
+    """(text, label for messages) of a file given by path or by the name of a shipped one."""
     if Path(name).is_file():
         try:
             return Path(name).read_text(encoding="utf-8"), str(name)
@@ -102,9 +102,19 @@ def read(name: str | Path) -> tuple[str, str]:
     return known[key], str(name)
 
 
+def _recipe(name: str | Path) -> tuple[str, str]:
+    """What `read` gives; RecipeError for the files in the package that are no recipes."""
+    text, label = read(name)
+    if not Path(name).is_file() and text.startswith("{"):
+        raise RecipeError(f"{label} is a DeepSpeed configuration, not a recipe", hint=f"deepspeed={label}")
+    if text.startswith("#!"):
+        raise RecipeError(f"{label} is a script, not a recipe", hint="specctl recipes cp copies it, to be edited")
+    return text, label
+
+
 def command_of(name: str | Path) -> str:
     """The command a recipe is for, from its `command:` key. RecipeError where it names none."""
-    text, label = read(name)
+    text, label = _recipe(name)
     command = yaml_file.load(text, label)[0].get("command")
     if command not in RECIPES:
         raise RecipeError(f"{label}: command: must be one of {', '.join(RECIPES)} (got {command!r})")
@@ -126,7 +136,7 @@ def _from_environment(model: type[Section], environ: Mapping[str, str]) -> Itera
 
 
 def _from_file(command: str, recipe: str | Path, problems: list[str]) -> list[Setting]:
-    text, label = read(recipe)
+    text, label = _recipe(recipe)
     data, lines = yaml_file.load(text, label)
     meant_for = data.pop("command", command)
     if meant_for != command:
@@ -160,14 +170,14 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
         field = section.model_fields.get(key)
         if field is None:
             near = _nearest(dotted(setting.path), _keys(model))
-            problems.append(f"{setting.origin}: {dotted(setting.path)}: unknown key{near}")
+            problems.append(f"{_at(setting.origin, setting.path)}: unknown key{near}")
             return
         here, rest = setting.path[: depth + 1], setting.path[depth + 1 :]
         if _is_section(field.annotation):
             section = field.annotation
             continue
         if rest and not _admits(field.annotation, dict):
-            problems.append(f"{setting.origin}: {dotted(here)}: has no keys of its own (got {dotted(rest)!r})")
+            problems.append(f"{_at(setting.origin, here)}: has no keys of its own (got {dotted(rest)!r})")
             return
         value = _typed(setting.value, dict[str, Any] if rest else field.annotation)
         if not rest and isinstance(value, str) and _admits(field.annotation, dict):
@@ -181,7 +191,7 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
     if isinstance(setting.value, str) and "name" in section.model_fields:
         yield Setting((*setting.path, "name"), str(setting.value), setting.origin)
         return
-    problems.append(f"{setting.origin}: {dotted(setting.path)}: needs one of {', '.join(section.model_fields)}")
+    problems.append(f"{_at(setting.origin, setting.path)}: needs one of {', '.join(section.model_fields)}")
 
 
 def _typed(value: Any, annotation: Any) -> Any:
@@ -198,7 +208,7 @@ def _mapping(text: str, setting: Setting, problems: list[str]) -> Any:
     try:
         return json.loads(read(text)[0])
     except (RecipeError, json.JSONDecodeError) as error:
-        problems.append(f"{setting.origin}: {dotted(setting.path)}: neither a mapping nor a JSON file: {error}")
+        problems.append(f"{_at(setting.origin, setting.path)}: neither a mapping nor a JSON file: {error}")
         return {}
 
 
@@ -262,5 +272,11 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
     near = ""
     if error["type"] == "literal_error" and isinstance(given, str):
         near = _nearest(given, [part for part in error["ctx"]["expected"].split("'") if part.isidentifier()])
-    key = f"{dotted(location)}: " if location else ""
-    return f"{origin}: {key}{problem}{got}{near}"
+    return f"{_at(origin, location)}: {problem}{got}{near}"
+
+
+def _at(origin: str, path: KeyPath) -> str:
+    """`origin: key`, or the origin alone where it spells the key: `--arch`, `optimizer.lr=abc`."""
+    key = dotted(path)
+    spelt = key in ("", origin.removeprefix("--").replace("-", "_")) or origin.startswith(f"{key}=")
+    return origin if spelt else f"{origin}: {key}"

@@ -9,8 +9,8 @@ from typing import Any
 
 
 def text(value: Any) -> str:
-    """A value in a few characters: floats rounded, thousands set apart, nothing as a dash."""
-    if value is None:
+    """A value in a few characters: floats rounded, thousands set apart, nothing (None, NaN) as a dash."""
+    if value is None or value != value:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

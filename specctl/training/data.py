@@ -75,7 +75,7 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             if record["target"] != target.identity["vocab_hash"]:
                 raise CheckpointError(
                     f"{directory} was distilled by a target with another vocabulary than {target.name}",
-                    "distil again with this --target",
+                    f"specctl distill --target {target.name} --output-dir DIR, then train on distilled=DIR",
                 )
             digest.update(record["id"].encode())
             domains[record["domain"]] = None

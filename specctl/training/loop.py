@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from specctl import lock
 from specctl.decoding.target import Target, load_target
-from specctl.errors import SpecctlError
+from specctl.errors import SpecctlError, UsageError
 from specctl.formats import checkpoint as drafter_directory
 from specctl.progress import Progress, interrupts, log, track
 from specctl.recipe import TrainRecipe
@@ -52,7 +52,7 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
 
     Raises:
         DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
-        UsageError: another process is training this drafter.
+        UsageError: another process is training this drafter, or `resume` finds a checkpoint of another recipe.
         Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
         SpecctlError: the loss or a gradient is not finite; the last checkpoint is from before that.
     """
@@ -102,7 +102,10 @@ class Trainer:
         if found is not None:
             path, state = found
             if state["recipe"] != self.at.recipe:
-                raise SpecctlError(f"{path} was made by another recipe", "resume with the recipe it was started with")
+                raise UsageError(
+                    f"{path} was made by another recipe",
+                    "resume with the recipe it was started with, its length included; --overwrite starts over",
+                )
             checkpoint.load(self.engine, path)
             self.at = Progressed(**state)
             self.run.go_on(Path(self.at.run), self.at.metrics)
@@ -167,7 +170,8 @@ class Trainer:
             tokens_per_s=at.tokens / at.seconds,
         )  # fmt: skip
         self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
-        bar.update(1, loss=losses[0], mat=at.best_mat, tokens_per_s=round(at.tokens / at.seconds))
+        measured = {"mat": at.best_mat} if at.best_mat else {}  # from the first check on: no mat is 0
+        bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
 
     def _forward(
         self, chosen: list[Example]

@@ -232,10 +232,10 @@ def test_sigterm_between_prompts(make, file):
 
 
 def test_empty_streams(make, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="has 0 prompts"):
+    with pytest.raises(DataError, match=r"no prompts in .*p\.jsonl"):
         make(DataRecipe(prompts=write(tmp_path / "p.jsonl", b"\n  \n")))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\n")))
-    with pytest.raises(DataError, match="no prompts in -"):
+    with pytest.raises(DataError, match="no prompts in <stdin>"):
         list(make(DataRecipe(prompts="-")).chunks())
 
 
@@ -282,6 +282,15 @@ def test_a_file_with_too_many_bad_lines_is_refused(make, tmp_path):
     file = write(tmp_path / "p.jsonl", *(line(f"{n}") for n in range(50)), b"{\n")
     with pytest.raises(DataError, match="1 of 51 prompts rejected"):
         make(DataRecipe(prompts=file), allowed=0.01)
+
+
+def test_a_stream_that_breaks_off_keeps_what_it_has_answered(make, monkeypatch, capsys):
+    """The last of six lines was half a line, and nothing was left of the answers and the lessons of the others."""
+    lines = b"".join(line(f"{n}") for n in range(5)) + b'{"prompt": "ha'
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    stream = make(DataRecipe(prompts="-"), allowed=0.01)
+    assert len(domains(stream.chunks())) == 5
+    assert "1 of 6 prompts rejected (<stdin>:6: not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["-", "file"])

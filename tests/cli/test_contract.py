@@ -1,7 +1,9 @@
 """Streams, exit codes, error documents: what scripts around the command rely on."""
 
 import errno
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 
 from specctl import errors, progress
 from specctl.cli.failures import SMALLER, explain
+from specctl.cli.output import output, table
 from specctl.recipe import RECIPES
 
 
@@ -90,6 +93,28 @@ def test_without_json_an_error_leaves_stdout_empty(specctl, library):
     done = specctl("distill")
     assert (done.code, done.out) == (3, "")
     assert done.err.strip() == "error: p.jsonl:3: not JSON (hint: fix it)"
+
+
+def test_a_hint_stands_behind_all_lines_of_a_message(specctl, library):
+    """It read as if it belonged to the last of several problems."""
+    library("distill", raiser(errors.DataError("2 rejected\n  p:1: bad\n  p:2: bad", "fix them")))
+    assert specctl("distill").err.splitlines()[-2:] == ["  p:2: bad", "(hint: fix them)"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "error: the command is missing (hint: see specctl --help)"),
+        (["-q"], "error: the command is missing (hint: see specctl --help)"),
+        (["recipes"], "error: the command is missing (hint: see specctl recipes --help)"),
+        (["eval", "--domain"], "error: Option '--domain' requires an argument (hint: see specctl eval --help)"),
+        (["train-drafter", "--arch", "x"], "error: --arch: should be 'eagle', "),
+        (["generate", "hi", "--dtype", "x"], "error: --dtype: target.dtype: should be 'auto', "),
+        (["distill", "batch_size=x"], "error: batch_size=x: should be a valid integer"),
+    ],
+)
+def test_what_is_wrong_with_a_command_line_is_said_once(specctl, argv, said):
+    assert said in specctl(*argv).err.splitlines()[-1]
 
 
 def test_traceback_only_when_asked(specctl, library):
@@ -183,12 +208,37 @@ def test_colour_is_for_terminals_and_nothing_is_cut(specctl):
     assert all(line == line.rstrip() for line in done.out.splitlines())
 
 
+@pytest.mark.parametrize("columns", ["80", "30"])
+def test_names_and_numbers_stay_whole_on_a_narrow_terminal(monkeypatch, columns):
+    """A drafter's name stood in three pieces in 80 columns, numbers in two in 40, and some columns nowhere."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "xterm")
+    heads = ("drafter", "domain", "× plain", "× transformers", "tokens/s × static, net", "tokens", "what it is for")
+    row = ["summarization-eagle3", "summarization", 2.06, 4.46, 0.83, 12345, "a sentence of several words " * 3]
+    output.result({}, lambda _: table(*heads, rows=[row]))
+    lines = terminal.getvalue().splitlines()
+    (line,) = (line for line in lines if "summarization-eagle3" in line)
+    assert [text for text in line.split() if text[0].isdigit()] == ["2.06", "4.46", "0.83", "12,345"]
+    assert {"transformers", "static,", "tokens"} <= set(re.sub(r"\x1b\[[0-9;]*m", " ", "\n".join(lines)).split())
+
+
 def test_a_closed_pipe_is_no_error():
     """`specctl … | head -1`: no traceback, success."""
     command = f"{sys.executable} -m specctl domains show sql --samples 3000 | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("closed", "printed"), [("<&- >&-", ""), ("2>&-", "specctl")])
+def test_closed_streams_are_no_error(closed, printed):
+    """`specctl … >&-`: Python has no sys.stdout then, and the next file opened would be printed into."""
+    command = f"{sys.executable} -m specctl --version {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split(" ")[0], done.stderr) == (0, printed, "")
 
 
 def test_version(specctl):

@@ -17,7 +17,8 @@ def workplace(tmp_path, distilled):
     """The directories that recipes read: drafters and distilled data."""
     for path in ("drafters/sql-eagle3", "demo-out/drafters/sql-eagle3", "heads/sql-eagle3"):
         (tmp_path / path).mkdir(parents=True)
-        (tmp_path / path / "config.json").write_text("{}")
+        for name in ("config.json", "drafter.json"):
+            (tmp_path / path / name).write_text("{}")
     distilled(tmp_path / "demo-out/distilled/sql")
     return tmp_path
 
@@ -85,6 +86,8 @@ def test_a_converter_has_nothing_to_convert_by_default(specctl, command):
         (["train-drafter", "init=nowhere"], 4, "nowhere"),
         (["eval", "--drafter", "full"], 4, "full"),
         (["distill", "--output-dir", "file"], 2, "file"),
+        (["eval", "--output-dir", "file/below"], 2, "is a file"),
+        (["eval", "--output-dir", "online", "--resume"], 2, "online holds a run of specctl online"),
         (["train-drafter", "--output-dir", "full"], 2, "--overwrite"),
         (["eval", "--output-dir", "full"], 2, "--overwrite"),
         (["train-drafter", "--output-dir", "full", "--overwrite"], 0, ""),
@@ -96,6 +99,8 @@ def test_what_is_in_the_way_is_said_before_anything_is_loaded(specctl, tmp_path,
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("")
+    (tmp_path / "online").mkdir()
+    (tmp_path / "online/run.json").write_text('{"command": "online"}')
     done = specctl(*argv, "--dry-run")
     assert done.code == code, done.err
     assert says in done.err

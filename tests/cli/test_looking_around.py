@@ -1,7 +1,9 @@
 """recipes, domains, doctor."""
 
 import json
+from pathlib import Path
 
+import pytest
 import transformers
 
 from specctl import data_prep
@@ -27,8 +29,18 @@ def test_a_recipe_is_copied_edited_and_checked(specctl, tmp_path):
 def test_recipes_are_listed_and_shown(specctl):
     names = specctl("recipes", "ls", "-q").out.split()
     assert {"distill", "eval", "generate", "train-drafter/eagle3", "demo/train", "deepspeed/zero3"} <= set(names)
-    assert all(row["about"] for row in specctl("recipes", "ls", "--json").json["recipes"] if "zero" not in row["name"])
+    assert all(row["about"] for row in specctl("recipes", "ls", "--json").json["recipes"])
     assert json.loads(specctl("recipes", "show", "deepspeed/zero1").out)["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("deepspeed/zero1", "deepspeed=deepspeed/zero1"), ("slurm/train-drafter", "recipes cp")]
+)
+def test_what_stands_beside_the_recipes_is_not_read_as_one(specctl, name, said):
+    """It complained of line 19 of a script, and of DeepSpeed's own keys."""
+    for argv in (("train-drafter", "--recipe", name), ("recipes", "validate", name)):
+        done = specctl(*argv)
+        assert done.code == 2 and "not a recipe" in done.err and said in done.err
 
 
 def test_domains_are_listed_and_shown(specctl):
@@ -108,7 +120,7 @@ def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):
     assert about["bytes"] == about["parameters"] * {"bf16": 2, "fp32": 4}[about["dtype"]]
     assert "'gemma2' is not one of" in about["why"]
     shown = specctl("doctor", "--target", directory).out
-    for words in ("the forward of transformers", "4 of 16, 2 of keys", "head tied", "hidden states 0 to 2"):
+    for words in ("the forward of transformers", "4 of dimension 16, 2 of keys", "head tied", "hidden states 0 to 2"):
         assert words in shown
 
 
@@ -148,7 +160,7 @@ def test_doctor_refuses_targets_that_cannot_be_used(specctl, tmp_path):
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path / "mute")
     for name, words in {
         "./nowhere": "does not exist",
-        "./empty": "cannot read the configuration",
+        "./empty": "no model directory: it has no config.json",
         "./mamba": "recurrent state",
         "./unknown": "never-heard-of",
         "./seven": "not a multiple of the number of attention heads",
@@ -166,3 +178,57 @@ def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
     done = specctl("doctor", "--target", "./base", "--json")
     assert done.code == 0 and done.json["target"]["chat_template"] is False
     assert "chat_template.jinja" in done.json["findings"][-1]["fix"]
+
+
+def test_a_directory_without_a_configuration_is_no_target(specctl, tmp_path):
+    """transformers' own words were: Unrecognized model in ."""
+    done = specctl("generate", "hi", "--target", ".")
+    assert done.code == 4 and ". is no model directory: it has no config.json" in done.err
+    assert "no config.json" in specctl("doctor", "--target", str(tmp_path)).out
+
+
+def test_a_pool_may_be_deep(specctl, tmp_path):
+    """--dry-run and `eval` looked only at the directories right below it, `select` at all of them."""
+    (tmp_path / "pool/math/eagle3").mkdir(parents=True)
+    for name in ("config.json", "drafter.json"):
+        (tmp_path / "pool/math/eagle3" / name).write_text("{}")
+    done = specctl("eval", "--pool", "pool", "--domain", "math", "--dry-run", "--json")
+    assert done.code == 0 and any("pool/math/eagle3" in step for step in done.json["steps"])
+
+
+def test_nobody_wonders_which_prompt_was_answered(specctl):
+    assert "no prompt was given" in specctl("generate", "--dry-run").err
+    assert specctl("generate", "hi", "--dry-run").err == ""
+    done = specctl("generate", "\udcff\udcfe", "--dry-run")
+    assert done.code == 3 and "not UTF-8" in done.err
+
+
+def test_doctor_looks_for_the_weights(tmp_path):
+    """It said that everything was there of a directory without weights, and of one with half a file."""
+    directory = Path(write_tiny(tmp_path / "llama", "LlamaConfig", SIZES))
+    file, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    assert doctor.weights(directory).state == "ok"
+    whole = file.read_bytes()
+    for content in (whole[:-10], whole[:100], b"", whole + b"x"):
+        file.write_bytes(content)
+        found = doctor.weights(directory)
+        assert (found.state == "missing" and "model.safetensors" in found.value + str(found.fix)) or not content
+    file.unlink()
+    assert doctor.weights(directory).state == "note"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    (directory / "model-1.safetensors").write_bytes(whole)
+    found = doctor.weights(directory)
+    assert found.state == "missing" and "model-2.safetensors" in found.value
+
+
+def test_a_model_directory_that_is_half_there(specctl, tmp_path):
+    """Damaged weights were an unexpected SafetensorError; without its tokenizer every prompt had to be shortened."""
+    directory = Path(write_tiny(tmp_path / "qwen", "Qwen3Config", SIZES | {"head_dim": 16}))
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    done = specctl("generate", "hi", "--target", str(directory))
+    assert done.code == 4 and "its weights are damaged" in done.err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    found = specctl("doctor", "--target", str(directory), "--json")
+    assert found.code == 4 and found.json["findings"][-1]["value"] == "its tokenizer cannot be read"

@@ -149,8 +149,8 @@ def test_a_schedule_with_a_file_for_each_domain(specctl, start, tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "prompts.jsonl has 0 prompts"),
-        ("\n\n", "prompts.jsonl has 0 prompts"),
+        ("", "no prompts in prompts.jsonl"),
+        ("\n\n", "no prompts in prompts.jsonl"),
         (json.dumps({"prompt": "word " * 400}) + "\n", "1 of 1 prompts rejected"),
         ("{\n" * 3, "3 of 3 prompts rejected"),
     ],

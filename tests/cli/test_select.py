@@ -16,7 +16,7 @@ def test_the_line_of_the_readme_without_a_pool(specctl):
     [
         (["--algo", "hedgespek"], 2, "did you mean hedgespec?"),
         (["--algo", "ucbspec,ucbspec"], 2, "named twice"),
-        (["--pool", "nowhere"], 4, "no pool directory"),
+        (["--pool", "nowhere"], 2, "no pool directory"),
         (["--algo", "router"], 2, "there is no router"),
         (["--record", "a", "--replay", "b"], 2, "one after the other"),
         (["--resume"], 2, "name `record`"),

@@ -1,5 +1,6 @@
 """`train-drafter` distils first when there is no data: the one place where commands are chained."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def test_data_that_is_there_is_used(specctl, calls, distilled, tmp_path):
     distilled(tmp_path / "distilled/sql")
     assert specctl("train-drafter").code == 0
     assert [command for command, _ in calls] == ["train-drafter"]
+
+
+def test_what_has_no_say_in_data_that_is_there_is_told(specctl, calls, distilled, tmp_path):
+    """--prompts was ignored without a word, and so was the target that had written the data."""
+    distilled(tmp_path / "distilled/sql")
+    meta = tmp_path / "distilled/sql/meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"target": {"name": "other"}}))
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Q"}\n')
+    done = specctl("train-drafter", "--prompts", "mine.jsonl", "distill.responses=7")
+    assert done.code == 0 and [command for command, _ in calls] == ["train-drafter"]
+    assert "data.prompts, distill.responses" in done.err and "specctl distill" in done.err
+    assert "what target other wrote, not builtin" in done.err
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"target": {"name": "builtin"}}))
+    assert specctl("train-drafter").err == ""
 
 
 @pytest.mark.parametrize(("argv", "commands"), [([], ["train-drafter"]), (["--resume"], ["distill", "train-drafter"])])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl.distillation import prompts as module
-from specctl.distillation.prompts import Rejections, parse_line, prompt_id, read_domains, read_prompts
+from specctl.distillation.prompts import Rejections, check_files, parse_line, prompt_id, read_domains, read_prompts
 from specctl.errors import DataError, UsageError
 from specctl.recipe import DataRecipe
 
@@ -184,6 +184,27 @@ def test_every_missing_file_is_named_before_any_is_read(tmp_path):
         read_domains(data(tmp_path / "{domain}.jsonl", domain=["sql", "math", "chat"]), Rejections(None, 0))
     assert "math.jsonl (math)" in caught.value.message and "chat.jsonl (chat)" in caught.value.message
     assert "sql.jsonl" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no prompts in"),
+        (b"\xff\xfe", r"p\.jsonl:1: not UTF-8 at byte 0"),
+        (b'{"prompt":"\x01"}\n', "Invalid control character at column 12"),
+        (None, "p.jsonl are a directory"),
+    ],
+)
+def test_what_is_no_file_of_prompts_is_told_before_a_model_loads(content, said, tmp_path):
+    """--dry-run said that all was well; the command itself loaded its libraries and the target first."""
+    file = tmp_path / "p.jsonl"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        check_files(data(file))
+
+
+def test_one_prompt_among_bad_lines_is_a_file_of_prompts(tmp_path):
+    check_files(data(write(tmp_path / "p.jsonl", b"{", b"[]", GOOD)))
 
 
 def test_a_domain_without_prompts_is_named(tmp_path):

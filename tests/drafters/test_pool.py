@@ -13,7 +13,7 @@ from specctl.drafters import lm, lm_drafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
 from specctl.drafters.suffix import Suffix
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, UsageError
 from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe, DraftingRecipe
 
@@ -132,9 +132,9 @@ def test_names_that_garble_a_report(pool):
     assert "\x1b" not in error.value.message
 
 
-@pytest.mark.parametrize("name", ["nothing", "empty"])
-def test_no_pool(tmp_path, name):
+@pytest.mark.parametrize(("name", "kind"), [("nothing", UsageError), ("empty", CheckpointError)])
+def test_no_pool(tmp_path, name, kind):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(kind) as error:
         find_pool(tmp_path / name)
     assert error.value.hint

@@ -22,8 +22,8 @@ def test_no_value_of_a_table_becomes_markup(value):
 
 
 def test_numbers_are_aligned_and_rounded():
-    made = html.table(["name", "n"], [["a", 1234], ["b", None], ["c", 0.123456]]).html
-    assert '<td class="number">1,234</td>' in made and '<td class="number">–</td>' in made
+    made = html.table(["name", "n"], [["a", 1234], ["b", None], ["c", 0.123456], ["d", float("nan")]]).html
+    assert '<td class="number">1,234</td>' in made and made.count('<td class="number">–</td>') == 2
     assert '<td class="number">0.12</td>' in made and "<td>a</td>" in made
 
 

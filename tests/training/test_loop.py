@@ -126,7 +126,7 @@ def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
 
 def test_another_recipe_is_not_resumed(trained, distilled):
     place, _ = trained
-    with pytest.raises(SpecctlError, match="another recipe"):
+    with pytest.raises(UsageError, match="another recipe"):
         train(recipe(distilled, place, resume=True, ttt_steps=3), place / "other")
 
 
