@@ -7,6 +7,7 @@ al. 2023, equation 7). The reference of DPO is the draft LM as it was when the c
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import random
 import tempfile
@@ -125,6 +126,7 @@ class PreferenceLearner:
         dpo, epochs = self.mode == "online-lr", self.recipe.learning.epochs
         base: Any = cast(Any, self.model).get_base_model() if self.adapts else self.model
         with _quiet(), tempfile.TemporaryDirectory() as place:
+            gc.collect()  # trainers are cycles: that of the chunk before would keep its reference, a whole model
             trainer = self._preferring(pairs, place) if dpo else self._imitating(pairs, place)
             trainer.add_callback(_polling())
             try:

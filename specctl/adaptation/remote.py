@@ -64,6 +64,7 @@ class RemotePupil(Pupil):
             self._processes.append(context.Process(target=worker.live, args=arguments, daemon=True))
         self._algo = algo
         self._last: Learnt | None = None
+        self._fresh: list[Lesson] = []  # that no chunk's row has told of yet
         self._known: State = super().state()  # of the learner, the newest
         self._sent: list[Chunk] = []  # what it learns from at the moment
         self._waiting: list[Chunk] = []  # what it is sent next
@@ -113,11 +114,12 @@ class RemotePupil(Pupil):
         """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
         began = time.perf_counter()
         self._hand_over(acceptance)
-        known = self._last
-        lesson = Lesson("keep", Outcome("pending"), 0, 0, 0, (), 0.0) if known is None else known.lesson
-        if known is not None and known is self._told:  # what was said of it a chunk ago happened once
+        fresh, self._fresh = self._fresh, []
+        lesson = Lesson("keep", Outcome("pending"), 0, 0, 0, (), 0.0) if self._last is None else self._last.lesson
+        if any(one.ruling == "rollback" for one in fresh):
+            lesson = replace(lesson, ruling="rollback")
+        elif not fresh:  # what was said of it a chunk ago happened once
             lesson = replace(lesson, ruling="keep", outcome=replace(lesson.outcome, status="pending"))
-        self._told = known
         self.chunks += 1
         spent, self._swap_s = self._swap_s, 0.0
         return replace(
@@ -159,7 +161,6 @@ class RemotePupil(Pupil):
 
     _warned = False
 
-    _told: Learnt | None = None  # the last lesson that a chunk's row has told of
     _swap_s = 0.0  # since the last chunk
     _vector: Tensor | None = None  # [P] the newest weights; None = those to start from
 
@@ -241,6 +242,7 @@ class RemotePupil(Pupil):
             raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
         if isinstance(message, Learnt):
             self._last, self._sent = message, []
+            self._fresh.append(message.lesson)
             self._known = message.facts, message.state.tensors()
             self._vector = message.played.to(self.target.device)
             self._send()
