@@ -60,7 +60,7 @@ DECODING = {
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "bench", FLAGS)(bench)
+    recipe_command(app, "bench", FLAGS, "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3")(bench)
 
 
 def bench(recipe: BenchRecipe, dry_run: bool) -> None:

@@ -22,22 +22,33 @@ if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe
 
 PANEL = "Output"
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=PANEL)]
-Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="No progress; only the result's path or name.", rich_help_panel=PANEL)
+SWITCH = options.SWITCH
+Json = Annotated[
+    bool, typer.Option("--json", metavar=SWITCH, help="One JSON document on stdout.", rich_help_panel=PANEL)
 ]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Library logs and tracebacks.", rich_help_panel=PANEL)]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "-q", "--quiet", metavar=SWITCH, help="No progress; only the result's path or name.", rich_help_panel=PANEL
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("-v", "--verbose", metavar=SWITCH, help="Library logs and tracebacks.", rich_help_panel=PANEL),
+]
 Recipe = Annotated[
     str | None, typer.Option("--recipe", metavar="FILE", help="YAML file, or a name from `specctl recipes ls`.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, load no weights, print the plan.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", metavar=SWITCH, help="Check everything, load no weights, print the plan.")
+]
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 GLOBALS = {"json": Json, "quiet": Quiet, "verbose": Verbose}
 
 
-def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a subcommand that takes --json, -q and -v after its name, too."""
+def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a subcommand that takes --json, -q and -v after its name, too; `example` ends its help."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -46,18 +57,21 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Call
             function(**arguments)
 
         _sign(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
-        app.command(name)(wrapper)
+        app.command(name, epilog=f"Example: {example}" if example else None)(wrapper)
         return function
 
     return register
 
 
 def recipe_command(
-    app: typer.Typer, name: str, flags: tuple[str, ...], operand: str | None = None
+    app: typer.Typer, name: str, flags: tuple[str, ...], example: str, operand: str | None = None, meaning: str = ""
 ) -> Callable[[Callable[[Any, bool], None]], Callable[[Any, bool], None]]:
     """Register `function(recipe, dry_run)` as the subcommand that runs a recipe.
 
-    flags: names in `options.FLAGS`. operand: recipe key that a plain argument sets (`generate "prompt"`).
+    Args:
+        flags: names in `options.FLAGS`.
+        example: a whole command line, for its help.
+        operand: recipe key that a plain argument sets (`generate "prompt"`); `meaning`: what that is.
     """
 
     def register(function: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
@@ -66,7 +80,8 @@ def recipe_command(
 
         run.__doc__ = function.__doc__
         metavar = f"[{operand.upper()}] [KEY=VALUE]..." if operand else "[KEY=VALUE]..."
-        help = "Overrides of recipe keys, such as sampling.top_p=0.9."
+        overrides = "Overrides of recipe keys, such as target.dtype=fp32."
+        help = f"{meaning} {overrides}" if operand else overrides
         operands = Annotated[list[str] | None, typer.Argument(metavar=metavar, help=help, show_default=False)]
         _sign(
             run,
@@ -77,7 +92,7 @@ def recipe_command(
                 _option("dry_run", DryRun, False),
             ],
         )
-        command(app, name)(run)
+        command(app, name, example)(run)
         return function
 
     return register

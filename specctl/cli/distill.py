@@ -21,7 +21,9 @@ FLAGS = (
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "distill", FLAGS)(distill)
+    recipe_command(app, "distill", FLAGS, "specctl distill --domain sql --prompts sql.jsonl --temperature 0,0.7")(
+        distill
+    )
 
 
 def distill(recipe: DistillRecipe, dry_run: bool) -> None:

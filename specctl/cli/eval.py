@@ -31,7 +31,9 @@ COLUMNS = {
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "eval", FLAGS)(evaluate)
+    recipe_command(app, "eval", FLAGS, "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql")(
+        evaluate
+    )
 
 
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 FLAGS = ("to", "check", "target", "output_dir", "overwrite")
 SHOWN = ("family", "to", "output", "params", "max_difference")
+EXAMPLE = "specctl export drafters/sql-eagle3 --to vllm --check"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "export", FLAGS, operand="drafter")(export)
+    recipe_command(app, "export", FLAGS, EXAMPLE, "drafter", "Drafter directory.")(export)
 
 
 def export(recipe: ExportRecipe, dry_run: bool) -> None:

@@ -21,10 +21,11 @@ NUMBERS = (
     *("drafter", "tokens", "mat", "accept_rate", "tokens_per_s", "vanilla_tokens_per_s", "speedup", "identical"),
     "run_dir",
 )
+EXAMPLE = 'specctl generate "How many students are there?" --drafter drafters/sql-eagle3'
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "generate", FLAGS, operand="prompt")(generate)
+    recipe_command(app, "generate", FLAGS, EXAMPLE, "prompt", "What to answer; - is stdin.")(generate)
 
 
 def generate(recipe: GenerateRecipe, dry_run: bool) -> None:

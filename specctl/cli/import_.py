@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 FLAGS = ("format", *TARGET, *DATA, "no_probe", "output_dir", "overwrite")
 SHOWN = ("format", "family", "params", "drafter", "notes")
+EXAMPLE = "specctl import ./EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "import", FLAGS, operand="head")(import_head)
+    recipe_command(app, "import", FLAGS, EXAMPLE, "head", "Directory of a published head.")(import_head)
 
 
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:

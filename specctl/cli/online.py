@@ -40,7 +40,7 @@ SHARES = {"learn_share"}
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "online", FLAGS)(online)
+    recipe_command(app, "online", FLAGS, "specctl online --algo opt-hydra --schedule sql:400,math:400")(online)
 
 
 def online(recipe: OnlineRecipe, dry_run: bool) -> None:

@@ -12,6 +12,8 @@ import typer
 
 from specctl.errors import UsageError
 
+SWITCH = " "  # where help names the kind of a value: a switch takes none
+
 
 def _comma_ints(text: str) -> list[int]:
     try:
@@ -57,7 +59,8 @@ class Flag:
 
     def annotation(self, name: str) -> Any:
         """The Typer declaration: `Annotated[type | None, Option("--name")]`."""
-        option = typer.Option(spelling(name), help=self.help, metavar=self.metavar, show_default=False)
+        metavar = SWITCH if self.type is bool else self.metavar
+        option = typer.Option(spelling(name), help=self.help, metavar=metavar, show_default=False)
         return Annotated[self.type | None, option]
 
 

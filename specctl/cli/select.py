@@ -41,7 +41,9 @@ MODELLED = {
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "select", FLAGS)(select)
+    recipe_command(app, "select", FLAGS, "specctl select --algo hedgespec,ucbspec --pool ./drafters --reset session")(
+        select
+    )
 
 
 def select(recipe: SelectRecipe, dry_run: bool) -> None:

@@ -29,7 +29,9 @@ FLAGS = (
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "train-drafter", FLAGS)(train_drafter)
+    recipe_command(app, "train-drafter", FLAGS, "specctl train-drafter --domain sql --arch eagle3 --prompts sql.jsonl")(
+        train_drafter
+    )
 
 
 def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:

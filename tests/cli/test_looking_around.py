@@ -232,3 +232,16 @@ def test_a_model_directory_that_is_half_there(specctl, tmp_path):
         (directory / name).unlink()
     found = specctl("doctor", "--target", str(directory), "--json")
     assert found.code == 4 and found.json["findings"][-1]["value"] == "its tokenizer cannot be read"
+
+
+@pytest.mark.parametrize(
+    "name", ["distill", "train-drafter", "eval", "export", "import", "generate", "select", "online", "bench"]
+)
+def test_help_ends_with_an_example_of_its_own_options(specctl, name):
+    """An example that names an option of another command would be the first thing a newcomer types."""
+    said = " ".join(specctl(name, "--help").out.replace("│", " ").split())
+    about, _, example = said.partition("Example: ")
+    assert example.startswith(f"specctl {name} ")
+    for option in [word for word in example.split() if word.startswith("--")]:
+        assert f" {option} " in about
+    assert "<bool>" not in about.replace("--help -h <bool>", "")
