@@ -16,8 +16,10 @@ from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
 
-POINTS = (1.0, 0.5, 0.25, None)
-"""Where texts held out may send a member that they do not let stay: a share of its way, or back where it began."""
+SHARES = (1.0, 0.5, 0.25)
+"""Of the way that a chunk leads a member: how far texts held out may let it go."""
+
+DOUBT = 0.5  # standard errors by which the mean gain over those texts must exceed 0
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
@@ -155,25 +157,34 @@ class Ensemble:
         )
 
     def _judged_by(self, texts: Sequence[Any], descents: Sequence[Descent]) -> tuple[float | None, ...]:
-        """Take every descent to the best of `POINTS` for these texts; which that is. A point is better than staying
-        where its mean gain over the texts exceeds the standard error of that. Texts without weight forbid nothing."""
+        """Take every descent back to the longest of `SHARES` of its way that is better for these texts than staying
+        where it was, or to the start where that is better still; which that is. Texts without weight forbid nothing."""
 
         def losses(point: float | None) -> Tensor:
             """[n, N]: a text's loss with every member there."""
             vectors = [descent.at(point) for descent in descents]
             return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
 
+        def gains(point: float | None) -> list[tuple[float, float]]:
+            """Of every member, the mean gain over the texts, and what it has to exceed."""
+            found = (stay - losses(point))[known]
+            error = found.std(0) / math.sqrt(len(found)) if len(found) > 1 else torch.zeros(len(descents))
+            return list(zip(found.mean(0).tolist(), (DOUBT * error).tolist(), strict=True))
+
         stay = losses(0.0)
         known = ~stay.isnan().all(1)
         if not known.any():
             return (1.0,) * len(descents)
         best: list[tuple[float, float | None]] = [(0.0, 0.0)] * len(descents)
-        for point in POINTS:
-            gains = (stay - losses(point))[known]
-            error = gains.std(0) / math.sqrt(len(gains)) if len(gains) > 1 else torch.zeros(len(descents))
-            for place, (gain, doubt) in enumerate(zip(gains.mean(0).tolist(), error.tolist(), strict=True)):
-                if gain > max(best[place][0], doubt):
-                    best[place] = (gain, point)
+        for share in SHARES:
+            if all(point for _, point in best):
+                break
+            for place, (gain, doubt) in enumerate(gains(share)):
+                if not best[place][1] and gain > doubt:
+                    best[place] = (gain, share)
+        for place, (gain, doubt) in enumerate(gains(None)):
+            if gain > max(best[place][0], doubt):
+                best[place] = (gain, None)
         for descent, (_, point) in zip(descents, best, strict=True):
             if point != 1:
                 descent.back_to(point)
