@@ -56,11 +56,11 @@ def pupil_of(made, target, **options):
 @pytest.mark.parametrize(
     ("family", "algo", "size", "options"),
     [
-        ("eagle3", "ogd", 2, {}),
+        ("eagle3", "ogd", 2, {"holdout": 0.0}),
         ("eagle3", "opt-ensemble", 3, {"radius": 0.5, "members": 2}),
         ("eagle3", "ensemble", 2, {"step": "chunk", "members": 2}),
         ("hydra", "momentum", 3, {"dropout": 0.0}),
-        ("lm", "osd", 3, {}),
+        ("lm", "osd", 3, {"holdout": 0.0}),
     ],
 )
 def test_ranks_learn_what_one_process_learns(tiny, heads, family, algo, size, options):

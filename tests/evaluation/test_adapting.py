@@ -268,7 +268,7 @@ def test_osd_skips_texts_that_were_accepted_whole(tmp_path, prompts, tiny):
 def test_an_update_that_does_harm_is_taken_back(tmp_path, tiny, capsys):
     """η far too large, once: the weights of before are back, with a warning, and go on learning slowly."""
     good = write_copy(tmp_path / "lm", tiny, tiny.name, 0.01)
-    options = {"lr": 1.0, "backoff": 1e-6, "tolerance": 0.1}
+    options = {"lr": 1.0, "backoff": 1e-6, "tolerance": 0.1, "holdout": 0.0}
     made = recipe(write_prompts(tmp_path, QUESTIONS[:4] * 2), good, tiny, learner=options, stream={"chunk": 4})
     found, _ = learnt(tmp_path / "run", made, tiny)
     assert [row.ruling for row in found.per_chunk] == ["keep", "rollback"]

@@ -268,16 +268,16 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, wh
 
 
 def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stop, monkeypatch):
-    """Once to see what there is, once to give them out. To look whether they are the same took two more."""
+    """A look at the beginning, once to see what there is, once to give them out: to compare them took two more."""
     opened, real = [], prompts._open
     monkeypatch.setattr(prompts, "_open", lambda name: opened.append(name) or real(name))
     stop(3)
     with pytest.raises(Interrupted):
         learnt(tmp_path / "run", make(), tiny)
     progress.interrupts.reset()
-    assert len(opened) == 2
+    assert len(opened) == 3
     again(tmp_path / "run", make(), tiny)
-    assert len(opened) == 4
+    assert len(opened) == 6
 
 
 def full(*args, **kwargs):
