@@ -174,7 +174,8 @@ class Pupil:
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Learn from the chunk that was just answered, and play the new weights from now on."""
         lesson = self.learn(acceptance)
-        if lesson.outcome.status == "static":  # else a lower η, or another draw among the members, plays other weights
+        # Any other, even one that moved no member, may play other weights: by a lower η, or another draw among them.
+        if lesson.outcome.status in ("static", "rested"):
             return lesson
         began = time.perf_counter()
         self.drafter = self.play()

@@ -68,6 +68,8 @@ class RemotePupil(Pupil):
         self._known: State = super().state()  # of the learner, the newest
         self._sent: list[Chunk] = []  # what it learns from at the moment
         self._waiting: list[Chunk] = []  # what it is sent next
+        self._vector: Tensor | None = None  # [P] the newest weights; None = those to start from
+        self._swap_s, self._warned = 0.0, False  # since the last chunk; of chunks that were dropped
         atexit.register(self.close)  # multiprocessing would wait for processes that heed no SIGTERM
         try:
             self._start()
@@ -158,11 +160,6 @@ class RemotePupil(Pupil):
                     f"{self._algo}: the learner is slower than the stream, and what waits for it has no room in "
                     "buffer.max_mb: the oldest chunks are dropped (their texts are counted as `dropped`)"
                 )
-
-    _warned = False
-
-    _swap_s = 0.0  # since the last chunk
-    _vector: Tensor | None = None  # [P] the newest weights; None = those to start from
 
     def finish(self) -> None:
         """Wait for what was handed over, and take it."""

@@ -57,10 +57,11 @@ DECODING = {
     "graphs": "graphs",
 }
 """Fields of the rows that people are shown, and their headings."""
+EXAMPLE = "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "bench", FLAGS, "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3")(bench)
+    recipe_command(app, "bench", FLAGS, EXAMPLE)(bench)
 
 
 def bench(recipe: BenchRecipe, dry_run: bool) -> None:

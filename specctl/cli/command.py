@@ -22,25 +22,28 @@ if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe
 
 PANEL = "Output"
-SWITCH = options.SWITCH
 Json = Annotated[
-    bool, typer.Option("--json", metavar=SWITCH, help="One JSON document on stdout.", rich_help_panel=PANEL)
+    bool, typer.Option("--json", metavar=options.SWITCH, help="One JSON document on stdout.", rich_help_panel=PANEL)
 ]
 Quiet = Annotated[
     bool,
     typer.Option(
-        "-q", "--quiet", metavar=SWITCH, help="No progress; only the result's path or name.", rich_help_panel=PANEL
+        "-q",
+        "--quiet",
+        metavar=options.SWITCH,
+        help="No progress; only the result's path or name.",
+        rich_help_panel=PANEL,
     ),
 ]
 Verbose = Annotated[
     bool,
-    typer.Option("-v", "--verbose", metavar=SWITCH, help="Library logs and tracebacks.", rich_help_panel=PANEL),
+    typer.Option("-v", "--verbose", metavar=options.SWITCH, help="Library logs and tracebacks.", rich_help_panel=PANEL),
 ]
 Recipe = Annotated[
     str | None, typer.Option("--recipe", metavar="FILE", help="YAML file, or a name from `specctl recipes ls`.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", metavar=SWITCH, help="Check everything, load no weights, print the plan.")
+    bool, typer.Option("--dry-run", metavar=options.SWITCH, help="Check everything, load no weights, print the plan.")
 ]
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)

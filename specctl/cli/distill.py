@@ -18,12 +18,11 @@ FLAGS = (
     *("max_new_tokens", "temperatures", "top_p", "top_k", "exact", "seed"),
     *("shard", "output_dir", "resume", "overwrite"),
 )
+EXAMPLE = "specctl distill --domain sql --prompts sql.jsonl --temperature 0,0.7"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "distill", FLAGS, "specctl distill --domain sql --prompts sql.jsonl --temperature 0,0.7")(
-        distill
-    )
+    recipe_command(app, "distill", FLAGS, EXAMPLE)(distill)
 
 
 def distill(recipe: DistillRecipe, dry_run: bool) -> None:

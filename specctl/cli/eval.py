@@ -28,12 +28,11 @@ COLUMNS = {
     "tokens": "tokens",
 }
 """Fields of a row that people are shown, and their headings."""
+EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "eval", FLAGS, "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql")(
-        evaluate
-    )
+    recipe_command(app, "eval", FLAGS, EXAMPLE)(evaluate)
 
 
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:

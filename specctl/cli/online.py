@@ -37,10 +37,11 @@ COLUMNS = {
 }
 """Fields of a row that people are shown, and their headings; net: the time of learning counts."""
 SHARES = {"learn_share"}
+EXAMPLE = "specctl online --algo opt-hydra --schedule sql:400,math:400"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "online", FLAGS, "specctl online --algo opt-hydra --schedule sql:400,math:400")(online)
+    recipe_command(app, "online", FLAGS, EXAMPLE)(online)
 
 
 def online(recipe: OnlineRecipe, dry_run: bool) -> None:

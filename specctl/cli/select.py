@@ -38,12 +38,11 @@ MODELLED = {
     "over_best_arm": "× fastest arm, modelled",
 }
 """Headings of a replay: its table's costs leave scoring out."""
+EXAMPLE = "specctl select --algo hedgespec,ucbspec --pool ./drafters --reset session"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "select", FLAGS, "specctl select --algo hedgespec,ucbspec --pool ./drafters --reset session")(
-        select
-    )
+    recipe_command(app, "select", FLAGS, EXAMPLE)(select)
 
 
 def select(recipe: SelectRecipe, dry_run: bool) -> None:

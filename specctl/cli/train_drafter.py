@@ -26,12 +26,11 @@ FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit"),
     *(*TARGET, "seed", "log", "output_dir", "resume", "overwrite"),
 )
+EXAMPLE = "specctl train-drafter --domain sql --arch eagle3 --prompts sql.jsonl"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "train-drafter", FLAGS, "specctl train-drafter --domain sql --arch eagle3 --prompts sql.jsonl")(
-        train_drafter
-    )
+    recipe_command(app, "train-drafter", FLAGS, EXAMPLE)(train_drafter)
 
 
 def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
