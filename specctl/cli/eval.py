@@ -9,6 +9,7 @@ import typer
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
+from specctl.reporting.tables import doubts, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import EvalRecipe
@@ -83,9 +84,10 @@ def show(document: dict[str, Any]) -> Any:
 
     from specctl.cli.matrix import shown
 
-    rows = [[row[name] for name in COLUMNS] for row in document["rows"]]
+    rows = [[marked(row, name) for name in COLUMNS] for row in document["rows"]]
     return Group(
         *(shown(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
+        *map(cell, doubts(document)),
         "with drafters against plain decoding: " + verdict(document["lossless"]),
         "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
         f"run: {cell(document['run_dir'])}",

@@ -4,14 +4,58 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+MARK = " !"
+SPEEDS = {"speedup", "speedup_transformers", "speedup_with_training"}
+"""Fields whose figures a row's `unusable` is about."""
+
+
+class Unusable(float):
+    """A figure that is shown with a mark: it cannot be used."""
+
+
+def marked(row: Mapping[str, Any], name: str) -> Any:
+    """A field of a row for a table."""
+    value = row.get(name)
+    return Unusable(value) if name in SPEEDS and value is not None and row.get("unusable") else value
+
+
+def usable(row: Mapping[str, Any], name: str) -> Any:
+    """A field of a row for a picture or a headline, which have no room for doubts: None where it cannot be used."""
+    return None if name in SPEEDS and row.get("unusable") else row.get(name)
+
+
+def doubts(document: Mapping[str, Any]) -> list[str]:
+    """One line on the marked figures of a result document, if there are any."""
+    rows = [row for value in document.values() if isinstance(value, list) for row in value]
+    found = [row for row in rows if isinstance(row, Mapping) and row.get("unusable")]
+    whose = dict.fromkeys(f"{_whose(row)}{row['unusable']}" for row in found or [document] if row.get("unusable"))
+    if not whose:
+        return []
+    machine = document.get("machine") or {}
+    known = machine.get("others_busy") is not None
+    busy = f": others kept {text(machine['others_busy'])} of {text(machine.get('cores'))} cores busy" if known else ""
+    return [
+        f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a draft that costs nothing has "
+        f"× plain = mat). The clock has measured other work{busy}; measure again when the machine is quiet"
+    ]
+
+
+def _whose(row: Mapping[str, Any]) -> str:
+    """`sql-eagle3 in sql: `, by what the row calls itself."""
+    name = row.get("drafter") or row.get("algo")
+    where = [f"in {row['domain']}"] if row.get("domain") else [f"batch {row['batch']}"] if row.get("batch") else []
+    return f"{' '.join([str(name), *where])}: " if name else ""
 
 
 def text(value: Any) -> str:
     """A value in a few characters: floats rounded, thousands set apart, nothing (None, NaN) as a dash."""
     if value is None or value != value:
         return "–"
+    if isinstance(value, Unusable):
+        return text(float(value)) + MARK
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
