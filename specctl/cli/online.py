@@ -14,7 +14,7 @@ from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
 from specctl.errors import Interrupted
-from specctl.reporting.tables import doubts, marked
+from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
@@ -183,6 +183,7 @@ def show(document: dict[str, Any]) -> Any:
         *map(cell, doubts(document)),
         "all texts against plain decoding: " + verdict(document["lossless"]),
         *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
+        f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
     )
 

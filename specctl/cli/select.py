@@ -10,7 +10,7 @@ from specctl.cli.command import library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
-from specctl.reporting.tables import doubts, marked
+from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import SelectRecipe
@@ -111,7 +111,8 @@ def show(document: dict[str, Any]) -> Any:
         parts.append(f"{document['algo']} played " + ", ".join(f"{cell(arm)} {count}" for arm, count in pulls))
     if live:
         parts.append("all texts against plain decoding: " + verdict(document["lossless"]))
-    return Group(*parts, *map(cell, doubts(document)), f"run: {cell(document['run_dir'])}")
+    parts += [*map(cell, doubts(document)), f"machine: {machine(document['machine'])}"]
+    return Group(*parts, f"run: {cell(document['run_dir'])}")
 
 
 def _shown(name: str, value: Any) -> Any:

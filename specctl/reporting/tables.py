@@ -34,13 +34,19 @@ def doubts(document: Mapping[str, Any]) -> list[str]:
     whose = dict.fromkeys(f"{_whose(row)}{row['unusable']}" for row in found or [document] if row.get("unusable"))
     if not whose:
         return []
-    machine = document.get("machine") or {}
-    known = machine.get("others_busy") is not None
-    busy = f": others kept {text(machine['others_busy'])} of {text(machine.get('cores'))} cores busy" if known else ""
+    about = document.get("machine")
+    busy = f" ({machine(about)})" if about else ""
     return [
         f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a draft that costs nothing has "
         f"× plain = mat). The clock has measured other work{busy}; measure again when the machine is quiet"
     ]
+
+
+def machine(about: Mapping[str, Any]) -> str:
+    """`machine` of a result document in words."""
+    busy = about.get("others_busy")
+    words = [f"{text(about.get(many))} {many[:-1] if about.get(many) == 1 else many}" for many in ("cores", "threads")]
+    return ", ".join([*words, *([f"others kept {busy:.1f} cores busy"] if busy is not None else [])])
 
 
 def _whose(row: Mapping[str, Any]) -> str:

@@ -257,11 +257,14 @@ def test_an_arm_that_cannot_be(make_run, arm):
 def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
     """They stay in the table and its CSV file, with the reason."""
     rows = [eval_row("a", speedup=1.5), eval_row("b", mat=1.4, speedup=4.0, unusable="above its mat")]
-    result = api.report([make_run("e", "eval", {"rows": rows, "machine": {"cores": 2, "others_busy": 1.9}})], csv=True)
+    result = api.report(
+        [make_run("e", "eval", {"rows": rows, "machine": {"cores": 2, "threads": 1, "others_busy": 1.9}})], csv=True
+    )
     page = Path(result.report).read_text()
     assert "best × plain: a" in page and "4.00 !" in page
     assert any(
-        "b in sql: above its mat" in note and "others kept 1.90 of 2 cores busy" in note for note in result.notes
+        "b in sql: above its mat" in note and "(2 cores, 1 thread, others kept 1.9 cores busy)" in note
+        for note in result.notes
     )
     head, first, second = read_csv(result, "eval-rows.csv")
     assert (first[-1], second[-1]) == ("", "above its mat") and second[head.index("× plain")] == "4.0"
