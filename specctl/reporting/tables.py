@@ -18,7 +18,7 @@ class Unusable(float):
 
 def marked(row: Mapping[str, Any], name: str) -> Any:
     """A field of a row for a table."""
-    value = row.get(name)
+    value = row[name]
     return Unusable(value) if name in SPEEDS and value is not None and row.get("unusable") else value
 
 
@@ -35,18 +35,18 @@ def doubts(document: Mapping[str, Any]) -> list[str]:
     if not whose:
         return []
     about = document.get("machine")
-    busy = f" ({machine(about)})" if about else ""
+    busy = f" ({machine(about)})" if isinstance(about, Mapping) else ""
     return [
         f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a draft that costs nothing has "
-        f"× plain = mat). The clock has measured other work{busy}; measure again when the machine is quiet"
+        f"× plain = mat). The clock saw other work{busy}, or too few tokens: measure again on a quiet machine"
     ]
 
 
 def machine(about: Mapping[str, Any]) -> str:
     """`machine` of a result document in words."""
-    busy = about.get("others_busy")
+    busy = about.get("others_busy")  # a report reads it from a file: it may be anything
     words = [f"{text(about.get(many))} {many[:-1] if about.get(many) == 1 else many}" for many in ("cores", "threads")]
-    return ", ".join([*words, *([f"others kept {busy:.1f} cores busy"] if busy is not None else [])])
+    return ", ".join([*words, *([f"others kept {text(busy)} cores busy"] if busy is not None else [])])
 
 
 def _whose(row: Mapping[str, Any]) -> str:
