@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl import threads
 from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
@@ -113,15 +114,11 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
 
     Raises what the command raises, and UsageError where another process runs in that directory.
     """
-    if recipe.resources.threads:
-        import torch
-
-        torch.set_num_threads(recipe.resources.threads)
     makers = (WriterRecipe, ConverterRecipe)
     # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
     run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
     module, name = FUNCTIONS[command]
-    with run.held():
+    with threads.chosen(recipe.resources.threads), run.held():
         result = getattr(importlib.import_module(module), name)(recipe, run)
         document = run.result(dataclasses.asdict(result))
         artefacts.write(document, run.dir)

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from specctl import lock
+from specctl import lock, threads
 from specctl.errors import SpecctlError, UsageError
 
 SCHEMA_VERSION = 1
@@ -38,7 +38,7 @@ class Run:
     def __init__(self, dir: Path, command: str = "", target: str | None = None, seed: int | None = None):
         self.dir = Path(dir)
         self.command, self.target, self.seed = command, target, seed
-        self._started = time.monotonic()
+        self._started, self._others = time.monotonic(), threads.Others()
         self._writes = os.environ.get("RANK", "0") == "0"
         self._recipe: Any = None  # of a run that has not begun
         self._earlier = b""  # its first metrics, where it goes on from another
@@ -74,7 +74,9 @@ class Run:
 
     def go_on(self, earlier: Path, size: int) -> None:
         """Begin with the first `size` bytes of the metrics.jsonl in the directory of a run that is resumed, this one or
-        another: the `metrics_size` that belongs to its kept state. What was written behind it comes again."""
+        another: the `metrics_size` that belongs to its kept state. What was written behind it comes again. Its number
+        of threads is kept, too."""
+        threads.keep(threads_of(earlier))
         path = earlier / METRICS
         if self._writes and path.is_file():
             with open(path, "rb") as file:
@@ -131,11 +133,21 @@ class Run:
             "target": self.target,
             "seed": self.seed,
             "elapsed_s": round(self.elapsed_s, 3),
+            "machine": self._machine(),
         }
         document = common | doc
         if self._writes:
             self._write_json("result.json", document)
         return document
+
+    def _machine(self) -> dict[str, Any]:
+        """Cores, threads of the command, and how many cores others have kept busy meanwhile: beside them no speed is
+        that of the machine."""
+        import torch
+
+        busy = self._others.busy()
+        about = {"cores": threads.cores(), "threads": torch.get_num_threads()}
+        return about | {"others_busy": None if busy is None else round(busy, 2)}
 
     @property
     def elapsed_s(self) -> float:
@@ -153,6 +165,15 @@ def check_same_command(directory: Path, command: str) -> None:
         return  # no run, or none that says what it is
     if there != command:
         raise UsageError(f"{directory} holds a run of specctl {there}", f"--resume continues one of specctl {command}")
+
+
+def threads_of(directory: Path) -> int | None:
+    """The threads of the run in a directory; None where it does not tell."""
+    try:
+        found = json.loads((directory / "run.json").read_text())["hardware"]["threads"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if type(found) is int else None
 
 
 def recipe_seed(recipe: Any) -> int | None:
@@ -240,13 +261,14 @@ def _git(root: Path, *args: str) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, memory in GiB, CUDA devices."""
+    """CPU model, usable cores, threads of this command, memory in GiB, CUDA devices."""
     import psutil
     import torch
 
     return {
         "cpu": cpu_model(),
-        "cores": usable_cores(),
+        "cores": threads.cores(),
+        "threads": torch.get_num_threads(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
@@ -259,8 +281,3 @@ def cpu_model() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores this process may use (an affinity mask or cgroup can be narrower than the machine)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

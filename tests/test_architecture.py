@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAVES = ["errors", "lock", "progress", "recipe", "runs"]
+LEAVES = ["errors", "lock", "progress", "recipe", "runs", "threads"]
 LOWER = {*LEAVES, "kernels", "decoding"}
 DRAFTING = LOWER | {"drafters", "formats"}
 MIDDLE = ["distillation", "training", "selection", "adaptation", "evaluation", "reporting"]
@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "progress": {"errors"},
     "lock": {"errors", "progress"},
-    "runs": {"errors", "lock"},
+    "runs": {"errors", "lock", "threads"},
+    "threads": {"progress"},
     "recipe": {"errors", "recipes"},
     "recipes": set(),
     "data_prep": {"errors"},

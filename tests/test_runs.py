@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from specctl import runs
 from specctl.errors import SpecctlError, UsageError
@@ -95,3 +96,25 @@ def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecctlError, match="cannot create"):
         runs.Run.create("eval", EvalRecipe(), tmp_path / "file/out")
+
+
+@pytest.mark.parametrize(("threads", "kept"), [(2, [2]), (None, [])])
+def test_a_run_that_goes_on_computes_with_the_threads_of_the_first(tmp_path, monkeypatch, threads, kept):
+    """Another number rounds differently: the sums of a resumed run would not be those of an uninterrupted one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run = runs.Run.create("eval", EvalRecipe(), tmp_path)
+    run.annotate(target={})
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["hardware"]["threads"] == 1, "the tests compute with one"
+    about["hardware"]["threads"] = threads
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    found = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    runs.Run.create("eval", EvalRecipe(), tmp_path).go_on(tmp_path, 0)
+    assert found == kept
+
+
+def test_the_result_says_how_busy_the_machine_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.threads.Others, "busy", lambda self: 1.234)
+    document = runs.Run.create("eval", EvalRecipe(), tmp_path).result({})
+    assert document["machine"] == {"cores": runs.threads.cores(), "threads": 1, "others_busy": 1.23}

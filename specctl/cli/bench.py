@@ -9,6 +9,7 @@ import typer
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
+from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import BenchRecipe
@@ -106,12 +107,12 @@ def show(document: dict[str, Any]) -> Any:
     from rich.console import Group
 
     tables = [
-        table(*columns.values(), rows=[[row[name] for name in columns] for row in document[part]])
+        table(*columns.values(), rows=[[marked(row, name) for name in columns] for row in document[part]])
         for part, columns in (("kernels", KERNELS), ("steps", STEPS), ("rounds", ROUNDS), ("decoding", DECODING))
         if document[part]
     ]
-    machine = document["hardware"]
-    where = ", ".join(machine["cuda"]) or f"{machine['cpu']}, {document['threads']} threads"
+    hardware = document["hardware"]
+    where = ", ".join(hardware["cuda"]) or f"{hardware['cpu']}, {machine(document['machine'])}"
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     on = cell(f"{document['target']}, {document['dtype']}, {where}; {versions}")
-    return Group(*tables, on, f"run: {cell(document['run_dir'])}")
+    return Group(*tables, *map(cell, doubts(document)), on, f"run: {cell(document['run_dir'])}")

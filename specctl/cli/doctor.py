@@ -20,6 +20,7 @@ from specctl.errors import CheckpointError, SpecctlError
 
 if TYPE_CHECKING:
     from specctl.decoding.describe import Description
+    from specctl.threads import Facts
 
 TargetName = Annotated[
     str | None, typer.Option("--target", help="Also say what this target is and how it would run.", show_default=False)
@@ -104,11 +105,11 @@ def hardware() -> Iterator[Finding]:
     import psutil
     import torch
 
-    from specctl import runs
+    from specctl import runs, threads
     from specctl.decoding.loading import cpu_has_bf16
 
-    yield Finding("cpu", "ok", f"{runs.cpu_model()}, {runs.usable_cores()} cores")
-    yield load(os.getloadavg()[0], torch.get_num_threads(), runs.usable_cores())
+    yield Finding("cpu", "ok", f"{runs.cpu_model()}, {threads.counted(threads.cores(), 'core')}")
+    yield taken(threads.read(threads.cores(), environ={}), threads.asked_by(os.environ))
     bf16 = "yes, --dtype auto takes bf16" if cpu_has_bf16() else "no native instructions, --dtype auto takes fp32"
     amx = ", AMX" if "amx_bf16" in _cpu_flags() else ""
     yield Finding("bf16 on cpu", "ok", bf16 + amx)
@@ -125,12 +126,18 @@ def hardware() -> Iterator[Finding]:
         yield Finding("cuda", "note", f"no device, torch {torch.__version__}", "not needed: everything runs on the CPU")
 
 
-def load(average: float, threads: int, cores: int) -> Finding:
-    """Threads of a parallel loop spin while they wait for each other: beside another busy process they crawl."""
-    text = f"{average:.1f} on {cores} cores, torch threads: {threads}"
-    if threads > 1 and average + threads > cores + 0.5:
-        return Finding("load", "note", text, f"OMP_NUM_THREADS={max(1, int(cores - average))}, or wait for the others")
-    return Finding("load", "ok", text)
+def taken(facts: Facts, asked: int | None) -> Finding:
+    """The threads that commands take: `asked` where the user has set it, which may be more than are free."""
+    from specctl import threads
+
+    count = threads.free(facts)
+    text = f"{threads.counted(asked or count, 'thread')} on {threads.counted(facts.allowed, 'core')}"
+    if count == facts.default and (asked or 0) <= count:
+        return Finding("threads", "ok", text)
+    text = f"{text}: {threads.why(facts)}"
+    if asked and asked > count:
+        return Finding("threads", "note", text, f"unset OMP_NUM_THREADS: commands then take {count}")
+    return Finding("threads", "note", text, "speeds that are measured now are not those of a quiet machine")
 
 
 def surroundings() -> Iterator[Finding]:

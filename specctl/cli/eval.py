@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
+from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import EvalRecipe
@@ -59,35 +61,45 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
         return plan.show("eval", recipe, steps(recipe, [*recipe.drafters, *members]))
     with library_output():
         _, document = api.execute("eval", recipe)
-    output.result(document, show, brief=document["run_dir"])
+    output.result(document, partial(show, measured=asked(recipe)), brief=document["run_dir"])
+
+
+def asked(recipe: EvalRecipe) -> str:
+    """What the figures of a table are of, in words."""
+    number = f"up to {recipe.limit}" if recipe.limit else "all"
+    sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
+    return (
+        f"{number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, {sampling}, "
+        f"up to {recipe.sampling.max_new_tokens} new tokens"
+    )
 
 
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
     """What `eval` would do, in words."""
     from specctl.cli import plan
 
-    number = f"up to {recipe.limit}" if recipe.limit else "all"
-    sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
     return [
         plan.check_target(recipe.target),
-        f"decode {number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, {sampling}, "
-        f"up to {recipe.sampling.max_new_tokens} new tokens, {len(recipe.seeds)} time(s)",
+        f"decode {asked(recipe)}, {len(recipe.seeds)} time(s)",
         f"with {', '.join(drafters) or 'no drafter'}; baselines {', '.join(recipe.baselines) or 'none'}",
         "compare every text with plain decoding's",
     ]
 
 
-def show(document: dict[str, Any]) -> Any:
+def show(document: dict[str, Any], measured: str) -> Any:
     """The matrix if there is one, else one row per drafter and domain; then the verdict on losslessness."""
     from rich.console import Group
 
     from specctl.cli.matrix import shown
 
-    rows = [[row[name] for name in COLUMNS] for row in document["rows"]]
+    rows = [[marked(row, name) for name in COLUMNS] for row in document["rows"]]
     return Group(
         *(shown(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
+        *map(cell, doubts(document)),
         "with drafters against plain decoding: " + verdict(document["lossless"]),
         "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
+        f"measured on: {cell(measured)}",
+        f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
     )
 

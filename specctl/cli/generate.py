@@ -10,8 +10,9 @@ import typer
 from specctl import progress
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import fields, output
+from specctl.cli.output import cell, fields, output
 from specctl.errors import DataError, UsageError
+from specctl.reporting.tables import doubts, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import GenerateRecipe
@@ -76,5 +77,5 @@ def show(document: dict[str, Any]) -> Any:
     text = Text()
     for piece in document["pieces"]:
         text.append(piece["text"], style="green" if piece["accepted"] else "")
-    numbers = {name: document[name] for name in NUMBERS if document[name] is not None}
-    return Group(text, "", fields(numbers))
+    numbers = {name: marked(document, name) for name in NUMBERS if document[name] is not None}
+    return Group(text, "", fields(numbers), *map(cell, doubts(document)))

@@ -14,6 +14,7 @@ from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
 from specctl.errors import Interrupted
+from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
@@ -166,7 +167,7 @@ def show(document: dict[str, Any]) -> Any:
 
     rows = document["learners"]
     columns = {name: title for name, title in COLUMNS.items() if any(row[name] is not None for row in rows)}
-    parts = [table(*columns.values(), rows=[[_shown(name, row[name]) for name in columns] for row in rows])]
+    parts = [table(*columns.values(), rows=[[_shown(name, marked(row, name)) for name in columns] for row in rows])]
     domains = list(dict.fromkeys(row["domain"] for row in document["per_domain"]))
     if len(domains) > 1:
         found = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
@@ -179,8 +180,10 @@ def show(document: dict[str, Any]) -> Any:
         )
     return Group(
         *parts,
+        *map(cell, doubts(document)),
         "all texts against plain decoding: " + verdict(document["lossless"]),
         *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
+        f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import progress
 from specctl.cli.failures import Failure
-from specctl.reporting.tables import text
+from specctl.reporting.tables import machine, text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -129,7 +129,7 @@ def fields(document: dict[str, Any]) -> RenderableType:
 
     made = Table.grid(padding=(0, 2))
     for name, value in document.items():
-        made.add_row(name, cell(value))
+        made.add_row(name, cell(machine(value) if name == "machine" else value))
     return made
 
 

@@ -10,6 +10,7 @@ from specctl.cli.command import library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
+from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
     from specctl.recipe import SelectRecipe
@@ -100,7 +101,7 @@ def show(document: dict[str, Any]) -> Any:
     live = document["mode"] == "live"
     headings = COLUMNS if live else COLUMNS | MODELLED
     columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
-    parts = [table(*columns.values(), rows=[[_shown(name, row[name]) for name in columns] for row in rows])]
+    parts = [table(*columns.values(), rows=[[_shown(name, marked(row, name)) for name in columns] for row in rows])]
     if document["oracle_mat"]:
         parts.append(f"every {document['reset']} by its best arm: mat {cell(document['oracle_mat'])}")
     if document["mode"] == "record":
@@ -110,6 +111,7 @@ def show(document: dict[str, Any]) -> Any:
         parts.append(f"{document['algo']} played " + ", ".join(f"{cell(arm)} {count}" for arm, count in pulls))
     if live:
         parts.append("all texts against plain decoding: " + verdict(document["lossless"]))
+    parts += [*map(cell, doubts(document)), f"machine: {machine(document['machine'])}"]
     return Group(*parts, f"run: {cell(document['run_dir'])}")
 
 

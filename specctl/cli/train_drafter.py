@@ -15,6 +15,7 @@ from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields, output, table
 from specctl.errors import CheckpointError, UsageError
+from specctl.reporting.tables import text
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, TrainRecipe
@@ -64,7 +65,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
             api.execute("distill", missing)
         documents = [api.execute("train-drafter", one)[1] for one in recipes]
     if not recipe.each:
-        return output.result(documents[-1], fields, brief=documents[-1]["drafter"])
+        return output.result(documents[-1], show, brief=documents[-1]["drafter"])
     pool = str(recipes[-1].output.parent)
     output.result({"command": "train-drafter", "pool": pool, "drafters": documents}, show_pool, brief=pool)
 
@@ -224,6 +225,12 @@ def _training(recipe: TrainRecipe) -> list[str]:
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
     ]
+
+
+def show(document: dict[str, Any]) -> Any:
+    """Its fields, and what its mat is of: it is not the figure of `eval`."""
+    of = "held-out prompts of the training data; specctl eval measures the test split"
+    return fields(document | ({"mat": f"{text(document['mat'])} ({of})"} if document.get("mat") else {}))
 
 
 def show_pool(document: dict[str, Any]) -> Any:

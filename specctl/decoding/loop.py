@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specctl import threads
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.device_round import device_rounds
 from specctl.decoding.draft import Controller, Drafter, DraftTree, Fixed, NoDraft
@@ -58,7 +59,9 @@ OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
 
 def decode(target: Target, prompts: list[list[int]], **options: Any) -> list[Decoded]:
     """Generate the texts of all prompts, in their order. Options and errors are those of `stream`."""
-    found = list(stream(target, prompts, **options))
+    together = min(options.get("slots") or len(prompts), len(prompts))
+    with threads.suited(target.row_flops * together):
+        found = list(stream(target, prompts, **options))
     prefill_s, decode_s = found[-1].prefill_s, found[-1].decode_s
     whole = [replace(one, prefill_s=prefill_s, decode_s=decode_s) for one in found]
     return sorted(whole, key=lambda one: one.index)
@@ -225,10 +228,11 @@ def _admit(target: Target, state: DecodeState, prefixes: Prefixes | None) -> Non
 def _prefill(target: Target, state: DecodeState, slots: list[int], prefixes: Prefixes | None) -> None:
     """Run the prompts that stand in `slots` and commit the first token of each."""
     prompts = [state.rows[b].ids for b in slots]
-    if prefixes is None:
-        logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
-    else:
-        logits, tapped = prefixes.prefill(target, prompts, state.cache, state.taps, slots)
+    with threads.suited(target.row_flops * sum(map(len, prompts))):
+        if prefixes is None:
+            logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
+        else:
+            logits, tapped = prefixes.prefill(target, prompts, state.cache, state.taps, slots)
     check_logits(target, logits)
     positions = torch.tensor([[len(prompt)] for prompt in prompts])
     draws = state.draws.select(slots)

@@ -25,7 +25,7 @@ from specctl.formats import checkpoint
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run
 
-OWN = ("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training")
+OWN = ("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training", "unusable")
 """Fields of the first learner's row that the document has at its top, too."""
 SHOWN = ("algo", "seed", "chunk", "mat", "loss", "learn_s")
 """Fields of a chunk that go to metrics.jsonl."""
@@ -49,6 +49,7 @@ class OnlineResult:
     mat_last: float | None
     speedup: float | None
     speedup_with_training: float | None
+    unusable: str | None
     static: LearnerRow | None
     per_chunk: list[ChunkRow]
     learners: list[LearnerRow]

@@ -20,6 +20,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from specctl import threads
 from specctl.decoding.loading import load_model
 from specctl.decoding.loop import Decoded
 from specctl.decoding.sampling import Sampling
@@ -50,7 +51,7 @@ class PassClock(BaseStreamer):
 
 
 class Generator:
-    """`model.generate` in all modes.
+    """`model.generate` in all modes, with the threads and ends of `target`.
 
     `assistants`: the drafters that are language models, by drafter name.
     """
@@ -58,13 +59,13 @@ class Generator:
     def __init__(
         self,
         model: Any,
-        eos_ids: frozenset[int],
+        target: Target,
         sampling: Sampling,
         assistants: Mapping[str, PreTrainedModel],
     ):
-        self.model, self.eos_ids = model, eos_ids
+        self.model, self.eos_ids, self.row_flops = model, target.eos_ids, target.row_flops
         # Replaces the model's own configuration: what it holds (penalties, sampling) would be merged into every call.
-        model.generation_config = _configuration(eos_ids, sampling)
+        model.generation_config = _configuration(target.eos_ids, sampling)
         self.assisted: dict[str, dict[str, Any]] = {
             f"{PLAIN}+lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
             **{f"{PLAIN}+{name}": {"assistant_model": assistant} for name, assistant in assistants.items()},
@@ -90,7 +91,10 @@ class Generator:
         clock = PassClock()
         torch.manual_seed(seed)
         started = time.perf_counter()
-        out = self.model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=clock, **options)
+        with threads.suited(self.row_flops):  # as many as our own decoding of one text has
+            out = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=clock, **options
+            )
         output_ids = out[0, len(prompt_ids) :].tolist()
         total = time.perf_counter() - started
         prefill = clock.at[0] - started if prefill_s is None else min(prefill_s, total)
@@ -123,7 +127,7 @@ def load_generator(
         device_map=recipe.device_map,
         max_memory=recipe.max_memory,
     )
-    return Generator(model, target.eos_ids, sampling, assistants)
+    return Generator(model, target, sampling, assistants)
 
 
 def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:

@@ -17,6 +17,7 @@ from specctl.decoding.timing import medians
 from specctl.drafters import pool
 from specctl.evaluation.baselines import PLAIN, load_generator
 from specctl.evaluation.measure import VANILLA, Case, filters
+from specctl.evaluation.metrics import unusable
 from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 
@@ -54,6 +55,7 @@ class DecodingRow:
     of_batch_1: float | None  # over the same drafter, one sequence at a time
     speedup_transformers: float | None  # over transformers' generate, one sequence at a time
     graphs: bool  # rounds were replayed as CUDA graphs
+    unusable: str | None  # why × plain says nothing (`metrics.unusable`)
 
 
 def steps(recipe: BenchRecipe, target: Target, model, speed: float, bar: Progress) -> list[StepRow]:
@@ -130,19 +132,22 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             alone = rate if batch == 1 else alone
             tokens = sum(one.decoded_tokens for one in decoded)
             seconds = _seconds(decoded, batch, prefill=True)
+            mat = tokens / max(1, sum(one.target_passes for one in decoded))
+            speedup = None if drafter is None else rate / vanilla[batch]
             found.append(
                 DecodingRow(
                     drafter=Path(name).name,
                     batch=batch,
                     draft_length=length,
                     tokens=tokens,
-                    mat=tokens / max(1, sum(one.target_passes for one in decoded)),
+                    mat=mat,
                     tokens_per_s=rate,
                     with_prefill=tokens / seconds,
-                    speedup=None if drafter is None else rate / vanilla[batch],
+                    speedup=speedup,
                     of_batch_1=None if alone is None else rate / alone,
                     speedup_transformers=None if theirs is None else rate / theirs,
                     graphs=any(one.replays for one in decoded),
+                    unusable=unusable(speedup, None, mat),
                 )
             )
             bar.update(1)

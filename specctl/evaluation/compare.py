@@ -46,6 +46,7 @@ class GenerateResult:
     tokens_per_s: float | None
     vanilla_tokens_per_s: float | None
     speedup: float | None
+    unusable: str | None  # why the speed-up says nothing (`metrics.unusable`)
     identical: bool | None
     agreement: lossless.Agreement | None
     prefill_s: float
@@ -120,16 +121,19 @@ def _result(
     if drafter is not None and lossless.comparable(recipe.sampling, recipe.drafting):
         tolerance = lossless.tolerance(target, recipe.sampling)
         agreement = lossless.compare(target, plain.prompt_ids, plain.output_ids, decoded.output_ids, tolerance)
+    mat = metrics.mat([decoded])
+    speedup = metrics.speedup([decoded], [plain]) if drafter is not None else None
     return GenerateResult(
         prompt=recipe.prompt or "",
         text=target.tokenizer.decode(decoded.output_ids, skip_special_tokens=True),
         drafter=drafter,
         tokens=len(decoded.output_ids),
-        mat=metrics.mat([decoded]),
+        mat=mat,
         accept_rate=metrics.accept_rate([decoded]),
         tokens_per_s=metrics.tokens_per_s([decoded]),
         vanilla_tokens_per_s=metrics.tokens_per_s([plain]),
-        speedup=metrics.speedup([decoded], [plain]) if drafter is not None else None,
+        speedup=speedup,
+        unusable=metrics.unusable(speedup, None, mat),
         identical=decoded.output_ids == plain.output_ids if drafter is not None else None,
         agreement=agreement,
         prefill_s=decoded.prefill_s,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specctl import threads
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
@@ -21,7 +22,7 @@ from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.specialists import Matrix, tabulate
 from specctl.formats import checkpoint
 from specctl.recipe import EvalRecipe
-from specctl.runs import Run
+from specctl.runs import Run, threads_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def evaluate(
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(paths)}
     if recipe.resume:
         check_stamp(run.dir, stamp)
+        threads.keep(threads_of(run.dir))
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
     prompts = read_domains(data, rejections, split=recipe.split, sample=True)

@@ -71,6 +71,21 @@ def speedup(decoded: Sequence[Decoded], baseline: Sequence[Decoded]) -> float | 
     return None if ours is None or theirs is None else ratio(ours, theirs)
 
 
+def unusable(speedup: float | None, interval: Interval | None, mat: float | None = None) -> str | None:
+    """Why a speed-up over plain decoding says nothing, or None where it can be used.
+
+    A round costs at least plain decoding's pass and yields `mat` tokens, so speed-up ≤ mat, with equality for a draft
+    that costs nothing: what is above it, or whose interval is wider than itself, has measured the machine's other work.
+    """
+    if speedup is None:
+        return None
+    if mat is not None and speedup > mat:
+        return "above its mat"
+    if interval is not None and interval[1] - interval[0] > speedup:
+        return "its interval is wider than the figure"
+    return None
+
+
 def mat_interval(prompts: Sequence[Hashable], decoded: Sequence[Decoded]) -> Interval | None:
     """Bootstrap interval of `mat` over prompts; `prompts[i]` names the prompt of `decoded[i]`."""
     return bootstrap(_mat(prompts, decoded), len(set(prompts)))

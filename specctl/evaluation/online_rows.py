@@ -57,6 +57,7 @@ class LearnerRow:
     rollbacks: int
     refused: int  # chunks of which nothing was learnt: not finite
     dropped: int  # texts that the buffer had no room for
+    unusable: str | None  # why × plain says nothing (`metrics.unusable`)
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,18 @@ class Passes:
         decoded = [record.decoded for record in mine]
         decode_s, learn_s = sum(one.decode_s for one in decoded), sum(self.learn_s[name].values())
         gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, net=True)
-        mat, beside, beside_net = self._mats(name, static), self._speed(name, static), self._speed(name, static, True)
+        mat = metrics.mat(decoded)
+        over_static, beside, beside_net = (
+            self._mats(name, static),
+            self._speed(name, static),
+            self._speed(name, static, True),
+        )
         last = max((unit_of(record) for record in mine), default=0)
         return LearnerRow(
             algo=name,
             kind=kind,
             family=family,
-            mat=metrics.mat(decoded),
+            mat=mat,
             mat_interval=self._mats(name)[1],
             mat_first=metrics.mat([record.decoded for record in mine if record.session == 0]),
             mat_last=metrics.mat([record.decoded for record in mine if record.session == last]),
@@ -121,8 +127,8 @@ class Passes:
             speedup_interval=gross[1],
             speedup_with_training=net[0],
             speedup_with_training_interval=net[1],
-            mat_over_static=mat[0],
-            mat_over_static_interval=mat[1],
+            mat_over_static=over_static[0],
+            mat_over_static_interval=over_static[1],
             over_static=beside[0],
             over_static_interval=beside[1],
             over_static_with_training=beside_net[0],
@@ -132,6 +138,7 @@ class Passes:
             rollbacks=sum(chunk.ruling == "rollback" for chunk in own),
             refused=sum(chunk.status == "refused" for chunk in own),
             dropped=sum(max((c.dropped for c in own if c.seed == seed), default=0) for seed in self.recipe.seeds),
+            unusable=metrics.unusable(*gross, mat) or metrics.unusable(*net, mat),
         )
 
     def domain_row(self, name: str, domain: str) -> DomainRow:

@@ -57,6 +57,7 @@ class PolicyRow:
     score_share: float | None  # of the decode phase
     failures: int  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
     dropped: int
+    unusable: str | None = None  # why × plain says nothing (`metrics.unusable`)
 
 
 @dataclass(frozen=True)
@@ -156,14 +157,17 @@ class Stream:
         fastest = self.answers[self.fastest] if self.fastest else None
         plain = self.answers[self.plain] if self.plain else None
         share, interval = self.share_of_best(name)
+        mat = metrics.mat(mine)
+        speedup = metrics.speedup(mine, plain) if plain else None
+        speedup_interval = metrics.speedup_interval(self.sessions, mine, plain) if plain else None
         return PolicyRow(
             algo=name,
             kind=kind,
-            mat=metrics.mat(mine),
+            mat=mat,
             mat_interval=metrics.mat_interval(self.sessions, mine),
             tokens_per_s=metrics.tokens_per_s(mine),
-            speedup=metrics.speedup(mine, plain) if plain else None,
-            speedup_interval=metrics.speedup_interval(self.sessions, mine, plain) if plain else None,
+            speedup=speedup,
+            speedup_interval=speedup_interval,
             over_best_arm=metrics.speedup(mine, fastest) if fastest else None,
             over_best_arm_interval=metrics.speedup_interval(self.sessions, mine, fastest) if fastest else None,
             share_of_best=share,
@@ -181,4 +185,5 @@ class Stream:
             score_share=sum(tally.score_s) / sum(one.decode_s for one in mine) if tally and tally.score_s else None,
             failures=failures,
             dropped=tally.dropped if tally else 0,
+            unusable=metrics.unusable(speedup, speedup_interval, mat),
         )

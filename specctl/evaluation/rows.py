@@ -39,6 +39,7 @@ class Row:
     prefill_s: float | None  # mean per prompt
     target_passes: int
     tokens: int
+    unusable: str | None  # why the speed-ups say nothing (`metrics.unusable`); None where they can be used
 
 
 def answers(records: Sequence[Record], name: str) -> dict[Question, Record]:
@@ -71,23 +72,30 @@ def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:
         [found[record.question].decoded for record in mine if record.question in found]
         for found in (answers(records, VANILLA), answers(records, PLAIN))
     )
+    mat = metrics.mat(decoded)
+    speedup = metrics.speedup(decoded, vanilla)
+    speedup_interval = metrics.speedup_interval(prompts, decoded, vanilla) if vanilla else None
+    over_theirs = metrics.speedup(decoded, generate)
+    over_theirs_interval = metrics.speedup_interval(prompts, decoded, generate) if generate else None
     return Row(
         drafter=name,
         domain=domain,
         prompts=len(set(prompts)),
-        mat=metrics.mat(decoded),
+        mat=mat,
         mat_interval=metrics.mat_interval(prompts, decoded),
         mat_macro=metrics.mat_macro(decoded),
         accept_rate=metrics.accept_rate(decoded),
         acceptance_by_position=metrics.acceptance_by_position(decoded),
         tokens_per_s=metrics.tokens_per_s(decoded),
         vanilla_tokens_per_s=metrics.tokens_per_s(vanilla),
-        speedup=metrics.speedup(decoded, vanilla),
-        speedup_interval=metrics.speedup_interval(prompts, decoded, vanilla) if vanilla else None,
+        speedup=speedup,
+        speedup_interval=speedup_interval,
         transformers_tokens_per_s=metrics.tokens_per_s(generate),
-        speedup_transformers=metrics.speedup(decoded, generate),
-        speedup_transformers_interval=metrics.speedup_interval(prompts, decoded, generate) if generate else None,
+        speedup_transformers=over_theirs,
+        speedup_transformers_interval=over_theirs_interval,
         prefill_s=metrics.prefill_s(decoded),
         target_passes=sum(d.target_passes for d in decoded),
         tokens=sum(d.decoded_tokens for d in decoded),
+        unusable=metrics.unusable(speedup, speedup_interval, mat)
+        or metrics.unusable(over_theirs, over_theirs_interval),
     )

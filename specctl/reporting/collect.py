@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from specctl.errors import SpecctlError, UsageError
+from specctl.reporting.tables import doubts
 
 RUNS = Path("runs")
 MARKS = ("run.json", "result.json")
@@ -132,6 +133,7 @@ def _read(directory: Path) -> RunRecord:
     run.notes.extend(f"there is no {name}" for name in missing)
     if not result:
         run.notes.append("there is no result.json: the run was stopped or is still going on")
+    run.notes.extend(doubts(result))
     return run
 
 

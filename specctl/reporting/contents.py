@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specctl.reporting.collect import RunRecord, flat
+from specctl.reporting.tables import marked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +54,9 @@ def numbers(values: Iterable[Any]) -> list[float]:
 def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
     """A table of objects: fields and their headings. A field that no row has is left out."""
     there = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
-    return Table(name, title, list(there.values()), [[row.get(key) for key in there] for row in rows])
+    return Table(
+        name, title, list(there.values()), [[marked(row, key) if key in row else None for key in there] for row in rows]
+    )
 
 
 def generic(runs: Sequence[RunRecord]) -> Contents:

@@ -18,7 +18,7 @@ from specctl import lock
 from specctl.decoding.target import Target, load_target
 from specctl.errors import SpecctlError, UsageError
 from specctl.formats import checkpoint as drafter_directory
-from specctl.progress import Progress, interrupts, log, track
+from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import TrainRecipe
 from specctl.runs import Run, make_dir
 from specctl.training import checkpoint
@@ -135,6 +135,12 @@ class Trainer:
                 if stopping:
                     interrupts.check()
                     raise SystemExit(75)  # another rank was signalled
+        if at.step < self.schedule.steps:  # a cap beside a number of steps is for machines that are in trouble
+            tell = warn if recipe.max_steps else log
+            tell(
+                f"max_minutes={recipe.max_minutes:g} ended the training after {at.step:,} of {self.schedule.steps:,} "
+                "steps: a drafter of fewer steps has a lower mat"
+            )
 
     def _step(self, bar: Progress) -> None:
         at, schedule = self.at, self.schedule

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specctl import threads
 from specctl.decoding.loading import DTYPES, cpu_has_bf16
 from specctl.recipe import TrainRecipe
 
@@ -90,7 +91,7 @@ def _here(recipe: TrainRecipe) -> tuple[str | None, int, float]:
     if recipe.target.device == "cpu" or recipe.resources.gpu == "cpu" or not torch.cuda.is_available():
         import psutil
 
-        return "cpu", recipe.resources.threads or os.cpu_count() or 1, psutil.virtual_memory().total / GB
+        return "cpu", recipe.resources.threads or threads.cores(), psutil.virtual_memory().total / GB
     memory = torch.cuda.get_device_properties(0).total_memory / GB
     product = torch.cuda.get_device_name(0)
     name = next((key for part, key in PRODUCTS.items() if part in product), None)

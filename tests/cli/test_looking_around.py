@@ -8,6 +8,7 @@ import transformers
 
 from specctl import data_prep
 from specctl.cli import doctor
+from specctl.threads import Facts
 from tests.conftest import SIZES, write_tiny
 
 
@@ -81,10 +82,11 @@ def test_every_missing_finding_has_a_fix():
 
 
 def test_doctor_sees_that_the_cores_are_taken():
-    assert doctor.load(0.1, 2, 2).state == "ok"
-    assert doctor.load(4.0, 1, 2).state == "ok"
-    assert "OMP_NUM_THREADS=1" in doctor.load(1.3, 2, 2).fix
-    assert "OMP_NUM_THREADS=5" in doctor.load(3.0, 8, 8).fix
+    quiet, busy = Facts(8, 8, busy=0.1), Facts(8, 8, busy=3.0)
+    assert doctor.taken(quiet, None) == doctor.Finding("threads", "ok", "8 threads on 8 cores")
+    assert doctor.taken(quiet, 2).state == "ok", "fewer than are free were asked for"
+    assert doctor.taken(busy, None).value.startswith("5 threads on 8 cores: others keep 3.0 of 8 cores busy")
+    assert "unset OMP_NUM_THREADS" in doctor.taken(busy, 8).fix
 
 
 def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):

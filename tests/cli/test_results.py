@@ -32,3 +32,21 @@ def test_generate_shows_the_text_and_the_numbers(specctl, library):
     assert lines[0] == "SELECT [a] FROM t"
     assert ["mat", "2.50"] in [line.split() for line in lines]
     assert specctl("generate", "Q", "-q").out == "SELECT [a] FROM t\n"
+
+
+def test_speeds_that_cannot_be_are_marked_and_explained_once(specctl, library):
+    """Beside other work a clock says anything; mat, which counts, still holds. Usable rows stay as they were."""
+    numbers = {"mat": 1.46, "speedup": 2.53, "tokens": 10, "unusable": "above its mat"}
+    rows = [filled(Row, drafter="head", domain="sql", **numbers), filled(Row, drafter="lookup", speedup=1.31)]
+    none = Losslessness(0, 0, 0)
+    library("eval", lambda recipe, run: EvalResult(rows, none, none, rejected=0))
+    lines = specctl("eval", "--drafter", "lookup").out.splitlines()
+    assert next(line for line in lines if "head" in line).split()[2:8] == ["1.46", "–", "–", "2.53", "!", "–"]
+    assert next(line for line in lines if "lookup" in line).split()[5] == "1.31"
+    (told,) = [line for line in lines if line.startswith("!")]
+    assert told.startswith("! speeds that cannot be used: head in sql: above its mat (")
+    assert "cores busy), or too few tokens: measure again" in told
+    assert any(line.startswith("measured on: ") and "test prompts each of sql, greedy" in line for line in lines)
+    rows.pop(0)
+    assert "cannot be used" not in specctl("eval", "--drafter", "lookup").out
+    assert specctl("eval", "--drafter", "lookup", "--json").json["rows"][0]["unusable"] is None

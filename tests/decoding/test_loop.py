@@ -1,5 +1,7 @@
 """What the loop gives drafters room for, and the order in which texts leave it."""
 
+from contextlib import nullcontext
+
 import torch
 
 from specctl.decoding import loop
@@ -46,3 +48,15 @@ def test_texts_leave_when_they_are_finished(target, prompts):
     together = loop.decode(target, prompts, **options)
     assert [one.index for one in together] == [0, 1, 2]
     assert len({one.decode_s for one in together}) == 1
+
+
+def test_few_threads_for_a_text_and_more_for_prompts_and_batches(target, prompts, monkeypatch):
+    """A prompt is a step of many rows; a text that waits for a slot is in no step."""
+    asked = []
+    monkeypatch.setattr(loop.threads, "suited", lambda flops: asked.append(flops / target.row_flops) or nullcontext())
+    options = {"sampling": GREEDY, "max_new_tokens": 2}
+    loop.decode(target, prompts[:1], seeds=[0], **options)
+    assert asked == [1, len(prompts[0])]
+    asked.clear()
+    loop.decode(target, [*prompts, *prompts], seeds=[0] * 6, slots=2, **options)
+    assert asked[:2] == [2, len(prompts[0]) + len(prompts[1])]

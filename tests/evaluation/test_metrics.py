@@ -113,3 +113,19 @@ def test_bootstrap_covers_the_mean():
     assert interval is not None
     half = 1.96 * values.std() / 20
     assert interval == pytest.approx((values.mean() - half, values.mean() + half), abs=0.2 * half)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "interval", "mat", "reason"),
+    [
+        (2.53, (2.4, 2.6), 1.46, "above its mat"),  # of a demo beside other work
+        (1.46, None, 1.46, None),  # a draft that costs nothing
+        (1.70, (1.5, 1.9), 3.36, None),
+        (0.9, (0.2, 1.2), 3.36, "its interval is wider than the figure"),
+        (0.9, (0.2, 1.0), None, None),
+        (1.0, (1.0, 1.0), 1.0, None),  # plain decoding
+        (None, None, 2.0, None),
+    ],
+)
+def test_a_speedup_above_its_mat_is_none(speedup, interval, mat, reason):
+    assert metrics.unusable(speedup, interval, mat) == reason

@@ -1,10 +1,15 @@
 """Rows of `online`'s table, and their intervals, on numbers that are written down."""
 
+from dataclasses import replace
+
 import pytest
 
 from specctl.decoding.loop import Decoded
+from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.online_rows import Passes
+from specctl.evaluation.policy_rows import Stream
 from specctl.evaluation.records import Record
+from specctl.evaluation.rows import summarise
 from specctl.recipe import OnlineRecipe
 
 TOKENS = [20, 35, 30, 60, 45, 80]
@@ -52,3 +57,20 @@ def test_repeats_that_say_the_same_make_no_interval_narrower():
 
 def test_one_chunk_has_no_interval():
     assert row([0, 1, 2], TOKENS[:1]).mat_interval is None
+
+
+@pytest.mark.parametrize(("plain_s", "reason"), [(40.0, "above its mat"), (4.0, None)])
+def test_rows_of_every_table_say_when_a_speed_cannot_be(plain_s, reason):
+    """20 passes of 2 seconds made 40 tokens, mat 2: plain decoding of as many takes no more than twice as long."""
+    drafted = record("ogd", 0, 0, 40)
+    plain = record(VANILLA, 0, 0, 40)
+    plain = replace(plain, decoded=replace(plain.decoded, target_passes=40, decode_s=plain_s))
+    own, base = [drafted.decoded], [plain.decoded]
+    recipe = OnlineRecipe(algo=["ogd"], baselines=["vanilla"])
+    stream = Stream({"ogd": own, VANILLA: base}, [0], ["g"], [], VANILLA, same_text=True)
+    found = [
+        Passes(recipe, [drafted, plain], [Cost(0, 0)]).row("ogd"),
+        summarise("ogd", "sql", [drafted, plain]),
+        stream.row("ogd", "policy", tally=None, arms=[], best_arm_ratio=None, failures=0),
+    ]
+    assert [(row.speedup, row.unusable) for row in found] == [(plain_s / 2, reason)] * 3

@@ -15,7 +15,7 @@ from specctl.evaluation.reasoning_run import Difference
 from specctl.reporting import plots
 from specctl.reporting.commands import online
 from specctl.reporting.commands.rounds import BINS, Rounds
-from tests.reporting.conftest import filled
+from tests.reporting.conftest import eval_row, filled
 
 DOT = b"\x89PNG\r\n\x1a\n" + bytes(8) + (160).to_bytes(4) * 2
 
@@ -252,3 +252,21 @@ def test_an_arm_that_cannot_be(make_run, arm):
     """A number from a file must not decide how much memory is taken."""
     with pytest.raises(SpecctlError, match="not the files that select writes"):
         api.report([make_run("s", "select", {"arms": ["a"]}, rounds=[{"arm": arm}])])
+
+
+def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
+    """They stay in the table and its CSV file, with the reason."""
+    rows = [eval_row("a", speedup=1.5), eval_row("b", mat=1.4, speedup=4.0, unusable="above its mat")]
+    result = api.report(
+        [make_run("e", "eval", {"rows": rows, "machine": {"cores": 2, "threads": 1, "others_busy": 1.9}})], csv=True
+    )
+    page = Path(result.report).read_text()
+    assert "best × plain: a" in page and "4.00 !" in page
+    assert any(
+        "b in sql: above its mat" in note and "(2 cores, 1 thread, others kept 1.90 cores busy)" in note
+        for note in result.notes
+    )
+    head, first, second = read_csv(result, "eval-rows.csv")
+    assert (first[-1], second[-1]) == ("", "above its mat") and second[head.index("× plain")] == "4.0"
+    with_one_bar = api.report([make_run("f", "eval", {"rows": rows[1:], "machine": ["odd"]})])
+    assert "eval-speedup.png" not in made(with_one_bar)[0]

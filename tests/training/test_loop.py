@@ -67,6 +67,16 @@ def trained(distilled, tmp_path_factory):
     return place, train(recipe(distilled, place), place)
 
 
+@pytest.mark.parametrize("max_steps", [6, None])
+def test_a_run_that_minutes_have_cut_says_so(distilled, tmp_path, capsys, max_steps):
+    """A warning where steps were asked for: the drafter is not the one that the recipe describes."""
+    result = train(recipe(distilled, tmp_path, max_steps=max_steps, max_minutes=1e-6), tmp_path)
+    told = [line for line in capsys.readouterr().err.splitlines() if "max_minutes=1e-06 ended the training" in line]
+    assert result.steps == 1 and len(told) == 1
+    assert told[0].startswith("warning: ") == bool(max_steps)
+    assert "after 1 of 6 steps" in told[0] or max_steps is None
+
+
 def test_learns_and_writes_a_drafter_that_loads(trained, target):
     place, result = trained
     losses = [line["loss"] for line in metrics(place) if "loss" in line]

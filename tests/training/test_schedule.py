@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from specctl.recipe import TrainRecipe
+from specctl.recipe.resolve import resolve
 from specctl.training.schedule import CPU_TOKENS, Schedule
 
 
@@ -41,3 +42,18 @@ def test_a_time_limit_finishes_the_schedule_early():
 def test_length_of_a_run(options, per_epoch, steps):
     target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
     assert Schedule.of(TrainRecipe(**options), target, per_epoch).steps == steps
+
+
+@pytest.mark.parametrize(("step_s", "cut"), [(0.13, False), (0.4, False), (4.0, True)])
+def test_the_demo_makes_the_same_steps_on_a_quiet_and_on_a_busy_machine(step_s, cut):
+    """Its head is bounded by steps; minutes are a cap that a machine three times slower does not reach, and one in
+    trouble does: with a schedule that has ended all the same."""
+    recipe = resolve("train-drafter", "demo/train")
+    target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
+    s, step = Schedule.of(recipe, target, 400), 0
+    while not s.ended(step, step * step_s):
+        if not cut:
+            assert s.rate(step, step * step_s) == s.rate(step, 0.0)
+        step += 1
+    assert (step < recipe.max_steps) == cut
+    assert s.rate(step, step * step_s) == pytest.approx(0.0, abs=1e-6)

@@ -11,6 +11,7 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Line, Panel
 from specctl.reporting.style import Looks
+from specctl.reporting.tables import usable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ DECODING = {
     "of_batch_1": "× batch 1",
     "speedup_transformers": "× transformers",
     "tokens": "tokens",
+    "unusable": "speed-up not usable",
 }
 STEPS = {
     "label": "",
@@ -89,7 +91,7 @@ def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
     names = dict.fromkeys(row["label"] for row in rows)
     panels = [Panel("tokens/s, decode phase", _lines(rows, names, "tokens_per_s", looks), limits=(0, None))]
-    faster = [row for row in rows if row.get("speedup") is not None]
+    faster = [row for row in rows if usable(row, "speedup") is not None]
     if faster:
         names = dict.fromkeys(row["label"] for row in faster)
         lines = _lines(faster, names, "speedup", looks)
@@ -101,7 +103,7 @@ def _lines(rows: Sequence[Row], names: Mapping[str, Any], key: str, looks: Looks
     found = []
     for name in names:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["batch"])
-        found.append(Line(name, numbers(r["batch"] for r in mine), numbers(r.get(key) for r in mine), looks[name]))
+        found.append(Line(name, numbers(r["batch"] for r in mine), numbers(usable(r, key) for r in mine), looks[name]))
     return found
 
 

@@ -12,6 +12,7 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance
 from specctl.reporting.contents import Contents, Picture, Table, records
 from specctl.reporting.style import BASELINES, Looks, is_baseline
+from specctl.reporting.tables import usable
 
 RECORDS = "records.parquet"
 COLUMNS = {
@@ -29,6 +30,7 @@ COLUMNS = {
     "speedup_transformers_interval": "× transformers, 95 %",
     "tokens": "tokens",
     "target_passes": "target passes",
+    "unusable": "speeds not usable",
 }
 ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
 """Metrics, and who has 1 by definition: a bar would say nothing."""
@@ -131,8 +133,9 @@ def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
     domains = {row["domain"] for row in rows}
     values: dict[str, list[float]] = {}
     for row in rows:
-        if not is_baseline(row["drafter"]) and row.get(metric) is not None:
-            values.setdefault(row["drafter"], []).append(row[metric])
+        value = usable(row, metric)
+        if not is_baseline(row["drafter"]) and value is not None:
+            values.setdefault(row["drafter"], []).append(value)
     complete = {name: found for name, found in values.items() if len(found) == len(domains)}
     return {name: sum(found) / len(found) for name, found in complete.items()}
 
@@ -141,7 +144,7 @@ def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Ba
     """Bars by domain."""
     panels: dict[str, list[Bar]] = {}
     for row in rows:
-        if row.get(metric) is not None and row["drafter"] not in ONES[metric]:
+        if usable(row, metric) is not None and row["drafter"] not in ONES[metric]:
             bar = Bar(row["label"], row[metric], row.get(f"{metric}_interval"), looks[row["label"]])
             panels.setdefault(row["domain"], []).append(bar)
     return panels
@@ -156,7 +159,7 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
     competing = given["drafters"] if given else [name for name in drafters if not is_baseline(name)]
     others = [name for name in drafters if name not in competing]
     for metric in ("mat", "speedup"):
-        measured = {(row["drafter"], row["domain"]): row.get(metric) for row in rows}
+        measured = {(row["drafter"], row["domain"]): usable(row, metric) for row in rows}
         enough = len(domains) > 1 and len(competing) > 1 and any(value is not None for value in measured.values())
         if metric not in found and enough:
             found[metric] = _matrix(metric, measured, domains, competing, others)

@@ -12,6 +12,7 @@ from specctl.reporting.commands import reasoning
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Line, Panel
 from specctl.reporting.style import Looks, grey
+from specctl.reporting.tables import usable
 
 CHUNK = {
     "mat": "mat\n(tokens per target pass)",
@@ -34,6 +35,7 @@ CONTENDER = {
     "speedup_with_training": "× plain, learning included",
     "learn_share": "learning, of the time",
     "rollbacks": "updates taken back",
+    "unusable": "× plain not usable",
 }
 HEADLINE = {
     "mat": "mat",
@@ -71,7 +73,9 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     panels = [panel for panel in panels if panel.lines]
     made = Contents()
     if len(runs) == 1:
-        made.headline = {title: runs[0].result[key] for key, title in HEADLINE.items() if runs[0].result.get(key)}
+        made.headline = {
+            title: usable(runs[0].result, key) for key, title in HEADLINE.items() if usable(runs[0].result, key)
+        }
     if panels:
         figure = curves.lines(panels, "chunk", whole=True)
         made.pictures.append(Picture("chunks", "Drafters while they learn, chunk by chunk of the stream.", figure))

@@ -1,0 +1,205 @@
+"""How many threads a command computes with, from facts, and the facts from trees like those of Linux and containers."""
+
+import math
+
+import pytest
+import torch
+
+from specctl import api, threads
+from specctl.recipe import GenerateRecipe, ResourceRecipe
+from specctl.threads import Facts
+
+CPU_LINE = "cpu{n} {user} {nice} {system} 1000 7 0 0 {stolen} 0 0\n"
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """PyTorch's number of threads, as a list of what it was set to; nobody has asked for a number."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    numbers = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (Facts(2, 2), 2),
+        (Facts(2, 2, busy=0.3), 2),
+        (Facts(2, 2, busy=1.0), 1),  # a barrier would wait for that one
+        (Facts(2, 2, busy=4.8), 1),
+        (Facts(16, 16, busy=1.2), 15),
+        (Facts(8, 16), 8),  # PyTorch leaves hyperthreads out
+        (Facts(64, 64, quota=4.0), 4),  # a container whose affinity is that of its host
+        (Facts(64, 64, quota=2.5), 2),  # a third one would be stopped for half of every period
+        (Facts(64, 64, quota=0.5), 1),
+        (Facts(64, 64, quota=4.0, busy=30.0), 4),
+        (Facts(64, 64, quota=40.0, busy=30.0), 34),
+        (Facts(16, 16, processes=4), 4),
+        (Facts(16, 16, busy=15.0, processes=4), 4),  # they are busy themselves
+        (Facts(2, 2, processes=8), 1),
+        (Facts(2, 2, busy=2.0, quota=1.0, asked=2), 2),
+        (Facts(2, 2, asked=1), 1),
+    ],
+)
+def test_threads_that_are_free(facts, expected):
+    assert threads.free(facts) == expected
+    assert threads.why(facts)
+
+
+@pytest.mark.parametrize(
+    ("weights", "texts", "expected"),
+    [
+        (8.5e6, 1, 1),  # the built-in target
+        (8.5e6, 64, 28),  # distilled in batches
+        (68e6, 1, 4),
+        (1.2e9, 1, 61),
+    ],
+)
+def test_threads_that_pay(weights, texts, expected):
+    """One thread decodes a text of a small target as fast as two, and much faster where the second core is taken."""
+    assert threads.paying(2 * weights * texts) == expected
+
+
+def tree(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2 = "29 22 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+V1_SETS = "35 31 0:32 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset\n"
+DOCKER_V1 = V1.replace("0:29 / ", "0:29 /docker/abc ")
+
+
+def v1(path, quota, period=100000):
+    place = f"sys/fs/cgroup/cpu,cpuacct/{path}"
+    return {f"{place}cpu.cfs_quota_us": f"{quota}\n", f"{place}cpu.cfs_period_us": f"{period}\n"}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "files", "expected"),
+    [
+        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # a container with a namespace of its own
+        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", V2, {}, math.inf),  # the root of a machine has no such file
+        (
+            "0::/user.slice/job/step\n",  # the tightest of all around it
+            V2,
+            {
+                "sys/fs/cgroup/user.slice/cpu.max": "400000 100000\n",
+                "sys/fs/cgroup/user.slice/job/cpu.max": "150000 100000\n",
+                "sys/fs/cgroup/user.slice/job/step/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/other/cpu.max": "10000 100000\n",
+            },
+            1.5,
+        ),
+        ("0::/../host\n", V2, {"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3.0),  # outside of what can be seen
+        ("4:cpu,cpuacct:/slurm/job\n", V1 + V1_SETS, v1("slurm/job/", -1) | v1("slurm/", 50000, 25000), 2.0),
+        ("4:cpu,cpuacct:/docker/abc\n3:cpuset:/x\n", DOCKER_V1 + V1_SETS, v1("", 100000), 1.0),
+        ("4:cpu,cpuacct:/docker/abc\n0::/\n", DOCKER_V1 + V2, v1("", -1), math.inf),
+        ("3:cpuset:/x\n", V1_SETS, {"sys/fs/cgroup/cpuset/x/cpu.max": "100000 100000\n"}, math.inf),
+        ("0::/\n", V2, {"sys/fs/cgroup/cpu.max": "nonsense\n"}, math.inf),
+    ],
+)
+def test_the_quota_of_a_container(tmp_path, cgroup, mounts, files, expected):
+    root = tree(tmp_path, {"proc/self/cgroup": cgroup, "proc/self/mountinfo": mounts, **files})
+    assert threads.quota(root) == expected
+
+
+def test_a_machine_without_control_groups_has_no_quota(tmp_path):
+    assert threads.quota(tmp_path) == math.inf
+    assert threads.Others(frozenset({0}), tmp_path).busy() is None
+
+
+def test_others_are_those_on_the_allowed_cores_without_this_process(tmp_path, monkeypatch):
+    """Of four seconds; niced processes make way for one that is not, and hold one up that is."""
+
+    def stat(**more):
+        rows = [{"n": n, "user": 100, "nice": 50, "system": 10, "stolen": 0} for n in range(3)]
+        for key, ticks in more.items():
+            rows[int(key[-1])][key[:-1]] += ticks
+        return "cpu  1 2 3 4 5 6 7 8 9 10\n" + "".join(CPU_LINE.format(**row) for row in rows) + "intr 1 2 3\n"
+
+    clock, own, nice = [0.0], [0.0], [0]
+    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(threads, "_own_s", lambda: own[0])
+    monkeypatch.setattr(threads.os, "getpriority", lambda *_: nice[0])
+    monkeypatch.setattr(threads.os, "sysconf", lambda _: 100)
+    root = tree(tmp_path, {"proc/stat": stat()})
+    others = threads.Others(frozenset({0, 1}), root)
+    clock[0], own[0] = 4.0, 2.0
+    tree(root, {"proc/stat": stat(user0=380, system1=200, stolen1=20, user2=400, nice1=100)})
+    assert others.busy() == pytest.approx((3.8 + 2.2 - 2.0) / 4)
+    nice[0] = 10
+    others = threads.Others(frozenset({0, 1}), root)
+    clock[0] = 8.0
+    tree(root, {"proc/stat": stat(user0=380, system1=200, stolen1=20, user2=400, nice1=300)})
+    assert others.busy() == pytest.approx(2.0 / 4)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
+def test_the_number_of_openmp(value, expected):
+    assert threads.asked_by({"OMP_NUM_THREADS": value}) == expected
+
+
+def test_others_are_watched_only_where_that_could_change_anything(monkeypatch, tmp_path):
+    monkeypatch.setattr(threads.time, "sleep", lambda _: pytest.fail("waited for nothing"))
+    monkeypatch.setattr(threads, "usable_cpus", lambda: frozenset(range(4)))
+    assert threads.read(1, environ={}, root=tmp_path) == Facts(1, 4)
+    assert threads.read(4, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == Facts(4, 4, asked=2)
+    assert threads.read(4, 3, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == Facts(4, 4, asked=3)
+    assert threads.read(4, environ={"LOCAL_WORLD_SIZE": "2"}, root=tmp_path) == Facts(4, 4, processes=2)
+
+
+def test_a_command_takes_what_is_free_and_its_steps_what_pays(count, monkeypatch, capsys):
+    """Prefill and batches take more than a text that is decoded; afterwards all is as before."""
+    monkeypatch.setattr(threads, "read", lambda default, asked: Facts(default, 8, busy=2.0, asked=asked))
+    with threads.chosen(None):
+        assert count[-1] == 6
+        with threads.suited(20e6):
+            assert count[-1] == 1
+            with threads.suited(150e6):
+                assert count[-1] == 4
+            with threads.suited(9e9):
+                assert count[-1] == 6
+            assert count[-1] == 1
+        assert count[-1] == 6
+    assert count[-1] == 8
+    assert "6 threads of 8: others keep 2.0 of 8 cores busy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["environment", "recipe"])
+def test_what_the_user_asks_for_wins_everywhere(count, monkeypatch, by):
+    if by == "environment":
+        monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    with threads.chosen(8 if by == "recipe" else None):
+        with threads.suited(1.0):
+            assert count[-1] == 8
+        threads.keep(2)
+        assert count[-1] == 8
+
+
+def test_a_run_that_goes_on_keeps_its_threads(count):
+    threads.keep(None)
+    assert count == [8]
+    threads.keep(2)
+    assert count[-1] == 2
+
+
+def test_every_command_chooses_its_threads_in_one_place(count, monkeypatch, tmp_path):
+    """And gives them back: two commands of one Python process are chosen for by themselves."""
+    monkeypatch.setattr(api, "FUNCTIONS", {"generate": ("tests.test_threads", "told")})
+    recipe = GenerateRecipe(output_dir=tmp_path, resources=ResourceRecipe(threads=3))
+    _, document = api.execute("generate", recipe)
+    assert document["machine"]["threads"] == 3 and count[-1] == 8
+
+
+def told(recipe, run):
+    from dataclasses import make_dataclass
+
+    return make_dataclass("Result", [])()
