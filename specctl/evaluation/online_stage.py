@@ -195,8 +195,7 @@ class Stage:
         for name, pupil in self.pupils.items():
             own = [record.decoded for record in records if record.drafter == name]
             static = static_name(self.recipe, name)
-            accepted = sum(one.accepted for one in own)
-            lesson = pupil.sit(Acceptance(accepted, accepted + sum(one.rejections for one in own)))
+            lesson = pupil.sit(Acceptance.of((one.accepted, one.accepted + one.rejections) for one in own))
             self._watch(name, lesson)
             outcome = lesson.outcome
             rows.append(
@@ -233,7 +232,7 @@ class Stage:
             )
         self.chunks += 1
         if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
-            self.fixed_pool.sit(Acceptance(0, 0))
+            self.fixed_pool.sit(Acceptance())
         return rows
 
     def _watch(self, name: str, lesson: Lesson) -> None:
