@@ -54,16 +54,16 @@ class Acceptance:
 
 
 def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
-    """Whether acceptance fell by more than the share `tolerance`, and by more than chance: `Z` standard errors as
-    Student's t over the texts has them, none of them smaller than if all tokens were independent. A single text says
-    nothing."""
+    """Whether acceptance fell by more than the share `tolerance`, and by more than chance: by `Z` standard errors if all
+    tokens were independent, and as Student's t has it over texts whose tokens are alike. A single text says nothing."""
     fall = before.rate - after.rate
     if min(len(before.texts), len(after.texts)) < 2 or fall <= tolerance * before.rate:
         return False
     pooled = (before.accepted + after.accepted) / (before.verified + after.verified)
-    independent = pooled * (1 - pooled) * (1 / before.verified + 1 / after.verified)
-    error = math.sqrt(max(before.variance + after.variance, independent))
-    return as_normal(fall / error, len(before.texts) + len(after.texts) - 2) > Z
+    if fall <= Z * math.sqrt(pooled * (1 - pooled) * (1 / before.verified + 1 / after.verified)):
+        return False
+    between = before.variance + after.variance
+    return not between or as_normal(fall / math.sqrt(between), len(before.texts) + len(after.texts) - 2) > Z
 
 
 def as_normal(t: float, freedom: int) -> float:
