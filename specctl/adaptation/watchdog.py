@@ -54,8 +54,8 @@ class Acceptance:
 
 
 def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
-    """Whether acceptance fell by more than the share `tolerance`, and by more than chance: by `Z` standard errors if all
-    tokens were independent, and as Student's t has it over texts whose tokens are alike. A single text says nothing."""
+    """Whether acceptance fell by more than the share `tolerance`, and by more than chance: by `Z` standard errors of
+    independent tokens, and by as many of texts whose tokens are alike, as Student's t. A single text says nothing."""
     fall = before.rate - after.rate
     if min(len(before.texts), len(after.texts)) < 2 or fall <= tolerance * before.rate:
         return False

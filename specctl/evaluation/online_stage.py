@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,7 +97,9 @@ class Stage:
         for algo in recipe.algo if STATIC in recipe.baselines and not recipe.pool else ():
             start = str(recipe.start_of(recipe.family_of(algo)))
             self.fixed[static_name(recipe, algo)] = pool.load_drafter(start, target, recipe.drafting)
-        self.untrained = {name: WEIGHTLESS[name](recipe.drafting) for name in UNTRAINED if name in recipe.baselines}
+        self.untrained: dict[str, Drafter] = {
+            name: WEIGHTLESS[name](recipe.drafting) for name in UNTRAINED if name in recipe.baselines
+        }
         twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
@@ -126,14 +128,13 @@ class Stage:
     def contenders(self) -> list[Contender]:
         """Everybody. All rounds are the host's, as learners look on."""
 
-        def others(drafters: Mapping[str, Drafter | None]) -> list[Contender]:
-            options = self.target, self.recipe.sampling
-            return [engine(*options, name, drafter, host=True) for name, drafter in drafters.items()]
+        def alone(name: str, drafter: Drafter | None) -> Contender:
+            return engine(self.target, self.recipe.sampling, name, drafter, host=True)
 
-        found = others({VANILLA: None} if VANILLA in self.recipe.baselines else {})
+        found = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
         found += [self._static(name, drafter) for name, drafter in self.fixed.items()]
         found += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
-        found += others(self.untrained)
+        found += [alone(name, drafter) for name, drafter in self.untrained.items()]
         return found + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
 
     def warm_up(self, turns: Sequence[Turn]) -> None:

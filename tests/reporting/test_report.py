@@ -98,7 +98,7 @@ def test_a_training_that_is_still_going_on(train_run):
     assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
     head, row = read_csv(result, "train-drafter-trained.csv")
     known = dict(zip(head, row, strict=True))
-    assert (known["drafter"], known["mat"], known["steps"]) == ("sql+math-eagle3", "2.5", "39")
+    assert (known["drafter"], known["mat, prompts that chose it"], known["steps"]) == ("sql+math-eagle3", "2.5", "39")
     assert "no result.json" in result.notes[0]
 
 
