@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specctl.adaptation import rules
-from specctl.adaptation.holdout import HOME, STAY, Point
+from specctl.adaptation.holdout import HOME, STAY, WHOLE, Point
 from specctl.adaptation.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
 
@@ -99,6 +99,8 @@ class Descent:
             return member.origin, None if member.h is None else torch.zeros_like(member.h)
         if place == STAY:
             return member.w_hat, member.h
+        if place == WHOLE:
+            return self.w_hat, self.h
         h = None if member.h is None or self.h is None else torch.lerp(member.h, self.h, place)
         return torch.lerp(member.w_hat, self.w_hat, place), h
 

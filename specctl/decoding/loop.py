@@ -119,9 +119,7 @@ def stream(
     clock.prefilled()
     yield from clock.stamp(state)
     device = None
-    if (
-        type(controller) is Fixed and on_round is None and not host
-    ):  # where nobody watches, rounds can run ahead of the host
+    if type(controller) is Fixed and on_round is None and not host:  # unwatched, rounds can run ahead of the host
         device = device_rounds(target, state, controller.drafter, _budget(state, share_rows))
     while state.unfinished:
         if device is None or not device.advance():

@@ -40,8 +40,8 @@ class OnlineResult:
 
     `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `static` is the row of the
     same drafter without learning, None where that was not asked for. `drafters`: each learner's, as it was after the
-    first pass. `rounds`: whose they are, the host's or the device's; a learner looks on, so all contenders have the
-    host's, also on a GPU, where `eval` may have faster ones.
+    first pass. `rounds_on`: where all contenders' rounds ran; a learner looks on, so it is the host, also with a GPU,
+    where those of `eval` run on the device and are faster.
     """
 
     algo: str
@@ -62,7 +62,7 @@ class OnlineResult:
     drafters: dict[str, str]
     lossless: Losslessness
     rejected: int
-    rounds: Literal["host"] = "host"
+    rounds_on: Literal["host"] = "host"
 
 
 def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult | ReasoningResult:

@@ -319,7 +319,7 @@ def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, 
     steady = {"stop_below": 0.0}
     made = recipe(prompts, heads("eagle3"), tiny, drafting=steady)
     found, document = learnt(tmp_path / "run", made, tiny)
-    assert not rounds and found.rounds == document["rounds"] == "host"
+    assert not rounds and found.rounds_on == document["rounds_on"] == "host"
     head = str(heads("eagle3"))
     for drafters, baselines in (([head], []), ([], ["vanilla"])):
         options = dict(drafters=drafters, baselines=baselines, drafting=steady, sampling=made.sampling)
