@@ -165,12 +165,20 @@ class ReplayBuffer(FeatureStore):
         return self.estimate([example]) + ID_BYTES * len(example.tokens)
 
     def _drop(self, index: int) -> None:
-        self.bytes -= self.size(self.texts.pop(index).example)
-        self.kept.pop(index, None)
+        self._forget(index)
         self.dropped += 1
 
+    def _forget(self, index: int) -> None:
+        self.bytes -= self.size(self.texts.pop(index).example)
+        self.kept.pop(index, None)
+
+    def keep(self, only: Sequence[int]) -> None:
+        """Forget all texts but those of these indices."""
+        for index in self.texts.keys() - set(only):
+            self._forget(index)
+
     def clear(self) -> None:
-        """Forget all texts, as after a chunk of which nothing is replayed."""
+        """Forget all texts."""
         self.texts.clear()
         self.kept.clear()
         self.bytes = 0

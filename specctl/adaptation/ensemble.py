@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from specctl.adaptation import rules
+from specctl.adaptation import holdout, rules
+from specctl.adaptation.holdout import STAY, Point
 from specctl.adaptation.member import Descent, Member, inner_loop
 from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
-
-SHARES = (1.0, 0.5, 0.25)
-"""Of the way that a chunk leads a member: how far texts held out may let it go."""
-
-DOUBT = 0.5  # standard errors by which the mean gain over those texts must exceed 0
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
@@ -46,8 +41,8 @@ class Outcome:
         refused: members that stay as they were.
         effective: exp(entropy) of the weights after the chunk, the number of members that count.
         collapsed: one member has (nearly) all of the weight after the chunk.
-        scales: [N] how far the members went on the way that they found: 1, less, 0 where nothing was better for the
-            texts held out, None where the weights that the stream began with were; empty where no texts were held out.
+        scales: [N] how far the members went on the way that they found, as the texts held out have it; empty where none
+            were.
         steps: optimizer steps of a member.
     """
 
@@ -58,20 +53,13 @@ class Outcome:
     refused: tuple[int, ...] = ()
     effective: float = 1.0
     collapsed: bool = False
-    scales: tuple[float | None, ...] = ()
+    scales: tuple[Point, ...] = ()
     steps: int = 0
 
     @property
     def vain(self) -> bool:
         """No member found anything better for the texts held out."""
-        return bool(self.scales) and all(scale == 0 for scale in self.scales)
-
-
-class Held(NamedTuple):
-    """Texts of a chunk that are held out to judge its update: a batch each, and packed into batches to learn from."""
-
-    texts: Sequence[Any]
-    batches: Sequence[Any]
+        return bool(self.scales) and all(scale == STAY for scale in self.scales)
 
 
 class Ensemble:
@@ -112,37 +100,26 @@ class Ensemble:
         shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
         return Play(*zip(*shares, strict=True))
 
-    def learn(self, chunk: Iterable[Any], held: Held | None = None) -> Outcome:
+    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:
         """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch.
 
-        Texts that are `held` out decide how far every member goes on the way that the chunk leads it, or whether it
-        goes back to the start; who goes all of the way learns from these texts, too. (A rate that follows a change of
-        domain fast does harm where there is nothing to follow. So what it leads to is judged, and the rate stays.)
+        `held` are texts, a batch each, of which nothing is learnt here: they decide how far every member goes on the
+        way that the chunk leads it, or whether it goes back to the start. (A rate that follows a change of domain fast
+        does harm where there is nothing to follow. So what it leads to is judged, and the rate stays.)
         """
-        members, p, options = self.members, self.p, self._options
-        losses = None
-        if len(members) > 1 and options.measure == "chunk" and options.step == "batch":
-            losses = self._objective.losses([member.w for member in members], chunk)
-        descents = [Descent(member) for member in members]
-        self._draw = inner_loop(self._objective, descents, chunk, options, self._draw)
-        scales: tuple[float | None, ...] = ()
-        if held is not None and any(descent.sound and descent.steps for descent in descents):
-            scales = self._judged_by(held.texts, descents)
-            whole = [descent for descent, scale in zip(descents, scales, strict=True) if scale == 1]
-            if whole:
-                self._draw = inner_loop(self._objective, whole, held.batches, options, self._draw)
+        p, losses = self.p, self._measured(chunk)
+        descents = [Descent(member) for member in self.members]
+        self._draw = inner_loop(self._objective, descents, chunk, self._options, self._draw)
         self._t += 1
-        if len(members) > 1 and losses is None:
-            seen = (descent.first if options.measure == "batch" else descent.before for descent in descents)
-            losses = torch.stack([total / weight for total, weight in seen])
         moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
         refused = tuple(place for place, descent in enumerate(descents) if not descent.sound)
+        scales = self._settled(descents, held) if moved and held else ()
+        if len(self.members) > 1 and losses is None:
+            losses = self._seen(descents)
         for place in moved:
-            members[place].end(descents[place])
+            self.members[place].end(descents[place])
         if moved and losses is not None:
-            self._judge(losses)
-            if options.resync and self._t % options.resync == 0:
-                self._resync()
+            self._weigh(losses)
         nothing = not moved and not refused
         return Outcome(
             status="empty" if nothing else "updated" if moved else "refused",
@@ -156,39 +133,28 @@ class Ensemble:
             steps=max(descent.steps for descent in descents),
         )
 
-    def _judged_by(self, texts: Sequence[Any], descents: Sequence[Descent]) -> tuple[float | None, ...]:
-        """Take every descent back to the longest of `SHARES` of its way that is better for these texts than staying
-        where it was, or to the start where that is better still; which that is. Texts without weight forbid nothing."""
+    def _measured(self, chunk: Iterable[Any]) -> Tensor | None:
+        """[N] the members' losses on the whole chunk before any step, where that takes a pass of its own."""
+        if len(self.members) == 1 or self._options.measure != "chunk" or self._options.step == "chunk":
+            return None
+        return self._objective.losses([member.w for member in self.members], chunk)
 
-        def losses(point: float | None) -> Tensor:
-            """[n, N]: a text's loss with every member there."""
-            vectors = [descent.at(point) for descent in descents]
+    def _seen(self, descents: Sequence[Descent]) -> Tensor:
+        """[N] the members' losses on what they met in the first pass: all batches, or those before any step."""
+        met = (descent.first if self._options.measure == "batch" else descent.before for descent in descents)
+        return torch.stack([total / weight for total, weight in met])
+
+    def _settled(self, descents: Sequence[Descent], texts: Sequence[Any]) -> tuple[Point, ...]:
+        """Where the descents have stopped, as the texts have it."""
+
+        def losses(place: Point) -> Tensor:
+            vectors = [descent.at(place) for descent in descents]
             return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
 
-        def gains(point: float | None) -> list[tuple[float, float]]:
-            """Of every member, the mean gain over the texts, and what it has to exceed."""
-            found = (stay - losses(point))[known]
-            error = found.std(0) / math.sqrt(len(found)) if len(found) > 1 else torch.zeros(len(descents))
-            return list(zip(found.mean(0).tolist(), (DOUBT * error).tolist(), strict=True))
-
-        stay = losses(0.0)
-        known = ~stay.isnan().all(1)
-        if not known.any():
-            return (1.0,) * len(descents)
-        best: list[tuple[float, float | None]] = [(0.0, 0.0)] * len(descents)
-        for share in SHARES:
-            if all(point for _, point in best):
-                break
-            for place, (gain, doubt) in enumerate(gains(share)):
-                if not best[place][1] and gain > doubt:
-                    best[place] = (gain, share)
-        for place, (gain, doubt) in enumerate(gains(None)):
-            if gain > max(best[place][0], doubt):
-                best[place] = (gain, None)
-        for descent, (_, point) in zip(descents, best, strict=True):
-            if point != 1:
-                descent.back_to(point)
-        return tuple(point for _, point in best)
+        found = holdout.places(losses)
+        for descent, place in zip(descents, found, strict=True):
+            descent.settle(place)
+        return found
 
     def slow(self, factor: float) -> None:
         """Multiply the members' rates: after an update that did harm."""
@@ -216,13 +182,15 @@ class Ensemble:
             mine = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             member.restore(mine)
 
-    def _judge(self, losses: Tensor) -> None:
-        """Weigh the members anew, unless none has a finite loss."""
+    def _weigh(self, losses: Tensor) -> None:
+        """Weigh the members anew, unless none has a finite loss; every so often they begin again from their mean."""
         L = rules.cumulated(self.L, losses, self._options.discount)
         if L.isfinite().any():
             self._judged += 1
             known = losses.nan_to_num(nan=0.0, posinf=0.0)  # a member without a finite loss has no weight anyway
             self.L, self._guess = L, rules.next_hint(self._hint, self._guess, known, self._judged)
+        if self._options.resync and self._t % self._options.resync == 0:
+            self._resync()
 
     def _resync(self) -> None:
         """All members restart from their mean; one that had no weight is as good as the worst of the others again."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from specctl.adaptation.ensemble import Ensemble, Held, Outcome, Play
+from specctl.adaptation.ensemble import Ensemble, Outcome, Play
 from specctl.adaptation.member import Member
 from specctl.adaptation.objective import Objective
 from specctl.recipe.learner import Algo, LearnerRecipe
@@ -25,9 +25,9 @@ class Learner(Protocol):
         """What the next chunk is decoded with."""
         ...
 
-    def learn(self, chunk: Iterable[Any], held: Held | None = None) -> Outcome:
+    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:
         """Learn from what was decoded: the batches of a chunk, iterable again for every epoch. Texts that are `held`
-        out judge what came of that.
+        out, a batch each, judge what came of that.
 
         A loss or gradient that is not finite is no exception but an outcome: `refused`, nothing learnt.
         """
@@ -57,7 +57,7 @@ class Static:
     def play(self) -> Play:
         return self._play
 
-    def learn(self, chunk: Iterable[Any], held: Held | None = None) -> Outcome:
+    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:
         return Outcome("static")
 
     def slow(self, factor: float) -> None:

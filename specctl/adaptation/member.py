@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specctl.adaptation import rules
+from specctl.adaptation.holdout import HOME, STAY, WHOLE, Point
 from specctl.adaptation.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
 
@@ -76,23 +77,32 @@ class Descent:
             self.first = self.first + sums
             self.before = self.before + sums if self.steps == 0 else self.before
 
-    def at(self, scale: float | None) -> Tensor:
-        """[P] what would be played after this share of the way from the member to here: w_t at 0, x at 1. None: where
-        the stream began."""
-        return self._member.play(*self._point(scale))
+    def at(self, place: Point) -> Tensor:
+        """[P] what would be played at a place between the member and here."""
+        return self._member.play(*self._weights(place))
 
-    def back_to(self, scale: float | None) -> None:
-        """Go back to that point. The optimizer remembers the gradients of the whole way."""
-        self.w_hat, self.h = self._point(scale)
+    def settle(self, place: Point) -> None:
+        """Stop at that place. Who stays has never left: its optimizer knows nothing of the way; nor of any other who is
+        at home again. Who goes a part of the way keeps the moments of all of it: its direction was right.
+        """
+        self.w_hat, self.h = self._weights(place)
         self.x = self._member.play(self.w_hat, self.h)
+        if place is HOME:
+            self.t, self.buffers = 0, self._member.no_buffers()
+        elif place == STAY:
+            self.t, self.buffers = self._member.t, self._member.buffers
 
-    def _point(self, scale: float | None) -> tuple[Tensor, Tensor | None]:
+    def _weights(self, place: Point) -> tuple[Tensor, Tensor | None]:
         """ŵ and h there."""
         member = self._member
-        if scale is None:
+        if place is HOME:
             return member.origin, None if member.h is None else torch.zeros_like(member.h)
-        h = None if member.h is None or self.h is None else torch.lerp(member.h, self.h, scale)
-        return torch.lerp(member.w_hat, self.w_hat, scale), h
+        if place == STAY:
+            return member.w_hat, member.h
+        if place == WHOLE:
+            return self.w_hat, self.h
+        h = None if member.h is None or self.h is None else torch.lerp(member.h, self.h, place)
+        return torch.lerp(member.w_hat, self.w_hat, place), h
 
     def step(self) -> None:
         """Step on the mean gradient of what was added; none where that has no weight."""
@@ -123,12 +133,15 @@ class Member:
     def __init__(self, start: Tensor, options: LearnerRecipe, eta: float, optimizer: str, hint: rules.Hint):
         """`start` [P] is w_1 = ŵ_1, and the centre of the ball; `options` are resolved."""
         self.options, self.eta, self._hint = options, eta, hint
-        self.direction, vectors = OPTIMIZERS[optimizer]
-        self.buffers: Buffers = {name: torch.zeros_like(start) for name in vectors}
-        if optimizer == "adam":
-            self.buffers["j"] = torch.tensor(0)
+        self.direction, self._vectors = OPTIMIZERS[optimizer]
         self.w_hat, self.origin, self.t = start, start, 0
+        self.buffers = self.no_buffers()
         self.h = None if hint == "none" else torch.zeros_like(start)
+
+    def no_buffers(self) -> Buffers:
+        """The optimizer's state before its first step."""
+        counts = {"j": torch.tensor(0)} if self.direction is _adam else {}
+        return {name: torch.zeros_like(self.origin) for name in self._vectors} | counts
 
     @property
     def w(self) -> Tensor:

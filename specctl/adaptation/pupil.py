@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
-from specctl.adaptation import rules
+from specctl.adaptation import holdout, rules
 from specctl.adaptation.buffer import ReplayBuffer
-from specctl.adaptation.ensemble import Held, Outcome
+from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.group import ALONE, Group
 from specctl.adaptation.learners import feedback, make_learner
 from specctl.adaptation.objective import Objective, seed_of, with_distributions
@@ -53,14 +53,6 @@ def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> R
     """An empty one, as large as the recipe allows."""
     options = recipe.buffer
     return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
-
-
-def held_out(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """The texts to learn from, and the newest, which are likest to those that come, to judge the update by; none of
-    one or two."""
-    ordered = sorted(examples, key=lambda example: example.index)
-    count = len(ordered) - round(share * len(ordered))
-    return ordered[:count], ordered[count:]
 
 
 class Pupil:
@@ -125,7 +117,7 @@ class Pupil:
         self.target = target
         self.trainee.retarget(target)
         self.trainee.store = self.buffer = self._new_buffer()
-        self._seen = 0  # it numbers its texts anew
+        self._seen, self._judges = 0, []  # it numbers its texts anew
         self.drafter = self.play()
 
     def play(self) -> Drafter:
@@ -185,36 +177,39 @@ class Pupil:
     def learn(self, acceptance: Acceptance) -> Lesson:
         """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is."""
         began = time.perf_counter()
-        examples = self._examples()
-        learnt, held = held_out(examples, self.rule.holdout)
-        judges = Held([text for one in held for text in self._batches([one])], self._batches(held)) if held else None
-        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, judges)
+        fresh, older = self._texts()
+        now, judges = holdout.split(fresh, self.rule.holdout)
+        learnt = [*older, *now]
+        held = [text for one in judges for text in self._batches([one])]
+        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, held)
+        self._judges = [] if outcome.status == "rested" else [one.index for one in judges]
         if not self.recipe.buffer.replay:
-            self.buffer.clear()
+            self.buffer.keep(self._judges)
         self.chunks += 1
         synchronise(self.target.device)
         return Lesson(
             ruling,
             outcome,
-            len(examples),
-            sum(example.response_length for example in examples),
+            len(learnt),
+            sum(example.response_length for example in learnt),
             self.buffer.dropped,
             self.learner.rates,
             time.perf_counter() - began,
         )
 
-    def _examples(self) -> list[Example]:
-        """The chunk's texts, and some older ones where the recipe replays them."""
+    def _texts(self) -> tuple[list[Example], list[Example]]:
+        """The chunk's own, and those of earlier ones to learn from: the judges of the chunk before, which nothing was
+        learnt from yet, and some that the recipe replays."""
         found = self.buffer.examples(feedback(self.rule.algo))
-        if not self.recipe.buffer.replay:
-            return found
         fresh = [example for example in found if example.index >= self._seen]
-        older = found[: len(found) - len(fresh)]
+        judges = [example for example in found if example.index in self._judges]
+        rest = [example for example in found if example.index < self._seen and example.index not in self._judges]
         self._seen = 1 + max((example.index for example in found), default=self._seen - 1)
-        count = min(len(older), round(self.recipe.buffer.replay * len(fresh)))
-        return fresh + random.Random(seed_of(self.seed, self.chunks)).sample(older, count)
+        count = min(len(rest), round(self.recipe.buffer.replay * len(fresh)))
+        return fresh, judges + random.Random(seed_of(self.seed, self.chunks)).sample(rest, count)
 
-    _seen = 0  # index of the first text that nothing was learnt from yet
+    _seen = 0  # index of the first text that has not been in a lesson
+    _judges: Sequence[int] = ()  # texts that have judged the last update: the next one is of them, too
 
     def _batches(self, examples: Sequence[Example]) -> list[Any]:
         """This process' share of the texts as the module's input: made once for all epochs and members."""
@@ -240,7 +235,7 @@ class Pupil:
         tensors = {f"buffer.{name}": value for name, value in tensors.items()}
         tensors |= {f"learner.{name}": value for name, value in self.learner.state().items()}
         tensors |= {f"watchdog.{name}": value for name, value in self.watchdog.state().items()}
-        return {"buffer": facts, "chunks": self.chunks, "seen": self._seen}, tensors
+        return {"buffer": facts, "chunks": self.chunks, "seen": self._seen, "judges": [*self._judges]}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from what `state` has told. CheckpointError where it is that of another learner."""
@@ -251,5 +246,5 @@ class Pupil:
         self.buffer.restore(facts["buffer"], part("buffer"))
         self.learner.restore(part("learner"))
         self.watchdog.restore(part("watchdog"))
-        self.chunks, self._seen = facts["chunks"], facts["seen"]
+        self.chunks, self._seen, self._judges = facts["chunks"], facts["seen"], facts["judges"]
         self.drafter = self.play()

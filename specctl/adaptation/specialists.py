@@ -61,7 +61,8 @@ class Specialists:
         self.lessons: dict[str, Lesson] = {}
         self.rounds: Counter[str] = Counter()  # of the chunk, by arm
         self._won: dict[str, Counter[str]] = defaultdict(Counter)  # tokens by query and arm
-        self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # accepted and verified, by arm
+        self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # draft tokens by arm and query
+        self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # positions likewise
         self._selector = self._select()
 
     def retarget(self, target: Target) -> None:
@@ -94,8 +95,8 @@ class Specialists:
     def _note(self, entry: Round) -> None:
         self.rounds[entry.arm] += 1
         self._won[entry.query][entry.arm] += entry.committed
-        self._verified[entry.arm]["accepted"] += entry.accepted
-        self._verified[entry.arm]["verified"] += min(entry.accepted + 1, entry.drafted)
+        self._accepted[entry.arm][entry.query] += entry.accepted
+        self._verified[entry.arm][entry.query] += min(entry.accepted + 1, entry.drafted)
 
     def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
         """The prompts that are decoded next."""
@@ -111,7 +112,7 @@ class Specialists:
             yield
         finally:
             self.buffer = kept
-            for counts in (self.rounds, self._won, self._verified):
+            for counts in (self.rounds, self._won, self._accepted, self._verified):
                 counts.clear()
             self._selector = self._select()
 
@@ -122,25 +123,29 @@ class Specialists:
 
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played."""
+        winners = set()
         for index, text in self.buffer.texts.items():
             played = self._won[text.example.prompt_id]
             winner = max(played, key=lambda arm: played[arm]) if played else ""
             if winner in self.pupils:
+                winners.add(winner)
                 buffer = self.pupils[winner].buffer
                 buffer.take(text, self._own(self.buffer.kept.get(index), buffer.taps))
         self.buffer.clear()
         self.lessons = {
-            name: pupil.sit(Acceptance(self._verified[name]["accepted"], self._verified[name]["verified"]))
-            for name, pupil in self.pupils.items()
-            if pupil.buffer.texts
+            name: pupil.sit(self._acceptance(name)) for name, pupil in self.pupils.items() if name in winners
         }
-        self._won.clear()
-        self._verified.clear()
+        for counts in (self._won, self._accepted, self._verified):
+            counts.clear()
         self.chunks += 1
         began = time.perf_counter()
         self._selector = self._select()
         lesson = self._together(acceptance)
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
+
+    def _acceptance(self, arm: str) -> Acceptance:
+        """Of the rounds that it has played, by query."""
+        return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
 
     def _own(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
         """The states that one specialist reads, out of those that the pool does."""

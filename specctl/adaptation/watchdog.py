@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specctl.adaptation.ensemble import Held, Outcome
+from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.learners import Learner
 from specctl.adaptation.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
 
-Z = 3.0  # standard errors by which acceptance must have fallen: one false suspicion in 700 updates
+Z = 3.0  # standard errors by which acceptance must have fallen: chance does that in one update of 250 or more
 
 BLAME = 0.5  # share of a rise of the loss that an update must be to blame for
 
@@ -24,23 +24,52 @@ Ruling = Literal["keep", "drift", "rollback"]
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of a chunk: accepted draft tokens among the verified positions, accepted + rejections."""
+    """Of a chunk: draft tokens accepted among the positions verified (accepted + rejections), in each of its texts."""
 
-    accepted: int
-    verified: int
+    texts: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, texts: Iterable[Sequence[int]]) -> Acceptance:
+        """Out of pairs, as JSON has them too; texts in which nothing was verified say nothing."""
+        return cls(tuple((accepted, verified) for accepted, verified in texts if verified))
+
+    @property
+    def accepted(self) -> int:
+        return sum(accepted for accepted, _ in self.texts)
+
+    @property
+    def verified(self) -> int:
+        return sum(verified for _, verified in self.texts)
 
     @property
     def rate(self) -> float:
         return self.accepted / self.verified if self.verified else 0.0
 
+    @property
+    def variance(self) -> float:
+        """Of the rate, a ratio of sums over two texts or more (Cochran 1977, §6.3): tokens of one text are alike."""
+        n, r = len(self.texts), self.rate
+        between = sum((accepted - r * verified) ** 2 for accepted, verified in self.texts)
+        return between * n / (n - 1) / self.verified**2
+
 
 def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
-    """Whether acceptance fell by more than the share `tolerance`, and by more than chance (two proportions)."""
-    if not before.verified or not after.verified:
+    """Whether acceptance fell by more than the share `tolerance`, and by more than chance: by `Z` standard errors of
+    independent tokens, and by as many of texts whose tokens are alike, as Student's t. A single text says nothing."""
+    fall = before.rate - after.rate
+    if min(len(before.texts), len(after.texts)) < 2 or fall <= tolerance * before.rate:
         return False
     pooled = (before.accepted + after.accepted) / (before.verified + after.verified)
-    error = math.sqrt(pooled * (1 - pooled) * (1 / before.verified + 1 / after.verified))
-    return before.rate - after.rate > max(tolerance * before.rate, Z * error)
+    if fall <= Z * math.sqrt(pooled * (1 - pooled) * (1 / before.verified + 1 / after.verified)):
+        return False
+    between = before.variance + after.variance
+    return not between or as_normal(fall / math.sqrt(between), len(before.texts) + len(after.texts) - 2) > Z
+
+
+def as_normal(t: float, freedom: int) -> float:
+    """The z ≥ 0 that a normal variable exceeds as rarely as Student's t of so many degrees of freedom exceeds t ≥ 0
+    (Wallace 1959)."""
+    return (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(t * t / freedom))
 
 
 class Watchdog:
@@ -58,7 +87,7 @@ class Watchdog:
 
     def __init__(self, options: LearnerRecipe):
         self._options = options
-        self._before: Acceptance | None = None  # of the last chunk that was decoded with weights that stayed
+        self._before = Acceptance()  # of the last chunk that was decoded with weights that stayed
         self._kept: dict[str, Tensor] = {}
         self._loss = math.nan  # of the last chunk, before anything was learnt from it
         self._vain = self._rest = 0  # chunks in a row that were learnt from in vain; chunks still to rest
@@ -69,20 +98,20 @@ class Watchdog:
         objective: Objective,
         chunk: Sequence[Any],
         acceptance: Acceptance,
-        held: Held | None = None,
+        held: Sequence[Any] = (),
     ) -> tuple[Ruling, Outcome]:
         """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
         the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
 
         A chunk that is refused is tried with the weights from before the last update, too: where that goes well, these
-        were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` is the part
-        of the chunk by which the new update has to prove itself at once.
+        were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` are the
+        texts of the chunk, a batch each, by which the new update has to prove itself at once.
         """
-        if self._rest and self._before and not fell(self._before, acceptance, self._options.tolerance):
+        if self._rest and not fell(self._before, acceptance, self._options.tolerance):
             self._rest -= 1
             self._before = min(self._before, acceptance, key=lambda one: one.rate)
             return "keep", Outcome("rested")
-        whole = [*chunk, *(held.batches if held else ())]
+        whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
         if ruling == "rollback":
             outcome = self._again(learner, chunk, held)
@@ -104,7 +133,7 @@ class Watchdog:
             learner.slow(self._options.backoff)
         return ruling, outcome
 
-    def _again(self, learner: Learner, chunk: Sequence[Any], held: Held | None) -> Outcome:
+    def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> Outcome:
         """Learn from the chunk with the weights from before the last update, more slowly."""
         learner.restore(self._kept)
         learner.slow(self._options.backoff)
@@ -117,7 +146,7 @@ class Watchdog:
         Args:
             losses: mean loss of the chunk under (a state from before, the present one), asked for on suspicion only.
         """
-        if not self._options.rollback or self._before is None or not self._kept:
+        if not self._options.rollback or not self._kept:
             return "keep"
         if not fell(self._before, acceptance, self._options.tolerance):
             return "keep"
@@ -128,14 +157,13 @@ class Watchdog:
 
     def state(self) -> dict[str, Tensor]:
         """What the next ruling needs."""
-        before = [] if self._before is None else [self._before.accepted, self._before.verified]
-        numbers = {"before": torch.tensor(before, dtype=torch.int64), "loss": torch.tensor(self._loss).double()}
+        before = torch.tensor(self._before.texts, dtype=torch.int64)
+        numbers = {"texts": before, "loss": torch.tensor(self._loss).double()}
         numbers["rest"] = torch.tensor([self._vain, self._rest])
         return numbers | {f"kept.{k}": v for k, v in self._kept.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        before = state["before"].tolist()
-        self._before = Acceptance(*before) if before else None
+        self._before = Acceptance.of(state["texts"].tolist())
         self._loss = float(state["loss"])
         self._vain, self._rest = state["rest"].tolist()
         self._kept = {name.removeprefix("kept."): value for name, value in state.items() if name.startswith("kept.")}

@@ -74,13 +74,13 @@ class Chunk:
     def state(self) -> State:
         """All that `restored` needs."""
         texts, features = [text.facts() for text in self.texts], self.features
-        return {"texts": texts, "acceptance": vars(self.acceptance)}, dict(vars(features)) if features else {}
+        return {"texts": texts, "accepted": self.acceptance.texts}, dict(vars(features)) if features else {}
 
     @classmethod
     def restored(cls, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Chunk:
         """The chunk of a `state`."""
         features = Features(**tensors) if tensors else None
-        return cls([*map(Text.of, facts["texts"])], features, Acceptance(**facts["acceptance"]))
+        return cls([*map(Text.of, facts["texts"])], features, Acceptance.of(facts["accepted"]))
 
     @classmethod
     def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
@@ -156,8 +156,7 @@ def live(
                 continue
             for one in heard:
                 one.into(pupil.buffer)
-            accepted = sum(one.acceptance.accepted for one in heard)
-            lesson = pupil.learn(Acceptance(accepted, sum(one.acceptance.verified for one in heard)))
+            lesson = pupil.learn(Acceptance.of(text for one in heard for text in one.acceptance.texts))
             if place.rank == 0:
                 facts, state = pupil.state()
                 outbox.put(Learnt(lesson, pupil.played().cpu(), facts, Parcel.of(state)))

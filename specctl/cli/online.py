@@ -34,6 +34,7 @@ COLUMNS = {
     "speedup": "× plain",
     "speedup_with_training": "× plain, net",
     "over_static_with_training": "tokens/s × static, net",
+    "over_lookup_with_training": "× lookup, net",
     "learn_share": "learning",
 }
 """Fields of a row that people are shown, and their headings; net: the time of learning counts."""

@@ -113,7 +113,9 @@ FLAGS: dict[str, Flag] = {
         ("asynchronous",), bool, "A process of its own learns while the decoder goes on; no two such runs are equal."
     ),
     "learner_device": Flag(("learner_device",), str, "With --async: where; several share the work: cuda:1,cuda:2."),
-    "online_baselines": Flag(("baselines",), str, "vanilla,static (default), one of them, or none.", _none_or_names),
+    "online_baselines": Flag(
+        ("baselines",), str, "vanilla,static,lookup (default), suffix, some of them, or none.", _none_or_names
+    ),
     "allow_code_execution": Flag(
         ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."
     ),

@@ -213,7 +213,7 @@ def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[
 
 
 def _collecting(recipe: TrainRecipe) -> list[str]:
-    return ["index the responses, without training", f"measure mat on {recipe.eval.prompts} held-out prompts"]
+    return ["index the responses, without training", f"measure mat on {2 * recipe.eval.prompts} held-out prompts"]
 
 
 def _training(recipe: TrainRecipe) -> list[str]:
@@ -224,6 +224,7 @@ def _training(recipe: TrainRecipe) -> list[str]:
     return [
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
+        "measure the best once more, on as many others",
     ]
 
 

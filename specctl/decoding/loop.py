@@ -83,6 +83,7 @@ def stream(
     share_rows: bool = True,
     catch_up: CatchUp = RECOMPUTE,
     on_round: OnRound | None = None,
+    host: bool = False,
     ends: frozenset[int] = frozenset(),
     prefixes: Prefixes | None = None,
 ) -> Iterator[Decoded]:
@@ -100,6 +101,8 @@ def stream(
             more tokens a second. False: drafts as long as they are for one sequence, to measure those.
         catch_up: how much of a text a drafter reads that has fallen behind, its beginning included.
         on_round: called after every commit.
+        host: every round is the host's, as it is where `on_round` or a controller looks on: for decoding that is
+            compared with such. Else rounds run on the device where they can (device_round.py).
         ends: ids that end a text, next to the target's own; it stops with "eos" there, too.
         prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read again.
 
@@ -119,7 +122,7 @@ def stream(
     clock.prefilled()
     yield from clock.stamp(state)
     device = None
-    if type(controller) is Fixed and on_round is None:  # where nobody watches, rounds can run ahead of the host
+    if type(controller) is Fixed and on_round is None and not host:  # unwatched, rounds can run ahead of the host
         device = device_rounds(target, state, controller.drafter, _budget(state, share_rows))
     while state.unfinished:
         if device is None or not device.advance():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
@@ -25,7 +25,10 @@ from specctl.formats import checkpoint
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run
 
-OWN = ("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training", "unusable")
+OWN = (
+    *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
+    *("over_lookup_with_training", "unusable"),
+)
 """Fields of the first learner's row that the document has at its top, too."""
 SHOWN = ("algo", "seed", "chunk", "mat", "loss", "learn_s")
 """Fields of a chunk that go to metrics.jsonl."""
@@ -37,7 +40,8 @@ class OnlineResult:
 
     `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `static` is the row of the
     same drafter without learning, None where that was not asked for. `drafters`: each learner's, as it was after the
-    first pass.
+    first pass. `rounds_on`: where all contenders' rounds ran; a learner looks on, so it is the host, also with a GPU,
+    where those of `eval` run on the device and are faster.
     """
 
     algo: str
@@ -49,6 +53,7 @@ class OnlineResult:
     mat_last: float | None
     speedup: float | None
     speedup_with_training: float | None
+    over_lookup_with_training: float | None
     unusable: str | None
     static: LearnerRow | None
     per_chunk: list[ChunkRow]
@@ -58,6 +63,7 @@ class OnlineResult:
     drafters: dict[str, str]
     lossless: Losslessness
     rejected: int
+    rounds_on: Literal["host"] = "host"
 
 
 def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult | ReasoningResult:

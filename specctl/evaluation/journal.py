@@ -47,8 +47,8 @@ class Journal(States):
 
     def rows(self) -> list[ChunkRow]:
         """All chunks, in order."""
-        names = [field.name for field in fields(ChunkRow)]
-        return [ChunkRow(**{name: row[name] for name in names}) for row in self.read(CHUNKS)]
+        names = {field.name for field in fields(ChunkRow)}
+        return [ChunkRow(**{name: value for name, value in row.items() if name in names}) for row in self.read(CHUNKS)]
 
     def records(self) -> list[Record]:
         """All answers, in order; without the prompts' ids."""

@@ -94,11 +94,14 @@ def contenders(
     return found
 
 
-def engine(target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None) -> Contender:
-    """Our own decoding loop, with a drafter or (None) without."""
+def engine(
+    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, host: bool = False
+) -> Contender:
+    """Our own decoding loop, with a drafter or (None) without. `host`: beside contenders whose rounds are the host's,
+    also on a GPU, as learners' and selectors' are; who compares speeds compares the same kind of rounds."""
 
     def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: one} for one in decode_turn(target, sampling, turn, seeds, drafter=drafter)]
+        return [{name: one} for one in decode_turn(target, sampling, turn, seeds, drafter=drafter, host=host)]
 
     return answer
 

@@ -20,9 +20,11 @@ from specctl.evaluation.metrics import Floats, Interval, ratio
 from specctl.evaluation.online_stage import ChunkRow, static_name
 from specctl.evaluation.records import Record
 from specctl.recipe import OnlineRecipe
+from specctl.recipe.online import UNTRAINED
 
 Unit = int
 """The number of a chunk, of all seeds."""
+LOOKUP = UNTRAINED[0]
 Amount = Callable[[Decoded], float]
 
 
@@ -30,11 +32,11 @@ Amount = Callable[[Decoded], float]
 class LearnerRow:
     """A contender on the whole stream, over all seeds. `_with_training`: the time spent on learning counts.
 
-    None where something was not measured: the baselines `vanilla` and `static` are left out of a run when asked.
+    None where something was not measured: `baselines` are left out of a run when asked.
     """
 
     algo: str
-    kind: str  # learner, static or baseline
+    kind: str  # learner, static, untrained (lookup, suffix) or baseline
     family: str | None
     mat: float | None
     mat_interval: Interval | None
@@ -52,6 +54,8 @@ class LearnerRow:
     over_static_interval: Interval | None
     over_static_with_training: float | None
     over_static_with_training_interval: Interval | None
+    over_lookup_with_training: float | None  # tokens per second against the cheapest rival, which needs no training
+    over_lookup_with_training_interval: Interval | None
     learn_s: float
     learn_share: float | None  # of learning in the time of decoding and learning
     rollbacks: int
@@ -107,11 +111,8 @@ class Passes:
         decode_s, learn_s = sum(one.decode_s for one in decoded), sum(self.learn_s[name].values())
         gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, net=True)
         mat = metrics.mat(decoded)
-        over_static, beside, beside_net = (
-            self._mats(name, static),
-            self._speed(name, static),
-            self._speed(name, static, True),
-        )
+        over_static, beside = self._mats(name, static), self._speed(name, static)
+        beside_net, rival = self._speed(name, static, True), self._speed(name, LOOKUP, net=True)
         last = max((unit_of(record) for record in mine), default=0)
         return LearnerRow(
             algo=name,
@@ -133,6 +134,8 @@ class Passes:
             over_static_interval=beside[1],
             over_static_with_training=beside_net[0],
             over_static_with_training_interval=beside_net[1],
+            over_lookup_with_training=rival[0],
+            over_lookup_with_training_interval=rival[1],
             learn_s=learn_s,
             learn_share=ratio(learn_s, decode_s + learn_s),
             rollbacks=sum(chunk.ruling == "rollback" for chunk in own),
@@ -168,7 +171,9 @@ class Passes:
         return static_name(self.recipe, name) if name in self.recipe.algo else ""
 
     def _kind(self, name: str) -> str:
-        return "learner" if name in self.recipe.algo else "baseline" if name == VANILLA else "static"
+        if name in self.recipe.algo:
+            return "learner"
+        return "untrained" if name in UNTRAINED else "baseline" if name == VANILLA else "static"
 
     def _mats(
         self, name: str, other: str | None = None, domain: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -21,11 +21,13 @@ from specctl.decoding.draft import Drafter
 from specctl.decoding.loop import Decoded
 from specctl.decoding.target import Target
 from specctl.drafters import pool
+from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import SpecctlError, UsageError
 from specctl.evaluation import metrics
 from specctl.evaluation.measure import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
 from specctl.evaluation.records import Record
 from specctl.recipe import OnlineRecipe
+from specctl.recipe.online import UNTRAINED
 
 STATIC = "static"
 
@@ -37,7 +39,7 @@ class ChunkRow:
     `loss` is per token and from before learning; `losses` and `weights` are those of an ensemble's members, `rates` the
     η of the next chunk. `learn_s` is spent on learning (asynchronous: on handing the chunk over), `swap_s` on making a
     drafter of new weights, `behind` counts chunks that are not learnt from yet. Asynchronous learning says what it knew
-    last. `draft_length`: mean k of the chunk's rounds, where it is chosen.
+    last. `draft_length`: mean k of the chunk's rounds, where it is chosen. `untrained_mat`: of lookup and suffix.
     """
 
     algo: str
@@ -68,6 +70,7 @@ class ChunkRow:
     dropped: int
     behind: int
     draft_length: float | None
+    untrained_mat: dict[str, float | None] = field(default_factory=dict)
 
 
 Learner = Pupil | Specialists
@@ -94,6 +97,9 @@ class Stage:
         for algo in recipe.algo if STATIC in recipe.baselines and not recipe.pool else ():
             start = str(recipe.start_of(recipe.family_of(algo)))
             self.fixed[static_name(recipe, algo)] = pool.load_drafter(start, target, recipe.drafting)
+        self.untrained: dict[str, Drafter] = {
+            name: WEIGHTLESS[name](recipe.drafting) for name in UNTRAINED if name in recipe.baselines
+        }
         twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
@@ -120,9 +126,15 @@ class Stage:
         self.fixed = self._load_fixed() if self.fixed else {}
 
     def contenders(self) -> list[Contender]:
-        found = [engine(self.target, self.recipe.sampling, VANILLA, None)] if VANILLA in self.recipe.baselines else []
+        """Everybody. All rounds are the host's, as learners look on."""
+
+        def alone(name: str, drafter: Drafter | None) -> Contender:
+            return engine(self.target, self.recipe.sampling, name, drafter, host=True)
+
+        found = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
         found += [self._static(name, drafter) for name, drafter in self.fixed.items()]
         found += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
+        found += [alone(name, drafter) for name, drafter in self.untrained.items()]
         return found + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
 
     def warm_up(self, turns: Sequence[Turn]) -> None:
@@ -140,7 +152,7 @@ class Stage:
 
     def _static(self, name: str, drafter: Drafter) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            options = self._drafting(name, drafter)
+            options = self._drafting(name, drafter) | {"host": True}
             return [{name: one} for one in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)]
 
         return answer
@@ -194,9 +206,7 @@ class Stage:
         rows = []
         for name, pupil in self.pupils.items():
             own = [record.decoded for record in records if record.drafter == name]
-            static = static_name(self.recipe, name)
-            accepted = sum(one.accepted for one in own)
-            lesson = pupil.sit(Acceptance(accepted, accepted + sum(one.rejections for one in own)))
+            lesson = pupil.sit(Acceptance.of((one.accepted, one.accepted + one.rejections) for one in own))
             self._watch(name, lesson)
             outcome = lesson.outcome
             rows.append(
@@ -209,7 +219,7 @@ class Stage:
                     prompts=len(own),
                     tokens=sum(one.decoded_tokens for one in own),
                     mat=metrics.mat(own),
-                    static_mat=metrics.mat([one.decoded for one in records if one.drafter == static]),
+                    static_mat=_mat(records, static_name(self.recipe, name)),
                     accept_rate=metrics.accept_rate(own),
                     tokens_per_s=metrics.tokens_per_s(own),
                     decode_s=sum(one.decode_s for one in own),
@@ -229,11 +239,12 @@ class Stage:
                     dropped=lesson.dropped,
                     behind=lesson.behind,
                     draft_length=self.lengths[name].take_mean() if name in self.lengths else None,
+                    untrained_mat={name: _mat(records, name) for name in self.untrained},
                 )
             )
         self.chunks += 1
         if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
-            self.fixed_pool.sit(Acceptance(0, 0))
+            self.fixed_pool.sit(Acceptance())
         return rows
 
     def _watch(self, name: str, lesson: Lesson) -> None:
@@ -294,6 +305,10 @@ class Stage:
 
 
 GIVE_UP = 8  # chunks in a row of which a learner could learn nothing; every one of them has lowered its rates
+
+
+def _mat(records: Sequence[Record], name: str) -> float | None:
+    return metrics.mat([one.decoded for one in records if one.drafter == name])
 
 
 def _rates(lesson: Lesson) -> str:

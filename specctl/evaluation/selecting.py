@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target, load_target
@@ -46,7 +46,8 @@ class SelectResult:
 
     `mode` is live, replay or record. `oracle_mat` is the mat of playing each game's best arm from reset to reset; it,
     `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
-    replay means over its games, by token since the reset.
+    replay means over its games, by token since the reset. `rounds_on`: where all contenders' rounds ran; a policy looks
+    on, so it is the host, also with a GPU.
     """
 
     mode: str
@@ -73,6 +74,7 @@ class SelectResult:
     rejected: int
     table: str | None = None
     router: RouterReport | None = None
+    rounds_on: Literal["host"] = "host"
 
 
 def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe:

@@ -148,7 +148,7 @@ class Stage:
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
         """Everybody's answers; rounds go to `log`."""
         recipe = self.recipe
-        found = [engine(self.target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
+        found = [engine(self.target, recipe.sampling, VANILLA, None, host=True)] if VANILLA in recipe.baselines else []
         found += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
         found += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
         asked = turns(self.stream, recipe.batch)

@@ -68,7 +68,8 @@ class LearnerOptions(Section):
     step: Literal["batch", "chunk"] = "batch"  # one inner step per batch, or per epoch on the whole chunk's gradient
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # hydra
     # Share of a chunk's texts, the newest, that judge its update: how far to go on the way that the others have led, or
-    # back to the weights that the stream began with. 0 = the papers' rules, which trust every chunk.
+    # back to the weights that the stream began with. They are learnt from with the next chunk. 0 = the papers' rules,
+    # which trust every chunk.
     holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.25
     rest: NonNegativeInt = 3  # chunks not learnt from at most, after some that taught nothing, while acceptance holds
     radius: PositiveFloat | None = None  # D: weights stay within this distance of where they started; None = ∞

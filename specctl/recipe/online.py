@@ -25,6 +25,7 @@ from specctl.recipe.stream import StreamRecipe
 from specctl.recipe.train import CheckpointRecipe
 
 FAMILY = "eagle3"  # of an algo that names none
+UNTRAINED = ("lookup", "suffix")  # baselines that are drafters without weights
 BY_TOKENS = {
     "arch": "the draft model is an LM",
     "init": "name the draft LM by reasoning.draft",
@@ -75,7 +76,7 @@ class ChoiceRecipe(Section):
 class OnlineRecipe(ResumableRecipe):
     """`specctl online`: drafters that learn along a stream; output_dir None = the run directory under ./runs.
 
-    Every prompt is answered by plain decoding, by the drafter that does not learn, and by one of each `algo`.
+    Every prompt is answered by all `baselines`, and by one drafter of each `algo`.
     """
 
     data: DataRecipe = DataRecipe()
@@ -100,7 +101,8 @@ class OnlineRecipe(ResumableRecipe):
     asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
     # asynchronous: where it learns; several devices share every batch: cuda:1,cuda:2; cpu,cpu = two processes.
     learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]
-    baselines: list[Literal["vanilla", "static"]] = ["vanilla", "static"]
+    # Who answers every prompt, too: plain decoding, the drafter that does not learn, drafters that nobody has to train.
+    baselines: list[Literal["vanilla", "static", "lookup", "suffix"]] = ["vanilla", "static", "lookup"]
     batch: PositiveInt = 1  # sequences at a time
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats of the whole stream
     checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # in chunks

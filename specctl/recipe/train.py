@@ -63,10 +63,11 @@ class FeatureRecipe(Section):
 
 
 class HeldOutRecipe(Section):
-    """Acceptance measured by the decoding core during training, on `fraction` of the prompts kept aside."""
+    """Acceptance measured by the decoding core, on `fraction` of the prompts kept aside: on half of them while training
+    goes on, to choose the best checkpoint, and on the other half at its end."""
 
     every: PositiveInt = 200  # steps
-    prompts: PositiveInt = 16
+    prompts: PositiveInt = 16  # of each half, at most
     max_new_tokens: PositiveInt = 64
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
 

@@ -13,7 +13,7 @@ from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import load_corpus
-from specctl.training.outcome import TrainResult, facts, held_out_acceptance
+from specctl.training.outcome import TrainResult, facts, held_out_acceptance, mats
 
 
 def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
@@ -35,13 +35,13 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
     seconds = time.perf_counter() - started
     tokens = sum(example.response_length for example in corpus.train)
     drafter = retrieval.drafter(store, target, DraftingRecipe())
-    mat, acceptance = held_out_acceptance(recipe, target, corpus, drafter)
+    mat, acceptance = held_out_acceptance(recipe, target, corpus.held_out, drafter)
     run.metrics(step=0, mat=mat, acceptance_by_position=acceptance)
     checkpoint.save(
         recipe.output,
         config=retrieval.config(store, target.identity),
         tensors=retrieval.tensors(store),
-        info=facts(recipe, corpus, steps=0, tokens=tokens, mat=mat),
+        info=facts(recipe, corpus, steps=0, tokens=tokens, mat=mats(corpus, reported=mat)),
         overwrite=True,
     )
     return TrainResult(

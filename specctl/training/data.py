@@ -43,10 +43,20 @@ class Corpus:
     fingerprint: str
     domains: list[str]
 
+    @property
+    def choosing(self) -> list[list[int]]:
+        """The held-out prompts by which a checkpoint is chosen: its mat on them is the best of several."""
+        return self.held_out[::2]
+
+    @property
+    def reporting(self) -> list[list[int]]:
+        """The others: the mat of what was chosen is measured on them."""
+        return self.held_out[1::2]
+
 
 def load_corpus(recipe: TrainRecipe, target: Target) -> Corpus:
     """What a recipe trains on: `corpus`, or the distilled data of its domains."""
-    limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, recipe.eval.prompts
+    limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
     if recipe.corpus is not None:
         return load_text(recipe.corpus, target, *limits)
     return load_distilled(recipe.sources, target, *limits)

@@ -1,7 +1,8 @@
 """`specctl train-drafter`: one loop for every family, on a DeepSpeed engine.
 
 The measure that counts is `mat`, taken by the decoding core on held-out prompts while training goes on: high training
-accuracy with low acceptance in service is the most frequent complaint in this field. The best drafter by mat is kept.
+accuracy with low acceptance in service is the most frequent complaint in this field. The best drafter by mat is kept,
+and measured once more on prompts that did not choose it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import torch.distributed as dist
 
 from specctl import lock
 from specctl.decoding.target import Target, load_target
+from specctl.drafters.pool import load_drafter
 from specctl.errors import SpecctlError, UsageError
 from specctl.formats import checkpoint as drafter_directory
 from specctl.progress import Progress, interrupts, log, track, warn
-from specctl.recipe import TrainRecipe
+from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run, make_dir
 from specctl.training import checkpoint
 from specctl.training.collect import collect
 from specctl.training.data import Corpus, Example, batches, load_corpus
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.logging import Trackers
-from specctl.training.outcome import TrainResult, facts, held_out_acceptance, recipe_hash
+from specctl.training.outcome import TrainResult, facts, held_out_acceptance, mats, recipe_hash
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainees import Trainee, make_trainee
 
@@ -64,9 +66,10 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
         try:
             trainer.start()
             trainer.train()
+            mat, acceptance = trainer.measured()
         finally:
             trainer.trackers.close()
-        return trainer.result()
+        return trainer.result(mat, acceptance)
 
 
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
@@ -226,11 +229,11 @@ class Trainer:
         tensors = weights(self.engine)
         if self.rank == 0:
             at = self.at
-            if not self.corpus.held_out:  # nothing to choose by: the last one is kept
+            if not self.corpus.choosing:  # nothing to choose by: the last one is kept
                 self._write(tensors)
                 return
             drafter = self.trainee.drafter(tensors)
-            mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus, drafter)
+            mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.choosing, drafter)
             self.run.metrics(step=at.step, mat=mat, acceptance_by_position=acceptance)
             self.trackers.log(at.step, mat=mat)
             if mat > at.best_mat:
@@ -239,7 +242,8 @@ class Trainer:
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         at, recipe = self.at, self.recipe
-        info = facts(recipe, self.corpus, steps=at.step, tokens=at.tokens, mat=at.best_mat)
+        mat = mats(self.corpus, choosing=at.best_mat or math.nan)
+        info = facts(recipe, self.corpus, steps=at.step, tokens=at.tokens, mat=mat)
         kept = self.trainee.tensors(tensors)
         drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
 
@@ -247,7 +251,21 @@ class Trainer:
         self.at.run, self.at.metrics = str(self.run.dir.absolute()), self.run.metrics_size
         checkpoint.save(self.checkpoints, self.engine, self.at.step, asdict(self.at), keep=self.recipe.checkpoint.keep)
 
-    def result(self) -> TrainResult:
+    def measured(self) -> tuple[float, list[float]]:
+        """mat and acceptance by position of the kept drafter on the prompts that did not choose it; written beside its
+        weights."""
+        if self.rank or not self.corpus.reporting:
+            return math.nan, []
+        kept = drafter_directory.load(self.recipe.output)
+        drafter = load_drafter(str(self.recipe.output), self.target, DraftingRecipe())
+        mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.reporting, drafter)
+        self.run.metrics(step=self.at.step, reported_mat=mat)
+        self.trackers.log(self.at.step, reported_mat=mat)
+        info = kept.info | {"mat": mats(self.corpus, reported=mat, choosing=self.at.best_mat or math.nan)}
+        drafter_directory.save(self.recipe.output, config=kept.config, tensors=kept.tensors, info=info, overwrite=True)
+        return mat, acceptance
+
+    def result(self, mat: float, acceptance: list[float]) -> TrainResult:
         at = self.at
         return TrainResult(
             arch=self.recipe.arch,
@@ -257,7 +275,8 @@ class Trainer:
             train_tokens=at.tokens,
             tokens_per_s=at.tokens / at.seconds if at.seconds else 0.0,
             final_loss=at.loss,
-            mat=at.best_mat or math.nan,
-            acceptance_by_position=at.best_acceptance,
+            mat=mat,
+            acceptance_by_position=acceptance,
             drafter=str(self.recipe.output),
+            choosing_mat=at.best_mat or math.nan,
         )

@@ -19,8 +19,8 @@ from specctl.training.data import Corpus
 @dataclass(frozen=True)
 class TrainResult:
     """The result document. `tokens_per_s` counts response tokens over the time spent in training steps (or collecting);
-    `mat` and `acceptance_by_position` are those of the kept drafter on the held-out prompts; NaN (null in JSON) without
-    any."""
+    `mat` and `acceptance_by_position` are those of the kept drafter on held-out prompts that had no part in choosing
+    it, `choosing_mat` its mat on those that had, the best of all checks; NaN (null in JSON) without any."""
 
     arch: str
     domain: str
@@ -32,20 +32,21 @@ class TrainResult:
     mat: float
     acceptance_by_position: list[float]
     drafter: str
+    choosing_mat: float = math.nan
 
 
 def held_out_acceptance(
-    recipe: TrainRecipe, target: Target, corpus: Corpus, drafter: Drafter
+    recipe: TrainRecipe, target: Target, prompts: list[list[int]], drafter: Drafter
 ) -> tuple[float, list[float]]:
-    """mat and acceptance by position of `drafter` on the held-out prompts, decoded greedily; (NaN, []) without any."""
-    if not corpus.held_out:
+    """mat and acceptance by position of `drafter` on held-out prompts, decoded greedily; (NaN, []) without any."""
+    if not prompts:
         return math.nan, []
     decoded = decode(
         target,
-        corpus.held_out,
+        prompts,
         sampling=GREEDY,
         max_new_tokens=recipe.eval.max_new_tokens,
-        seeds=[0] * len(corpus.held_out),
+        seeds=[0] * len(prompts),
         drafter=drafter,
         share_rows=False,
     )
@@ -65,7 +66,7 @@ def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
     return result
 
 
-def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: float) -> dict[str, Any]:
+def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: dict[str, float]) -> dict[str, Any]:
     """drafter.json: where the drafter comes from, and how well it drafts."""
     return {
         "domain": corpus.domains,
@@ -73,9 +74,16 @@ def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: 
         "recipe": recipe_hash(recipe),
         "steps": steps,
         "train_tokens": tokens,
-        "mat": {"held-out " + "+".join(corpus.domains): round(mat, 3)} if corpus.held_out else {},
+        "mat": mat,
         "licence": "that of the target",
     }
+
+
+def mats(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.nan) -> dict[str, float]:
+    """mat by the prompts it was measured on, as cards have it; what was not measured is left out."""
+    name = "held-out " + "+".join(corpus.domains)
+    found = {name: reported, f"{name}, prompts that chose it": choosing}
+    return {key: round(value, 3) for key, value in found.items() if not math.isnan(value)}
 
 
 def recipe_hash(recipe: TrainRecipe) -> str:

@@ -6,7 +6,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from tests.evaluation.streams import QUESTIONS
 
-ACCEPTANCE = Acceptance(5, 10)
+ACCEPTANCE = Acceptance.of([(5, 10)])
 
 
 def answered(pupil, target, questions=QUESTIONS, tokens=16):

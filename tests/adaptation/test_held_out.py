@@ -1,25 +1,25 @@
 """How far a learner goes on the way that a chunk leads it, as texts held out have it: there, less far, or back home."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from specctl.adaptation.ensemble import Held
-from specctl.adaptation.pupil import held_out
+from specctl.adaptation.holdout import HOME, STAY, WHOLE, places, split
 from specctl.adaptation.watchdog import Acceptance, Watchdog
 from specctl.recipe import LearnerRecipe
 
 
 @pytest.fixture
 def held(chunk):
-    """Texts with these centres, to judge and to learn from."""
-    return lambda *centres, tokens=3: Held(chunk(*centres, tokens=tokens), chunk(*centres, tokens=tokens))
+    """Texts with these centres, to judge."""
+    return chunk
 
 
 # From 8, at η = ½, a chunk with its centre at 0 leads to 4.
 CASES = [
-    ([0.0], 1.0, 2.0),  # better for the texts held out, so these are learnt from, too: 4 → 2
+    ([0.0], 1.0, 4.0),  # nothing is learnt from the texts held out themselves: nobody would judge that
     ([6.0], 0.5, 6.0),  # 4 is as bad as 8 for them, half of the way is where they are
     ([7.0], 0.25, 7.0),
     ([10.0], 0.0, 8.0),  # the other way
@@ -38,7 +38,7 @@ def test_back_home(quadratic, played, chunk, held):
     """The stream turns back to where it began: the weights of then are better than a step from here."""
     _, learner = quadratic([8.0], algo="optimistic")
     learner.learn(chunk([0.0]), held([0.0]))
-    assert played(learner).tolist() == [4.0]
+    assert played(learner).tolist() == [0.0]
     outcome = learner.learn(chunk([6.0]), held([8.0]))
     assert outcome.scales == (None,) and not outcome.vain
     assert played(learner).tolist() == [8.0] and learner.members[0].h.tolist() == [0.0]
@@ -61,12 +61,56 @@ def test_an_optimistic_learner_is_judged_where_it_plays(quadratic, played, chunk
     assert played(learner).tolist() == [6.0] and learner.members[0].h.tolist() == [2.0]
 
 
+@pytest.mark.parametrize("options", [{"algo": "optimistic", "optimizer": "adam"}, {"algo": "momentum"}])
+@pytest.mark.parametrize("first", [0.0, 6.0])
+def test_a_refused_update_leaves_no_trace(quadratic, played, chunk, held, options, first):
+    """Moments, hint and number of steps go back with the weights; who is sent home is as new."""
+    _, learner = quadratic([8.0], **options)
+    new = learner.members[0].state()
+    learner.learn(chunk([first]), held([first]))
+    before = learner.members[0].state()
+    assert learner.learn(chunk([-50.0], [-50.0]), held([played(learner).item()])).scales == (STAY,)
+    assert same(learner.members[0].state(), before) and not same(before, new)
+    assert learner.learn(chunk([-50.0]), held([8.0])).scales == (HOME,)
+    assert same(learner.members[0].state(), new)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_part_of_the_way_keeps_its_moments(quadratic, chunk, held):
+    """As if the steps had been shorter."""
+    learners = [quadratic([8.0], algo="momentum")[1] for _ in range(2)]
+    assert learners[0].learn(chunk([0.0]), held([7.0])).scales == (0.25,)
+    assert learners[1].learn(chunk([0.0]), held([0.0])).scales == (WHOLE,)
+    assert torch.equal(*(learner.members[0].buffers["v"] for learner in learners))
+
+
+@pytest.mark.parametrize(("texts", "rate"), [(5, 0.3217), (10, 0.3145), (20, 0.3114)])
+def test_what_chance_is_taken_for(texts, rate):
+    """Of 4,000 updates that change nothing on average, in texts as different as they are large, the shares that go all
+    of the way: those of P(T > ½), Student's t with n − 1 degrees of freedom, within four standard errors, which a right
+    rule exceeds once in 16,000 times. Home is another chance to move; and an update that costs a quarter of a standard
+    deviation a text is taken the less often the more texts there are."""
+    random = torch.Generator().manual_seed(texts)
+
+    def moves(gain):
+        """What the rule says of 4,000 members, whose gain grows with the way."""
+        way, home = (torch.randn(texts, 4000, generator=random, dtype=torch.float64) + mean for mean in (gain, -9.0))
+        return places(lambda place: -(home if place is HOME else place * way))
+
+    margin = 4 * math.sqrt(rate * (1 - rate) / 4000)
+    assert moves(0.0).count(WHOLE) / 4000 == pytest.approx(rate, abs=margin)
+    assert moves(-0.25).count(WHOLE) / 4000 == pytest.approx({5: 0.16, 10: 0.11, 20: 0.06}[texts], abs=0.03)
+    assert moves(3.0).count(STAY) == 0
+
+
 def test_members_are_judged_one_by_one(quadratic, chunk, held):
     """η = ¼, ½, 1 lead to 6, 4 and 0: the centre is 5, so half of the way is best for the third only."""
     _, learner = quadratic([8.0], algo="ensemble", lr=0.25)
     assert learner.learn(chunk([0.0]), held([5.0])).scales == (1.0, 1.0, 0.5)
-    # The first two learn from the texts held out: 6 + ¼ (5 − 6), 4 + ½ (5 − 4).
-    assert [member.w.item() for member in learner.members] == [5.75, 4.5, 4.0]
+    assert [member.w.item() for member in learner.members] == [6.0, 4.0, 4.0]
 
 
 def test_the_ball_holds_for_a_part_of_the_way(quadratic, played, chunk, held):
@@ -104,7 +148,7 @@ def test_it_rests_after_learning_in_vain(quadratic, chunk, held):
     def statuses(count, centre, accepted=80):
         found = []
         for _ in range(count):
-            acceptance = Acceptance(accepted, 100)
+            acceptance = Acceptance.of([(accepted, 100)] * 3)
             found.append(dog.learn(learner, objective, chunk([0.0]), acceptance, held(centre))[1].status)
         return " ".join(found)
 
@@ -124,5 +168,5 @@ def test_it_rests_after_learning_in_vain(quadratic, chunk, held):
 )
 def test_the_newest_texts_are_held_out(count, share, held):
     examples = [SimpleNamespace(index=index) for index in torch.randperm(count).tolist()]
-    learnt, kept = held_out(examples, share)
+    learnt, kept = split(examples, share)
     assert [example.index for example in learnt + kept] == list(range(count)) and len(kept) == held

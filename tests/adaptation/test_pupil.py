@@ -37,7 +37,26 @@ def test_all_texts_of_another_target_are_new(tmp_path, tiny):
     taught(pupil, [answered(pupil, tiny)])
     pupil.retarget(tiny)
     (lesson,), _ = taught(pupil, [answered(pupil, tiny)])
-    assert (lesson.outcome.status, lesson.texts) == ("updated", len(QUESTIONS))
+    assert (lesson.outcome.status, lesson.texts) == ("updated", len(QUESTIONS) - 1), "all but the one that judges"
+
+
+def test_the_judges_of_an_update_are_learnt_from_with_the_next_chunk(tmp_path, tiny):
+    """Every text is learnt from once, and none before it has judged; then it is forgotten, as nothing is replayed."""
+    head = write_head(tmp_path / "hydra", tiny, "hydra")
+    pupil = Pupil(recipe("", head, tiny, algo=["ogd"], learner={"holdout": 0.4, "rest": 0}), "ogd", tiny, 0)
+    chunks = [answered(pupil, tiny) for _ in range(3)]
+    learnt, batches = [], pupil._batches
+
+    def noted(examples):
+        learnt.append([example.index for example in examples])
+        return batches(examples)
+
+    pupil._batches = noted
+    lessons, _ = taught(pupil, chunks)
+    assert [lesson.texts for lesson in lessons] == [3, 5, 5]
+    judges, packed = ([texts for texts in learnt if (len(texts) == 1) == one] for one in (True, False))
+    assert packed == [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]
+    assert judges == [[3], [4], [8], [9], [13], [14]] and [*pupil.buffer.texts] == [13, 14]
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3", "hydra"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specctl import api
+from specctl.decoding import device_round
 from specctl.evaluation.matrix import evaluate
 from specctl.recipe import DataRecipe, EvalRecipe
 from specctl.runs import Run
@@ -102,8 +103,8 @@ def test_the_document(several, copy):
     of_pass = [(row["chunk"], row["algo"]) for row in document["per_chunk"]]
     assert of_pass == [(n, name) for n in range(3) for name in made.algo]
     assert all(row.keys() >= PER_CHUNK for row in document["per_chunk"])
-    assert [row.algo for row in found.learners] == [*made.algo, "vanilla", "static"]
-    assert [row.kind for row in found.learners] == ["learner"] * 5 + ["baseline", "static"]
+    assert [row.algo for row in found.learners] == [*made.algo, "vanilla", "static", "lookup"]
+    assert [row.kind for row in found.learners] == ["learner"] * 5 + ["baseline", "static", "untrained"]
     assert {(row.algo, row.seed) for row in found.per_seed} == {(name, seed) for name in made.algo for seed in (0, 1)}
     for row in found.learners[:5]:
         assert row.mat_interval[0] <= row.mat <= row.mat_interval[1]
@@ -111,14 +112,18 @@ def test_the_document(several, copy):
         assert row.speedup_with_training < row.speedup
         assert row.over_static_with_training < row.over_static
         assert row.learn_s > 0
-    vanilla, static = found.learners[-2:]
+    vanilla, static, lookup = found.learners[-3:]
+    assert lookup.over_lookup_with_training == 1 and lookup.learn_s == 0
+    assert vanilla.over_lookup_with_training == pytest.approx(1 / lookup.speedup)
+    assert document["over_lookup_with_training"] == found.learners[0].over_lookup_with_training
     assert vanilla.mat == 1 and vanilla.speedup == 1 == vanilla.speedup_with_training
     assert static.mat_over_static is None and static.learn_s == 0
     assert all(row["static_mat"] is not None for row in document["per_chunk"])
+    assert all(row["untrained_mat"]["lookup"] >= 1 for row in document["per_chunk"])
     kept = [row for row in lines(place) if row["algo"] == "ensemble"]
     assert {len(row["weights"]) for row in kept} == {len(row["losses"]) for row in kept} == {3}
     assert all(sum(row["weights"]) == pytest.approx(1) for row in kept)
-    assert len((place / "outputs.jsonl").read_text().splitlines()) == 7 * 2 * len(QUESTIONS)
+    assert len((place / "outputs.jsonl").read_text().splitlines()) == 8 * 2 * len(QUESTIONS)
     # What was learnt starts from what was given: both have their say in what it is for.
     info = json.loads((place / "drafters/ensemble/drafter.json").read_text())
     assert info["domain"] == ["sql"] and info["mat"] == {} and str(copy) in info["learnt"]
@@ -128,7 +133,7 @@ def test_the_document(several, copy):
 
 def test_no_text_depends_on_what_was_learnt(several):
     _, _, found, _ = several
-    assert found.lossless.sequences == 6 * 2 * len(QUESTIONS)
+    assert found.lossless.sequences == 7 * 2 * len(QUESTIONS)
     assert found.lossless.mismatches == found.lossless.ties == 0
 
 
@@ -210,7 +215,7 @@ def test_sampled_texts_are_those_of_plain_decoding(tmp_path, prompts, tiny, copy
     options = {"temperature": 1.0, "exact": True}
     made = recipe(prompts, copy, tiny, algo=["ogd", "ensemble"], sampling=options, batch=2, seeds=[0, 1])
     found, _ = learnt(tmp_path / "run", made, tiny)
-    assert found.lossless.sequences == 3 * 2 * len(QUESTIONS)
+    assert found.lossless.sequences == 4 * 2 * len(QUESTIONS)
     assert found.lossless.mismatches == found.lossless.ties == 0
     texts = {
         seed: [row["output_ids"] for row in answers(tmp_path / "run") if (row["drafter"], row["seed"]) == ("ogd", seed)]
@@ -269,7 +274,8 @@ def test_an_update_that_does_harm_is_taken_back(tmp_path, tiny, capsys):
     """η far too large, once: the weights of before are back, with a warning, and go on learning slowly."""
     good = write_copy(tmp_path / "lm", tiny, tiny.name, 0.01)
     options = {"lr": 1.0, "backoff": 1e-6, "tolerance": 0.1, "holdout": 0.0}
-    made = recipe(write_prompts(tmp_path, QUESTIONS[:4] * 2), good, tiny, learner=options, stream={"chunk": 4})
+    sizes = {"stream": {"chunk": 8}, "sampling": {"max_new_tokens": 12}}  # four texts of six tokens prove nothing
+    made = recipe(write_prompts(tmp_path, QUESTIONS[:4] * 4), good, tiny, learner=options, **sizes)
     found, _ = learnt(tmp_path / "run", made, tiny)
     assert [row.ruling for row in found.per_chunk] == ["keep", "rollback"]
     assert found.learners[0].rollbacks == 1 and found.lossless.mismatches == 0
@@ -278,6 +284,49 @@ def test_an_update_that_does_harm_is_taken_back(tmp_path, tiny, capsys):
     start = weights_of(good)
     for key, value in weights(tmp_path / "run", "ogd").items():
         torch.testing.assert_close(value, start[key], rtol=0, atol=1e-4)
+
+
+def test_rivals_that_nobody_has_to_train(tmp_path, prompts, tiny, copy):
+    """They draft what they draft in `eval`, in turn with the others."""
+    made = recipe(prompts, copy, tiny, baselines=["lookup", "suffix"], sampling={"max_new_tokens": 24})
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert [(row.algo, row.kind) for row in found.learners[1:]] == [("lookup", "untrained"), ("suffix", "untrained")]
+    again = EvalRecipe(
+        target=made.target,
+        data=DataRecipe(prompts=made.data.prompts),
+        sampling=made.sampling,
+        drafters=["lookup", "suffix"],
+        baselines=["vanilla"],
+    )
+    evaluate(again, Run.create("eval", again, tmp_path / "eval"), target=tiny)
+
+    def rounds(place):
+        kept = sorted(answers(place), key=lambda row: (row["drafter"], row["id"]))
+        return [(row["id"], row["target_passes"], row["drafted"]) for row in kept if row["drafter"] in made.baselines]
+
+    assert rounds(tmp_path / "run") == rounds(tmp_path / "eval") and len(rounds(tmp_path / "run")) == 2 * len(QUESTIONS)
+    assert sum(drafted for _, _, drafted in rounds(tmp_path / "run")) > 0
+    first = [row["drafter"] for row in answers(tmp_path / "run")][:: len(made.baselines) + 1]
+    assert len({*first}) == 3, "everybody is the first at some prompt"
+
+
+def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, monkeypatch):
+    """Learners are looked on at, so their rounds are the host's. Static heads and plain decoding, which could run ahead
+    on a device, would else win by that; `eval` lets them."""
+    rounds, run = [], device_round.DeviceRounds.round
+    monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(0), run(*args)))
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    steady = {"stop_below": 0.0}
+    made = recipe(prompts, heads("eagle3"), tiny, drafting=steady)
+    found, document = learnt(tmp_path / "run", made, tiny)
+    assert not rounds and found.rounds_on == document["rounds_on"] == "host"
+    head = str(heads("eagle3"))
+    for drafters, baselines in (([head], []), ([], ["vanilla"])):
+        options = dict(drafters=drafters, baselines=baselines, drafting=steady, sampling=made.sampling)
+        again = EvalRecipe(target=made.target, data=DataRecipe(prompts=made.data.prompts), **options)
+        evaluate(again, Run.create("eval", again, tmp_path / f"eval{len(drafters)}"), target=tiny)
+        assert rounds
+        rounds.clear()
 
 
 def test_a_rate_beyond_all_bounds(tmp_path, prompts, tiny, copy, capsys):

@@ -113,7 +113,7 @@ def test_a_chunk_survives_the_journey(tiny, pool, feedback):
     source, goal = (ReplayBuffer(tiny, (0, 2), max_bytes=2**20, feedback=feedback) for _ in range(2))
     prompts = [tiny.render([{"role": "user", "content": text}]) for text in QUESTIONS[:3]]
     decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), on_round=source.observe)
-    Chunk.of(source, Acceptance(1, 2)).into(goal)
+    Chunk.of(source, Acceptance.of([(1, 2)])).into(goal)
     assert goal.texts == source.texts and goal.bytes == source.bytes and goal.kept.keys() == source.kept.keys()
     for index, features in source.kept.items():
         assert all(
@@ -127,7 +127,7 @@ def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool
     made |= {"init": None, "arch": None, "pool": pool}
     found, _ = learnt(tmp_path / "run", OnlineRecipe(**made), tiny)
     assert found.lossless.mismatches == 0 and found.family is None
-    assert [row.algo for row in found.learners] == ["ogd", "vanilla", "static"]
+    assert [row.algo for row in found.learners] == ["ogd", "vanilla", "static", "lookup"]
     assert {len(row["weights"]) for row in lines(tmp_path / "run")} == {3}, "shares of the arms"
     moved = {}
     for name in ("good", "bad", "head"):
@@ -198,7 +198,7 @@ def test_the_target_may_change(tmp_path, prompts, tiny, pool, tuned, drafter):
     if drafter == "pool":
         made |= {"init": None, "arch": None, "pool": pool}
     found, _ = learnt(tmp_path / "run", OnlineRecipe(**made), tiny)
-    assert found.lossless.mismatches == 0 and found.lossless.sequences == 2 * len(QUESTIONS)
+    assert found.lossless.mismatches == 0 and found.lossless.sequences == 3 * len(QUESTIONS)
     rows = lines(tmp_path / "run")
     assert [row["target"] for row in rows] == [tiny.name, str(tuned), str(tuned)]
     assert {row["status"] for row in rows} == {"updated"}

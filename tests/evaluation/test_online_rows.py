@@ -33,7 +33,8 @@ def row(seeds, tokens=TOKENS):
     answered = [(seed, chunk) for seed in seeds for chunk in range(len(tokens))]
     records = [record("ogd", seed, chunk, tokens[chunk]) for seed, chunk in answered]
     records += [record("static", seed, chunk, 25) for seed, chunk in answered]
-    recipe = OnlineRecipe(algo=["ogd"], seeds=list(seeds), baselines=["static"])
+    records += [record("lookup", seed, chunk, 50) for seed, chunk in answered]
+    recipe = OnlineRecipe(algo=["ogd"], seeds=list(seeds), baselines=["static", "lookup"])
     return Passes(recipe, records, [Cost(*at) for at in answered]).row("ogd")
 
 
@@ -43,6 +44,7 @@ def test_ratios_by_hand():
     assert found.mat_over_static == pytest.approx(sum(TOKENS) / 150)
     assert found.over_static == found.mat_over_static, "as many seconds"
     assert found.over_static_with_training == pytest.approx(found.over_static * 2 / 3.5)
+    assert found.over_lookup_with_training == pytest.approx(found.over_static_with_training / 2)
     assert found.learn_s == 2 * 6 * 1.5 and found.learn_share == pytest.approx(1.5 / 3.5)
 
 

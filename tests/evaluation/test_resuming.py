@@ -60,7 +60,7 @@ def make(tmp_path_factory, tiny, copy):
         options = dict(
             algo=ALGO,
             baselines=[],
-            learner={"combine": "sample", "lr": 1e-3},
+            learner={"combine": "sample", "lr": 1e-3, "holdout": 0.5},
             buffer={"replay": 0.5},
             stream={"shuffle": True},
             checkpoint=CheckpointRecipe(every=2, keep=2),
@@ -190,7 +190,7 @@ def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
     place = shutil.copytree(whole()[0], tmp_path / "run")
     before = contents(place)
     with pytest.raises(UsageError, match=r"learner\.lr was 0\.001, is 0\.01"):
-        again(place, make(learner={"combine": "sample", "lr": 1e-2}), tiny)
+        again(place, make(learner={"combine": "sample", "lr": 1e-2, "holdout": 0.5}), tiny)
     with pytest.raises(UsageError, match="algo was"):
         again(place, make(algo=["ogd"]), tiny)
     other = write_copy(tmp_path / "lm", tiny, tiny.name, 0.02)

@@ -10,6 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from specctl import progress
+from specctl.decoding import device_round
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Prompt
 from specctl.drafters.lm_drafter import LMDrafter
 from specctl.drafters.lm_drafter import Shape as LMShape
@@ -97,6 +100,20 @@ def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
     for name in made.algo:
         order = [0, 0, 1, 1] if batch == 1 else [0, 1, 0, 1]
         assert [row["session"] for row in kept if row["drafter"] == name] == order
+
+
+def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, target, pool, monkeypatch):
+    """A policy looks on at its rounds, so they are the host's; plain decoding would else win by running ahead on a
+    device."""
+    run = device_round.DeviceRounds.round
+    rounds = []
+    monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(0), run(*args)))
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed"])
+    found, _, _ = selected(tmp_path, made, target, {"lookup": pool["lookup"], "suffix": pool["suffix"]})
+    assert not rounds and found.rounds_on == "host"
+    decode(target, [[5, 9]], sampling=GREEDY, max_new_tokens=4, seeds=[0])
+    assert rounds, "what nobody looks on at does run there"
 
 
 def test_policies_that_skip_beside_those_that_recompute(tmp_path, prompts, target, pool):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_a_training_that_is_still_going_on(train_run):
     assert made(result)[0] == ["train-drafter-training.png", "train-drafter-acceptance.png"]
     head, row = read_csv(result, "train-drafter-trained.csv")
     known = dict(zip(head, row, strict=True))
-    assert (known["drafter"], known["mat"], known["steps"]) == ("sql+math-eagle3", "2.5", "39")
+    assert (known["drafter"], known["mat, prompts that chose it"], known["steps"]) == ("sql+math-eagle3", "2.5", "39")
     assert "no result.json" in result.notes[0]
 
 
@@ -188,10 +189,14 @@ def test_online(make_run):
 def test_one_line_for_a_drafter_that_does_not_learn():
     """Learners that start from the same one share it; its mat changes with the stream's domains."""
     chunks = {name: [{"mat": 2.0, "static_mat": mat} for mat in (3.0, 1.0)] for name in ("ogd", "ens")}
-    (line,) = online._static(chunks)
+    (line,) = online._untaught(chunks)
     assert (line.name, line.y) == ("not learning", [3.0, 1.0])
     chunks["ens"][0]["static_mat"] = 2.0
-    assert [line.name for line in online._static(chunks)] == ["ogd, not learning", "ens, not learning"]
+    assert [line.name for line in online._untaught(chunks)] == ["ogd, not learning", "ens, not learning"]
+    for rows in chunks.values():
+        rows[1]["untrained_mat"] = {"lookup": 2.5}
+    rival = online._untaught(chunks)[-1]
+    assert rival.name == "lookup" and math.isnan(rival.y[0]) and rival.y[1] == 2.5
 
 
 def test_online_by_tokens_and_by_steps(make_run):

@@ -26,7 +26,7 @@ def recipe(distilled, place, **changes):
 def test_collected_measured_and_loaded(distilled, target, tmp_path):
     made = recipe(distilled, tmp_path)
     result = train_drafter(made, Run(tmp_path))
-    corpus = load_distilled([distilled], target, 2048, 0.2, 2)
+    corpus = load_distilled([distilled], target, 2048, 0.2, 4)
     assert (result.arch, result.steps, result.domain) == ("retrieval", 0, "sql")
     assert result.train_tokens == sum(example.response_length for example in corpus.train)
     assert result.mat > 1 and result.acceptance_by_position
@@ -45,8 +45,8 @@ def test_held_out_prompts_are_not_in_the_store(distilled, target, tmp_path):
     """Or its mat would measure memory."""
     result = train_drafter(recipe(distilled, tmp_path), Run(tmp_path))
     store = load_drafter(result.drafter, target, DraftingRecipe()).corpus.tokens.tolist()
-    corpus = load_distilled([distilled], target, 2048, 0.2, 2)
-    assert len(corpus.held_out) == 2
+    corpus = load_distilled([distilled], target, 2048, 0.2, 4)
+    assert len(corpus.held_out) == 4
     assert store.count(-1) == len(corpus.train)
 
 

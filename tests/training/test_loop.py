@@ -28,6 +28,8 @@ from specctl.recipe import (
 )
 from specctl.runs import Run
 from specctl.training import loop
+from specctl.training.data import load_corpus
+from specctl.training.outcome import held_out_acceptance
 
 FP32 = TargetRecipe(dtype="fp32", device="cpu")
 
@@ -41,7 +43,7 @@ def recipe(distilled, place, **changes):
         max_steps=6,
         ttt_steps=2,
         batch_tokens=256,
-        eval=HeldOutRecipe(every=3, prompts=2, max_new_tokens=12, fraction=0.2),
+        eval=HeldOutRecipe(every=3, prompts=1, max_new_tokens=12, fraction=0.2),
         checkpoint=CheckpointRecipe(every=2, keep=2),
         precision="fp32",
     )
@@ -86,6 +88,23 @@ def test_learns_and_writes_a_drafter_that_loads(trained, target):
     assert any("mat" in line for line in metrics(place))
     drafter = load_drafter(result.drafter, target, DraftingRecipe())
     assert drafter.taps
+
+
+def test_the_reported_mat_is_of_prompts_that_chose_nothing(trained, distilled, target):
+    """The kept drafter once more, on held-out prompts that no checkpoint was chosen by: card and result say which."""
+    place, result = trained
+    checks = [line["mat"] for line in metrics(place) if "mat" in line]
+    assert result.choosing_mat == max(checks) and len(checks) == 2
+    made = recipe(distilled, place)
+    corpus = load_corpus(made, target)
+    assert len(corpus.choosing) == len(corpus.reporting) == 1
+    assert corpus.choosing != corpus.reporting
+    drafter = load_drafter(result.drafter, target, DraftingRecipe())
+    own = [held_out_acceptance(made, target, prompts, drafter) for prompts in (corpus.reporting, corpus.choosing)]
+    assert own == [(result.mat, result.acceptance_by_position), (result.choosing_mat, own[1][1])]
+    said = {"held-out sql": round(result.mat, 3), "held-out sql, prompts that chose it": round(max(checks), 3)}
+    assert json.loads((place / "drafter" / "drafter.json").read_text())["mat"] == said
+    assert [line["reported_mat"] for line in metrics(place) if "reported_mat" in line] == [result.mat]
 
 
 @pytest.mark.parametrize("end", [Interrupted, OSError])

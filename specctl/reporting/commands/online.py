@@ -33,6 +33,7 @@ CONTENDER = {
     "over_static_with_training_interval": "× static, learning included, interval",
     "speedup": "× plain",
     "speedup_with_training": "× plain, learning included",
+    "over_lookup_with_training": "× lookup, learning included",
     "learn_share": "learning, of the time",
     "rollbacks": "updates taken back",
     "unusable": "× plain not usable",
@@ -42,7 +43,8 @@ HEADLINE = {
     "mat_first": "mat, first chunk",
     "mat_last": "mat, last chunk",
     "speedup": "× plain",
-    "speedup_with_training": "× plain, training included",
+    "speedup_with_training": "× plain, learning included",
+    "over_lookup_with_training": "× lookup, learning included",
     "chunks": "chunks",
 }
 
@@ -69,7 +71,7 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             chunks.setdefault(run.named(row["algo"]), []).append(row)
     learners = Looks()
     panels = [Panel(label, _lines(chunks, key, learners)) for key, label in CHUNK.items()]
-    panels[0].lines.extend(_static(chunks))
+    panels[0].lines.extend(_untaught(chunks))
     panels = [panel for panel in panels if panel.lines]
     made = Contents()
     if len(runs) == 1:
@@ -106,13 +108,17 @@ def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners
     ]
 
 
-def _static(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Line]:
-    """mat without learning, once for learners that start from the same drafter."""
+def _untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Line]:
+    """mat without learning, once for learners that start from the same drafter, and of drafters without weights."""
     once = {tuple(line.y): line for line in _lines(chunks, "static_mat", Looks())}.values()
-    return [
-        replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning", look=grey(n))
-        for n, line in enumerate(once)
-    ]
+    found = [replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning") for line in once]
+    for run in chunks.values():
+        rivals = {name: None for chunk in run for name in chunk.get("untrained_mat") or {}}
+        for name in rivals:
+            y = numbers((chunk.get("untrained_mat") or {}).get(name) for chunk in run)
+            if all(line.y != y for line in found):
+                found.append(Line(name, list(range(1, len(run) + 1)), y, grey(0)))
+    return [replace(line, look=grey(n)) for n, line in enumerate(found)]
 
 
 def _weights(name: str, chunks: Sequence[Mapping[str, Any]]) -> list[Picture]:
