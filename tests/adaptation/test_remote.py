@@ -124,9 +124,11 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     the stream would halve them again; a signal ends the wait for them; and when one dies, the decoder hears of it and
     nobody is left behind."""
     head = write_head(tmp_path / "eagle3", tiny, "eagle3")
-    made = recipe("", head, tiny, algo=["ensemble"], asynchronous=True, learner_device="cpu,cpu")
+    fields = {"asynchronous": True, "learner_device": "cpu,cpu", "learner": {"rest": 0}}
+    made = recipe("", head, tiny, algo=["ensemble"], **fields)
     here = Pupil(made, "ensemble", tiny, 0)
-    start, chunks = here.played(), [answered(here, tiny), answered(here, tiny), answered(here, tiny, ["Why?"])]
+    asked = (QUESTIONS, QUESTIONS, ["Why?"], QUESTIONS)
+    start, (*chunks, last) = here.played(), [answered(here, tiny, questions) for questions in asked]
     taught(here, chunks[:1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
@@ -136,7 +138,7 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
         assert threads == [4, 2]
     assert threads == [4, 2, 4]
     there.restore(*here.state())
-    for chunk in chunks[1:]:  # of the last one the second has nothing
+    for chunk in chunks[1:]:  # one of them has nothing of a text that judges
         hand_over(there, chunk)
         wait_for(there)
     assert len({x.untyped_storage().data_ptr() for x in there._known[1].values()}) == 1, "every tensor is an open file"
@@ -148,7 +150,7 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     pids, until = [process.pid for process in there._processes], time.monotonic() + 30
     while not all(map(stopped, pids)):
         assert time.monotonic() < until, "one was not told to stop"
-    hand_over(there, chunks[0])
+    hand_over(there, last)
     monkeypatch.setattr(remote, "PATIENCE_S", 0.01)
     interrupts._note(signal.SIGTERM, None)
     with pytest.raises(Interrupted):
