@@ -4,7 +4,7 @@
     shard-<i>of<n>-<k>.jsonl       one response a line; the last one of a writer may still be growing
     shard-<i>of<n>-<k>.parquet     a finished shard under `format=parquet`
     manifest-<i>of<n>.json         the finished shards of writer i of n, with their SHA-256
-    writer-<i>of<n>.lock           there is a writer (see `lock.py`)
+    writer-<i>of<n>.lock           there is a writer (see `specctl/lock.py`)
 
 Every writer has a manifest of its own, so the jobs of an array share a directory without sharing a file.
 """

@@ -16,12 +16,13 @@ from typing import Any
 
 from specctl import progress
 from specctl.distillation import shards
-from specctl.distillation.lock import WriterLock
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
+from specctl.lock import Lock
 from specctl.runs import atomic_write, make_dir
 
 META = "meta.json"
+BUSY = "wait for it, or give each job its own --shard i/n"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class ShardWriter:
     ):
         self.dir, self.writer, self.shard_size, self.format = Path(directory), writer, shard_size, format
         make_dir(self.dir)
-        self._lock = WriterLock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock")
+        self._lock = Lock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock", hint=BUSY)
         self._path: Path | None = None  # the open shard
         self._rows: list[int] = []  # response tokens of each of its records
         self._file: int | None = None
@@ -160,7 +161,7 @@ class ShardWriter:
         """Make sure that what is there was meant to be continued, or remove it."""
         there = check_free(self.dir, self.writer, resume=resume, overwrite=overwrite)
         for lock in _of_other_splits(shards.files(self.dir, "writer"), self.writer):
-            WriterLock(lock).release()
+            Lock(lock, hint=BUSY).release()
         if overwrite:
             others = {*shards.files(self.dir, "shard")} - {*there}
             if others and (self.dir / META).exists():

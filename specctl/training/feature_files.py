@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specctl.distillation.lock import WriterLock
-from specctl.errors import CheckpointError, DataError, SpecctlError
+from specctl.errors import CheckpointError, SpecctlError
+from specctl.lock import Lock
 from specctl.progress import log, warn
 from specctl.recipe import FeatureRecipe
 from specctl.runs import atomic_write, make_dir, to_json
@@ -132,14 +132,12 @@ class FeatureFiles:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The directory, held against other writers of this rank's shards. SpecctlError names who holds it."""
+        """The directory, held against other writers of this rank's shards. UsageError names who holds it."""
         make_dir(self.dir)
-        try:
-            lock = WriterLock(self.dir / f"{self._prefix}.lock")
-        except DataError as error:
-            raise SpecctlError(
-                error.message, "wait until it has ended and start again, or set another features.dir"
-            ) from error
+        lock = Lock(
+            self.dir / f"{self._prefix}.lock",
+            hint="wait until it has ended and start again, or set another features.dir",
+        )
         try:
             if self._rank == 0:
                 atomic_write(self.dir / MANIFEST, to_json(self.about, indent=2) + "\n")
