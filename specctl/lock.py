@@ -134,7 +134,7 @@ class Lock:
             raise
 
     def _watch(self, holder: Signature) -> None:
-        """Return once the signature has stood still so long that its holder must have died. UsageError where it lives."""
+        """Return once the signature has stood still so long that its holder must be dead. UsageError where it lives."""
         patience = BEAT * PATIENCE
         progress.log(
             f"{self.what} was left by {describe(holder)}, out of our sight: "

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,7 @@ class Run:
         models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written, UsageError where a run
         of another command is to be resumed.
         """
-        name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        directory = Path(output_dir) if output_dir else Path("runs") / name
+        directory = Path(output_dir) if output_dir else _new_name(Path("runs"), command)
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
         run._recipe = recipe
         if run._writes:
@@ -78,7 +77,7 @@ class Run:
         path = earlier / METRICS
         if self._writes and path.is_file():
             with open(path, "rb") as file:
-                kept = file.read(size)
+                kept = file.read(min(size, path.stat().st_size))
             self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash of the machine may have taken the end of it
 
     @property
@@ -143,6 +142,18 @@ class Run:
 
     def _write_json(self, name: str, document: dict[str, Any]) -> None:
         atomic_write(self.dir / name, to_json(document, indent=2) + "\n")
+
+
+def _new_name(runs: Path, command: str) -> Path:
+    """A directory for a run that nobody else has, made at once: the jobs of an array start within one second."""
+    while True:
+        place = runs / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if os.environ.get("RANK", "0") != "0":  # writes nothing
+            return place
+        make_dir(runs)
+        with suppress(FileExistsError):
+            place.mkdir()
+            return place
 
 
 def check_same_command(directory: Path, command: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl import progress
+from specctl.decoding.identity import with_weights
 from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
@@ -53,7 +54,7 @@ def summary(directory: str | Path) -> StoreSummary:
         response_tokens=sum(entry["tokens"] for entry in sealed) + sum(open_lengths),
         shards=len(shards.files(directory, "shard")),
         complete=any({(i, n) for i in range(n)} <= ended for _, n in filter(None, ended)),
-        meta=shards.load_json(directory / META),
+        meta=_meta(directory),
     )
 
 
@@ -188,7 +189,8 @@ class ShardWriter:
 
     def _check(self, meta: dict[str, Any]) -> None:
         """DataError where meta.json says something else."""
-        if different := _differences(shards.load_json(self.dir / META), meta):
+        there = with_weights(_meta(self.dir), meta)
+        if different := _differences(there, meta):
             raise DataError(
                 f"{self.dir} was distilled with other settings: " + "; ".join(different),
                 hint="repeat those settings, choose another --output-dir, or --overwrite",
@@ -290,6 +292,14 @@ class ShardWriter:
 def _of_other_splits(paths: list[Path], writer: Writer) -> list[Path]:
     """Files of writers i of m where this is writer i of n: an earlier run, divided otherwise."""
     return [path for path in paths if (other := shards.writer_of(path)) is not None and other[1] != writer[1]]
+
+
+def _meta(directory: Path) -> dict[str, Any]:
+    """What all responses share. DataError where it is not told."""
+    meta = shards.load_json(directory / META)
+    if not isinstance(meta.get("target", {}), dict):
+        raise DataError(f"{directory / META} is damaged: target is no object", "distil again with --overwrite")
+    return meta
 
 
 def _readable(directory: str | Path) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from specctl.decoding.identity import with_weights
 from specctl.errors import UsageError
 from specctl.lock import Lock
 from specctl.runs import make_dir
@@ -88,7 +89,8 @@ class Recording:
                 piece.unlink()
                 continue
             header, rows = read(piece)
-            found = differences(vars(header), vars(self.header))
+            kept = {**vars(header), "stamp": with_weights(header.stamp, self.header.stamp)}
+            found = differences(kept, vars(self.header))
             if found:
                 raise UsageError(
                     f"{piece} was recorded otherwise: {'; '.join(found)}",

@@ -11,6 +11,7 @@ from specctl.decoding.draft import Drafter
 from specctl.decoding.loop import Decoded, decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target
+from specctl.formats import checkpoint
 from specctl.recipe import TrainRecipe
 from specctl.runs import to_json
 from specctl.training.data import Corpus
@@ -76,6 +77,12 @@ def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: 
         "mat": {"held-out " + "+".join(corpus.domains): round(mat, 3)} if corpus.held_out else {},
         "licence": "that of the target",
     }
+
+
+def made_of(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[str, str]:
+    """Digests of what a recipe only names: another one behind the same name makes another drafter."""
+    found = {"data": corpus.fingerprint, "target": target.identity["weights"] or ""}
+    return found | ({"init": checkpoint.fingerprint(recipe.init)} if recipe.init else {})
 
 
 def recipe_hash(recipe: TrainRecipe) -> str:
