@@ -12,7 +12,9 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ from specctl.errors import SpecctlError, UsageError
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]*)(-[0-9a-f]+)?\.tmp")
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
 
 
@@ -64,6 +67,8 @@ class Run:
     def held(self) -> Iterator[None]:
         """No other process runs in the directory meanwhile: UsageError where one does."""
         with lock.held(self.dir / lock.NAME, self.dir):
+            if self._writes:
+                sweep(self.dir)
             yield
 
     @property
@@ -75,7 +80,9 @@ class Run:
         """Begin with the first `size` bytes of the metrics.jsonl in the directory of a run that is resumed, this one or
         another: the `metrics_size` that belongs to its kept state. What was written behind it comes again."""
         path = earlier / METRICS
-        if self._writes and path.is_file():
+        with suppress(OSError):  # they are gone, then
+            if not self._writes or not path.is_file():
+                return
             with open(path, "rb") as file:
                 kept = file.read(min(size, path.stat().st_size))
             self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash of the machine may have taken the end of it
@@ -201,6 +208,30 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(directory: Path, name: str = "") -> None:
+    """Remove what `atomic_write` and `formats.checkpoint.staged` have left of `name` (or of anything) where their
+    process was killed. Whoever calls it holds the lock on what is written there."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        found = _LEFT.fullmatch(path.name)
+        if found is None or name not in ("", found["name"]) or _alive(int(found["pid"])):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process of this number runs here."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
 
 
 def make_dir(path: Path) -> None:

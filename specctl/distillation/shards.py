@@ -134,6 +134,8 @@ def _checked(record: Any) -> Record:
     for name in ("prompt_ids", "response_ids"):
         if not all(type(token) is int and 0 <= token < 2**31 for token in record[name]):
             raise ValueError(f"`{name}` holds what is no token id")
+    if not record["prompt_ids"]:
+        raise ValueError("`prompt_ids` is empty")
     return record
 
 

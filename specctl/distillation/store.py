@@ -20,7 +20,7 @@ from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
 from specctl.lock import Lock
-from specctl.runs import atomic_write, make_dir
+from specctl.runs import atomic_write, make_dir, sweep
 
 META = "meta.json"
 BUSY = "wait for it, or give each job its own --shard i/n"
@@ -110,6 +110,7 @@ class ShardWriter:
         self._rows: list[int] = []  # response tokens of each of its records
         self._file: int | None = None
         try:
+            sweep(self.dir, shards.manifest_path(self.dir, writer).name)
             wanted = json.loads(json.dumps({"version": 1, "format": format, **meta}, default=str))
             self._clear_the_way(wanted, resume, overwrite)
             self._agree(wanted)

@@ -27,7 +27,7 @@ from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, Interrupted, SpecctlError, one_line
 from specctl.evaluation.records import Stamp, check_same
 from specctl.recipe import OnlineRecipe
-from specctl.runs import METRICS, Run, to_json
+from specctl.runs import METRICS, Run, sweep, to_json
 from specctl.training import checkpoint
 from specctl.training.checkpoint import Count, sha256
 
@@ -147,6 +147,8 @@ class States:
             if self.recipe.resume:
                 progress.log(f"nothing in {self.run.dir} to resume: from the beginning")
         self.parts.mkdir(exist_ok=True)
+        for place in (self.parts, self.run.dir / "drafters"):
+            sweep(place)
 
     @property
     def rejected(self) -> int:

@@ -18,7 +18,7 @@ from typing import Self
 from specctl.decoding.identity import with_weights
 from specctl.errors import UsageError
 from specctl.lock import Lock
-from specctl.runs import make_dir
+from specctl.runs import make_dir, sweep
 from specctl.selection.table_file import Header, Recorded, differences, read, table_of, write
 from specctl.selection.trace import Table
 
@@ -84,6 +84,7 @@ class Recording:
 
     def _begin(self, directory: Path) -> None:
         """Take up the pieces of earlier runs, or remove them."""
+        sweep(directory)
         for piece in sorted(directory.glob("*.parquet")):
             if not self.resume:
                 piece.unlink()

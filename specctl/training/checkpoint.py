@@ -89,7 +89,8 @@ def _draft(root: Path, step: int) -> Path:
 
 def _prepare(root: Path, step: int) -> None:
     make_dir(root)
-    shutil.rmtree(_draft(root, step), ignore_errors=True)
+    for left in root.glob(".step-*.tmp"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
     _draft(root, step).mkdir()
 
 
@@ -123,15 +124,43 @@ def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
 def load(engine: Any, path: Path) -> None:
     """Restore model and optimizer (all ranks call this). CheckpointError where they do not fit, or name what is not
     data."""
+    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    options = [{name: value for name, value in group.items() if name != "params"} for group in _groups(engine)]
     try:
         with _data_only(engine):
             loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is not None:
+            for group, own in zip(_groups(engine), options, strict=True):  # they are the recipe's, not the file's
+                params = group["params"]
+                group.clear()
+                group.update(own, params=params)
+            _check(engine, buffers)
     except (SpecctlError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever DeepSpeed makes of files that another run, or nobody's, has written
         raise _misfit(path, f": {_why(error)}") from error
     if loaded is None:
         raise _misfit(path)
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    return engine.optimizer.param_groups
+
+
+def _check(engine: Any, buffers: dict[str, Tensor]) -> None:
+    """ValueError where what was loaded would fail or mislead later: it is used as it is."""
+    if any(type(getattr(engine, name)) is not int for name in ("global_steps", "global_samples", "skipped_steps")):
+        raise ValueError("the engine's counts are no integers")
+    for name, buffer in engine.module.named_buffers():  # such as the draft vocabulary, which recipe and data make
+        if not torch.equal(buffer, buffers[name]):
+            raise ValueError(f"{name} is not what recipe and data make of it")
+    whole = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside of ZeRO's
+    for part in getattr(whole, "parts", (whole,)):
+        names = {"momentum_buffer"} if isinstance(part, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        for parameter, state in part.state.items():
+            shapes = {getattr(value, "shape", None) for name, value in state.items() if name != "step"}
+            if state.keys() != names or shapes != {parameter.shape}:
+                raise ValueError("the optimizer's state has other names or shapes")
 
 
 @contextmanager
@@ -163,8 +192,10 @@ def _data_only(engine: Any) -> Iterator[None]:
 
 def _why(error: Exception) -> str:
     """What torch.load, or DeepSpeed behind it, could not do; the name that is no data, where it is that."""
-    named = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, UnpicklingError) else None
-    return f"it asks for {named[1]:.100}, which is not data" if named else one_line(error)
+    if not isinstance(error, UnpicklingError):
+        return one_line(error)
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it asks for {named[1]:.100}, which is not data" if named else "it is no file of tensors"
 
 
 def _misfit(path: Path, why: str = "") -> CheckpointError:

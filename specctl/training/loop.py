@@ -22,7 +22,7 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.formats import checkpoint as drafter_directory
 from specctl.progress import Progress, interrupts, log, track
 from specctl.recipe import TrainRecipe
-from specctl.runs import Run, make_dir
+from specctl.runs import Run, make_dir, sweep
 from specctl.training import checkpoint
 from specctl.training.checkpoint import Count
 from specctl.training.collect import collect
@@ -64,6 +64,7 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
     """
     make_dir(recipe.output.parent)
     with lock.held(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
+        sweep(recipe.output.parent, recipe.output.name)
         if recipe.arch == "retrieval":
             return collect(recipe, run)
         trainer = make_trainer(recipe, run)

@@ -166,6 +166,23 @@ def test_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, 
     assert by_id(tmp_path) == ROWS
 
 
+@pytest.mark.parametrize("ids", [[None], ["1"], [1.0], [True], [-1], [2**31], [[1]]])
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])
+def test_what_is_no_token_is_named(tmp_path, name, ids):
+    """Whatever the file: a shard that no manifest vouches for is read, too."""
+    leave_open(tmp_path, [ROWS[0], {**ROWS[1], name: ids}])
+    with pytest.raises(DataError, match=rf"shard-0of1-00000\.jsonl:2: `{name}` holds what is no token"):
+        list(store.read(tmp_path))
+
+
+@pytest.mark.parametrize("rows", [[{"a": 1}], [{**ROWS[0], "response_ids": ["a"]}], [{**ROWS[0], "prompt_ids": []}]])
+def test_parquet_of_somebody_else_is_named(tmp_path, rows):
+    path = tmp_path / "shard-0of1-00000.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match=str(path)):
+        list(store.read(tmp_path))
+
+
 @pytest.mark.parametrize("line", [b"{}", b"[]", b"nonsense", b'{"id": 3}', b"\xff"])
 def test_garbled_line_in_an_open_shard_is_named(tmp_path, line):
     leave_open(tmp_path, ROWS[:2])

@@ -122,13 +122,27 @@ class Engine:
     def __init__(self, past):
         self.checkpoint_engine = SimpleNamespace(load=self.read)
         self.past = past
+        self.module = torch.nn.Linear(2, 1)
+        self.module.register_buffer("draft_ids", torch.tensor([3, 5]))
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.5)
+        self.global_steps = self.global_samples = self.skipped_steps = 0
 
     def read(self, path, map_location=None):
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def load_checkpoint(self, root, tag):
         read = self.read if self.past else self.checkpoint_engine.load
-        return read(os.path.join(root, tag, "model.pt"), map_location="cpu")["module"], {}
+        found = read(os.path.join(root, tag, "model.pt"), map_location="cpu")
+        self.module.load_state_dict(found["module"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.global_steps = found["global_steps"]
+        return root, {}
+
+    def trained(self):
+        """What a checkpoint of it holds after a step."""
+        self.module(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "global_steps": 1}
 
 
 @pytest.mark.parametrize("past", [False, True])
@@ -139,12 +153,13 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path, monkeypatch, past, zipped
         monkeypatch.setenv(forced, "1")
     path, place, engine = make(tmp_path, 10), tmp_path / "executed", Engine(past)
     torch.save({"module": Program(place)}, path / "model.pt", _use_new_zipfile_serialization=zipped)
-    before = dict(os.environ), engine.checkpoint_engine.load
+    before = engine.checkpoint_engine.load
     with pytest.raises(CheckpointError, match=rf"{path}\b.*mkdir") as caught:
         checkpoint.load(engine, path)
     assert not place.exists() and "\n" not in caught.value.message
     assert past or str(path / "model.pt") in caught.value.message
-    assert (dict(os.environ), engine.checkpoint_engine.load) == before
+    assert engine.checkpoint_engine.load == before
+    assert [name for name in os.environ if "WEIGHTS_ONLY" in name] == ([forced] if forced else [])
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", {"module": None}, {"other": 1}, [1], None])
@@ -156,3 +171,44 @@ def test_another_content_does_not_fit(tmp_path, content):
         (path / "model.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=str(path)):
         checkpoint.load(Engine(False), path)
+
+
+def edited(*keys, value):
+    def edit(content):
+        for key in keys[:-1]:
+            content = content[key]
+        content.pop(keys[-1]) if value is None else content.update({keys[-1]: value})
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        edited("optimizer", "state", 0, "exp_avg", value=torch.zeros(3)),
+        edited("optimizer", "state", 0, "exp_avg", value="x"),
+        edited("optimizer", "state", 0, "exp_avg_sq", value=None),
+        edited("module", "draft_ids", value=torch.tensor([3, 10**6])),
+        edited("global_steps", value="x"),
+    ],
+    ids=["shape", "type", "missing", "draft vocabulary", "counts"],
+)
+def test_what_would_fail_or_mislead_later_does_not_fit(tmp_path, edit):
+    """Each of them loads without a word."""
+    path, content = make(tmp_path, 10), Engine(False).trained()
+    edit(content)
+    torch.save(content, path / "model.pt")
+    with pytest.raises(CheckpointError, match=f"{path} does not fit"):
+        checkpoint.load(Engine(False), path)
+
+
+def test_options_of_the_optimizer_are_the_recipes(tmp_path):
+    """Those in the file are whatever somebody has written."""
+    path, content = make(tmp_path, 10), Engine(False).trained()
+    content["optimizer"]["param_groups"][0].update(betas="xx", lr=None, peak_lr="x")
+    torch.save(content, path / "model.pt")
+    engine = Engine(False)
+    checkpoint.load(engine, path)
+    (group,) = engine.optimizer.param_groups
+    assert (group["lr"], group["betas"], "peak_lr" in group) == (0.5, (0.9, 0.999), False)
+    assert engine.optimizer.state_dict()["state"][0]["step"] == 1
