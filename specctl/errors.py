@@ -17,6 +17,11 @@ class SpecctlError(Exception):
         self.hint = hint
 
 
+def one_line(error: Exception) -> str:
+    """Kind and first line of another library's exception."""
+    return f"{type(error).__name__} {str(error).strip().partition(chr(10))[0]:.200}".strip()
+
+
 class UsageError(SpecctlError):
     """The command line asks for something that does not exist or contradicts itself."""
 

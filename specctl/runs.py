@@ -12,12 +12,14 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from specctl.errors import SpecctlError, UsageError
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]*)(-[0-9a-f]+)?\.tmp")
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
 
 
@@ -51,8 +54,7 @@ class Run:
         models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written, UsageError where a run
         of another command is to be resumed.
         """
-        name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        directory = Path(output_dir) if output_dir else Path("runs") / name
+        directory = Path(output_dir) if output_dir else _new_name(Path("runs"), command)
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
         run._recipe = recipe
         if run._writes:
@@ -65,6 +67,8 @@ class Run:
     def held(self) -> Iterator[None]:
         """No other process runs in the directory meanwhile: UsageError where one does."""
         with lock.held(self.dir / lock.NAME, self.dir):
+            if self._writes:
+                sweep(self.dir)
             yield
 
     @property
@@ -78,9 +82,11 @@ class Run:
         of threads is kept, too."""
         threads.keep(threads_of(earlier))
         path = earlier / METRICS
-        if self._writes and path.is_file():
+        with suppress(OSError):  # they are gone, then
+            if not self._writes or not path.is_file():
+                return
             with open(path, "rb") as file:
-                kept = file.read(size)
+                kept = file.read(min(size, path.stat().st_size))
             self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash of the machine may have taken the end of it
 
     @property
@@ -157,6 +163,18 @@ class Run:
         atomic_write(self.dir / name, to_json(document, indent=2) + "\n")
 
 
+def _new_name(runs: Path, command: str) -> Path:
+    """A directory for a run that nobody else has, made at once: the jobs of an array start within one second."""
+    while True:
+        place = runs / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if os.environ.get("RANK", "0") != "0":  # writes nothing
+            return place
+        make_dir(runs)
+        with suppress(FileExistsError):
+            place.mkdir()
+            return place
+
+
 def check_same_command(directory: Path, command: str) -> None:
     """UsageError where a run of another command is in the directory: it cannot be resumed by this one."""
     try:
@@ -211,6 +229,30 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(directory: Path, name: str = "") -> None:
+    """Remove what `atomic_write` and `formats.checkpoint.staged` have left of `name` (or of anything) where their
+    process was killed. Whoever calls it holds the lock on what is written there."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        found = _LEFT.fullmatch(path.name)
+        if found is None or name not in ("", found["name"]) or _alive(int(found["pid"])):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process of this number runs here."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
 
 
 def make_dir(path: Path) -> None:

@@ -32,8 +32,18 @@ def place(tmp_path):
     return tmp_path / "run"
 
 
+@pytest.fixture(autouse=True)
+def short_beats(monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.02)
+
+
 def take(place):
     return lock.held(place / lock.NAME, place)
+
+
+def sign(path, **about):
+    """What a process on another machine has signed."""
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "time": "2026-01-01", "machine": "other", **about}))
 
 
 def test_a_killed_holder_keeps_nobody_out(place, capsys):
@@ -88,7 +98,7 @@ def test_a_race_has_one_winner(place, stale):
     (place / "kept").write_text("")
     for _ in range(5):
         if stale:
-            (place / lock.NAME).write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": "long ago"}))
+            sign(place / lock.NAME)
         start, outcome = context.Barrier(4), context.SimpleQueue()
         racers = [context.Process(target=compete, args=(place, start, outcome)) for _ in range(4)]
         for racer in racers:
@@ -108,18 +118,90 @@ def test_who_lets_go_in_between_is_no_holder(place, monkeypatch):
             (place / lock.NAME).rename(place / "gone")
         flock(fd, how)
 
+    sign(place / lock.NAME)
     monkeypatch.setattr(lock.fcntl, "flock", slow)
     with take(place):
         assert len(opened) == 2 and (place / lock.NAME).stat().st_ino == opened[1] != opened[0]
 
 
-def test_a_file_system_without_locks(place, monkeypatch, capsys):
-    def none(fd, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def unknown(fd, how):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock.fcntl, "flock", none)
+
+def granted(fd, how):
+    """A file system whose locks end at the machine: elsewhere, whoever asks gets one."""
+
+
+@pytest.mark.parametrize("flock", [lock.fcntl.flock, unknown, granted])
+@pytest.mark.parametrize("text", [None, ""])
+def test_a_holder_out_of_sight_that_has_died(place, monkeypatch, capsys, flock, text):
+    """A requeued job on another node, or a restarted pod, goes on by itself."""
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    sign(place / lock.NAME) if text is None else (place / lock.NAME).write_text(text)
     with take(place):
-        assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
+        err = capsys.readouterr().err
+        assert "out of our sight" in err and "which has ended" in err
+        assert ("process 7 on elsewhere" in err) == (text is None)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("flock", [unknown, granted])
+def test_a_holder_out_of_sight_that_lives(place, monkeypatch, flock):
+    """Its signature goes on, and so do we not, wherever no flock keeps us out."""
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with take(place):
+        monkeypatch.setattr(lock, "_machine", lambda fd: "another")
+        with pytest.raises(UsageError, match=f"by process {os.getpid()}"), take(place):
+            pass
+        assert (place / lock.NAME).exists()
+
+
+def test_of_two_that_have_watched_the_last_to_sign_goes_on(place, monkeypatch):
+    signed = lock.Lock._sign
+
+    def beaten(self, fd):
+        signed(self, fd)
+        sign(place / lock.NAME, host="faster")
+
+    monkeypatch.setattr(lock.fcntl, "flock", granted)
+    monkeypatch.setattr(lock.Lock, "_sign", beaten)
+    sign(place / lock.NAME)
+    with pytest.raises(UsageError, match="by process 7 on faster"), take(place):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe", "text", "list", "long"])
+def test_a_file_that_is_no_lock_is_left_alone(place, tmp_path, kind):
+    path, other = place / lock.NAME, tmp_path / "thesis"
+    other.write_text("my thesis")
+    texts = {"text": "my thesis", "list": "[1]", "long": json.dumps({"host": "a", "pid": 1, "more": "x" * 600})}
+    match kind:
+        case "link":
+            path.symlink_to(other)
+        case "dangling link":
+            path.symlink_to(tmp_path / "nothing")
+        case "directory":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case _:
+            path.write_text(texts[kind])
+    with pytest.raises(UsageError, match=f"{path} is no lock") as caught, take(place):
+        pass
+    assert other.read_text() == "my thesis" and os.path.lexists(path) and "move it away" in caught.value.hint
+    assert path.is_symlink() or not path.is_file() or path.read_text() == texts[kind]
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_file_system_without_hard_links(place, monkeypatch):
+    def none(one, other):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(lock.os, "link", none)
+    with take(place):
+        assert [path.name for path in place.iterdir()] == [lock.NAME]
+        with pytest.raises(UsageError, match=f"by process {os.getpid()}"), take(place):
+            pass
 
 
 def test_the_first_of_several_processes_locks_for_all(place, monkeypatch):

@@ -1,11 +1,12 @@
 """Run directories and whole files."""
 
 import json
+import os
 
 import pytest
 import torch
 
-from specctl import runs
+from specctl import lock, runs
 from specctl.errors import SpecctlError, UsageError
 from specctl.recipe import EvalRecipe, OnlineRecipe
 
@@ -42,6 +43,29 @@ def test_a_run_is_recorded(tmp_path, monkeypatch):
     assert lines[0]["loss"] is None
     assert json.loads((run.dir / "result.json").read_text()) == document
     assert runs.Run.create("eval", EvalRecipe()).dir != run.dir, "runs of one second differ"
+
+
+def test_runs_of_an_array_have_names_of_their_own(tmp_path, monkeypatch):
+    """Of a thousand jobs of one second some draw the same number."""
+    monkeypatch.chdir(tmp_path)
+    drawn = iter(["aa"] * 5 + ["bb"])
+    monkeypatch.setattr(runs.secrets, "token_hex", lambda size: next(drawn))
+    monkeypatch.setattr(runs.time, "strftime", lambda *_: "now")
+    names = [runs.Run.create("eval", EvalRecipe()).dir.name for _ in range(2)]
+    assert names == ["eval-now-aa", "eval-now-bb"]
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path):
+    """By whoever is next in the directory; not what a process that runs is writing, and nothing else."""
+    dead = 2**22 + 1  # above the largest process number
+    left = [f".records.parquet.{dead}.tmp", f".drafter.{dead}-ab12.tmp"]
+    kept = [f".records.parquet.{os.getpid()}.tmp", ".mine.tmp", "..7.tmp", f"x.{dead}.tmp", f".y.{dead}"]
+    for name in left + kept:
+        (tmp_path / name).mkdir() if "-ab" in name else (tmp_path / name).write_text("")
+    runs.sweep(tmp_path, "drafter")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left[0], *kept])
+    with runs.Run(tmp_path).held():
+        assert {path.name for path in tmp_path.iterdir()} == {*kept, lock.NAME}
 
 
 def test_a_directory_that_is_used_again(tmp_path):

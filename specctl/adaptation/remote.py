@@ -11,15 +11,17 @@ On several devices there is a process for each, which learns from its share of e
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import queue
+import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ class RemotePupil(Pupil):
         self._threads = max(1, torch.get_num_threads() // 2)
         each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
-        self._meeting = TemporaryDirectory(prefix="specctl-learner-")
+        self._meeting, self._kept = _meeting()
         inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
         self._inbox = inboxes[0]
         self._processes = []
@@ -181,6 +183,9 @@ class RemotePupil(Pupil):
             process.join()
         self._inbox.cancel_join_thread()  # nobody reads what is still to be sent
         self._meeting.cleanup()
+        if self._kept is not None:
+            os.close(self._kept)
+            self._kept = None
 
     def played(self) -> Tensor:
         return super().played() if self._vector is None else self._vector
@@ -255,6 +260,35 @@ class RemotePupil(Pupil):
         for process in self._processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, number)
+
+
+def _meeting() -> tuple[TemporaryDirectory[str], int | None]:
+    """A directory that only this process and its learners know, and the descriptor by which it is flocked. Those that
+    nobody holds are of killed runs, and removed."""
+    for left in Path(gettempdir()).glob("specctl-learner-*"):
+        with suppress(OSError):
+            os.close(_flocked(left))
+            shutil.rmtree(left, ignore_errors=True)
+    while True:
+        place = TemporaryDirectory(prefix="specctl-learner-")
+        try:
+            return place, _flocked(Path(place.name))
+        except (FileNotFoundError, BlockingIOError):  # somebody who removes such directories came between
+            continue
+        except OSError:  # a file system without flocks
+            return place, None
+
+
+def _flocked(directory: Path) -> int:
+    """A descriptor of a directory that nobody else has flocked. OSError otherwise."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(directory)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _devices(recipe: OnlineRecipe, target: Target) -> list[str]:

@@ -56,13 +56,16 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     plan.check_drafters([*recipe.drafters, *recipe.rivals])
     # Only now what takes seconds to import: a misspelt name is told at once.
     from specctl.evaluation.selecting import with_domains_of_pool
+    from specctl.selection import recording
     from specctl.selection.arms import members
 
     found = members(recipe)
     recipe = with_domains_of_pool(recipe, found)
     plan.check_data(recipe.data)
+    if recipe.record:  # before its run directory: whoever is told of that one alone would overwrite both
+        recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+        plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     if dry_run:
         return plan.show("select", recipe, steps(recipe, found))
     with library_output():

@@ -108,12 +108,13 @@ def _domains(recipe: TrainRecipe) -> list[list[str]]:
 def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRecipe | None:
     from specctl.distillation import store
     from specctl.recipe import DistillRecipe, SamplingRecipe
+    from specctl.training import checkpoint
 
     if store.exists(source):
         held = store.summary(source)
         if held.complete or recipe.distilled is not None:
             return None
-        if not recipe.resume:
+        if not recipe.resume or checkpoint.directory(recipe.output).is_dir():  # which goes on with the same data only
             progress.warn(f"{source} is unfinished: training on the {held.responses} responses that are there")
             return None
     elif recipe.distilled is not None:

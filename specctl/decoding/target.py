@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
+from specctl.decoding.identity import weights_digest
 from specctl.decoding.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
 from specctl.decoding.support import context_limit, unusable, why_unusable
 from specctl.errors import DataError, UsageError
@@ -41,14 +42,24 @@ class Target:
 
     Attributes:
         model: runs the steps (`LeanModel` or `HFModel`).
-        identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash.
+        identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash; and what a run
+            that goes on is checked against besides: `weights_digest`.
         eos_ids: ids that end a response.
         context_length: longest sequence the target was made for.
         row_flops: of the products of one row with all weights, attention aside; of a mixture, with all experts.
         head_weight, squash: [V, H] its vocabulary head, and what becomes of the products with it: its logits.
     """
 
-    def __init__(self, name: str, model, tokenizer, *, revision: str | None = None, path: str = "auto"):
+    def __init__(
+        self,
+        name: str,
+        model,
+        tokenizer,
+        *,
+        revision: str | None = None,
+        path: str = "auto",
+        weights: str | None = None,
+    ):
         reason = lean.why_not(model.config)
         if not type(model).__module__.startswith("transformers.models."):
             reason = reason or "the model brings code of its own"
@@ -75,8 +86,8 @@ class Target:
         self.generation_config = model.generation_config
         self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        weights = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
-        self.row_flops = 2 * (weights - (0 if tied else self.model.embedding.numel()))
+        count = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
+        self.row_flops = 2 * (count - (0 if tied else self.model.embedding.numel()))
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
         self.identity: dict[str, Any] = {
@@ -86,6 +97,7 @@ class Target:
             "num_layers": self.num_layers,
             "vocab_size": self.vocab_size,
             "vocab_hash": vocab_hash(tokenizer),
+            "weights": weights,
         }
 
     def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
@@ -232,4 +244,5 @@ def load_target(
         max_memory=max_memory,
     )
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
-    return Target(name, model, tokenizer, revision=revision, path=path)
+    weights = weights_digest(name, revision)
+    return Target(name, model, tokenizer, revision=revision, path=path, weights=weights)

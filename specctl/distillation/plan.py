@@ -92,7 +92,8 @@ def _jobs(recipe: DistillRecipe, target: Target, number: int, prompt: Prompt, pr
 
 def response_id(prompt_id: str, temperature: float, seed: int, repeat: int, identity: dict[str, Any]) -> str:
     """Stable id of a response: 32 hex digits over everything that decides its text, given the settings in meta.json."""
-    key = json.dumps([prompt_id, float(temperature), seed, repeat, identity], sort_keys=True)
+    named = {key: value for key, value in identity.items() if key != "weights"}  # which meta.json tells apart
+    key = json.dumps([prompt_id, float(temperature), seed, repeat, named], sort_keys=True)
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 

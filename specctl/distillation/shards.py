@@ -4,7 +4,7 @@
     shard-<i>of<n>-<k>.jsonl       one response a line; the last one of a writer may still be growing
     shard-<i>of<n>-<k>.parquet     a finished shard under `format=parquet`
     manifest-<i>of<n>.json         the finished shards of writer i of n, with their SHA-256
-    writer-<i>of<n>.lock           there is a writer (see `lock.py`)
+    writer-<i>of<n>.lock           there is a writer (see `specctl/lock.py`)
 
 Every writer has a manifest of its own, so the jobs of an array share a directory without sharing a file.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specctl.errors import DataError
+from specctl.errors import DataError, one_line
 
 Record = dict[str, Any]
 Writer = tuple[int, int]  # i of n
@@ -49,7 +49,7 @@ def writer_of(path: Path) -> Writer | None:
 
 def files(directory: Path, kind: str) -> list[Path]:
     """Files of one kind (shard, manifest, writer), in name order."""
-    return sorted(path for path in directory.glob(f"{kind}-*") if writer_of(path))
+    return sorted(path for path in directory.glob(f"{kind}-*") if writer_of(path) and path.is_file())
 
 
 def manifest_path(directory: Path, writer: Writer) -> Path:
@@ -62,18 +62,28 @@ def load_manifest(path: Path) -> dict[str, Any]:
         return {"version": 1, "complete": False, "shards": []}
     manifest = load_json(path)
     entries = manifest.get("shards")
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, dict) and {"file", "records", "tokens", "sha256"} <= entry.keys() for entry in entries
+    if (
+        not isinstance(entries, list)
+        or not all(map(_is_entry, entries))
+        or not isinstance(manifest.get("complete"), bool)
     ):
         raise DataError(f"{path} is damaged", hint="delete it and run `specctl distill --resume`: the shards are kept")
     # A manifest names shards beside it and nothing else: no path leads out of the directory.
-    if not all(isinstance(entry["file"], str) and _NAME.fullmatch(entry["file"]) for entry in entries):
+    if not all(_NAME.fullmatch(entry["file"]) for entry in entries):
         raise DataError(f"{path} names a file that is no shard of its directory")
     return manifest
 
 
+def _is_entry(entry: Any) -> bool:
+    kinds = {"file": str, "records": int, "tokens": int, "sha256": str}
+    return isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in kinds.items())
+
+
 def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object. DataError where there is none."""
     try:
+        if not path.is_file():
+            raise FileNotFoundError("no such file")
         document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
@@ -92,7 +102,7 @@ def sha256(path: Path) -> str:
 def verify(directory: Path, entry: dict[str, Any]) -> Path:
     """The finished shard of a manifest entry, after its checksum was found right."""
     path = directory / entry["file"]
-    if not path.exists():
+    if not path.is_file():
         raise DataError(f"{path} is missing", hint="run `specctl distill --resume` to generate its responses again")
     if sha256(path) != entry["sha256"]:
         raise DataError(f"{path} is corrupted: its SHA-256 is not the one in the manifest", hint=REPAIR)
@@ -121,6 +131,11 @@ def _checked(record: Any) -> Record:
     for name, kind in FIELDS.items():
         if not isinstance(record.get(name), kind):
             raise ValueError(f"`{name}` is missing or of the wrong type")
+    for name in ("prompt_ids", "response_ids"):
+        if not all(type(token) is int and 0 <= token < 2**31 for token in record[name]):
+            raise ValueError(f"`{name}` holds what is no token id")
+    if not record["prompt_ids"]:
+        raise ValueError("`prompt_ids` is empty")
     return record
 
 
@@ -130,9 +145,9 @@ def _from_parquet(path: Path) -> Iterator[Record]:
 
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=ROW_GROUP):
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}", hint=REPAIR) from error
+            yield from map(_checked, batch.to_pylist())
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {one_line(error)}", hint=REPAIR) from error
 
 
 def to_parquet(rows: Iterable[Record], path: Path) -> None:

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from specctl import progress
+from specctl.decoding.identity import with_weights
 from specctl.distillation import shards
-from specctl.distillation.lock import WriterLock
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
-from specctl.runs import atomic_write, make_dir
+from specctl.lock import Lock
+from specctl.runs import atomic_write, make_dir, sweep
 
 META = "meta.json"
+BUSY = "wait for it, or give each job its own --shard i/n"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def summary(directory: str | Path) -> StoreSummary:
         response_tokens=sum(entry["tokens"] for entry in sealed) + sum(open_lengths),
         shards=len(shards.files(directory, "shard")),
         complete=any({(i, n) for i in range(n)} <= ended for _, n in filter(None, ended)),
-        meta=shards.load_json(directory / META),
+        meta=_meta(directory),
     )
 
 
@@ -103,11 +105,12 @@ class ShardWriter:
     ):
         self.dir, self.writer, self.shard_size, self.format = Path(directory), writer, shard_size, format
         make_dir(self.dir)
-        self._lock = WriterLock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock")
+        self._lock = Lock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock", hint=BUSY)
         self._path: Path | None = None  # the open shard
         self._rows: list[int] = []  # response tokens of each of its records
         self._file: int | None = None
         try:
+            sweep(self.dir, shards.manifest_path(self.dir, writer).name)
             wanted = json.loads(json.dumps({"version": 1, "format": format, **meta}, default=str))
             self._clear_the_way(wanted, resume, overwrite)
             self._agree(wanted)
@@ -160,7 +163,7 @@ class ShardWriter:
         """Make sure that what is there was meant to be continued, or remove it."""
         there = check_free(self.dir, self.writer, resume=resume, overwrite=overwrite)
         for lock in _of_other_splits(shards.files(self.dir, "writer"), self.writer):
-            WriterLock(lock).release()
+            Lock(lock, hint=BUSY).release()
         if overwrite:
             others = {*shards.files(self.dir, "shard")} - {*there}
             if others and (self.dir / META).exists():
@@ -187,7 +190,8 @@ class ShardWriter:
 
     def _check(self, meta: dict[str, Any]) -> None:
         """DataError where meta.json says something else."""
-        if different := _differences(shards.load_json(self.dir / META), meta):
+        there = with_weights(_meta(self.dir), meta)
+        if different := _differences(there, meta):
             raise DataError(
                 f"{self.dir} was distilled with other settings: " + "; ".join(different),
                 hint="repeat those settings, choose another --output-dir, or --overwrite",
@@ -289,6 +293,14 @@ class ShardWriter:
 def _of_other_splits(paths: list[Path], writer: Writer) -> list[Path]:
     """Files of writers i of m where this is writer i of n: an earlier run, divided otherwise."""
     return [path for path in paths if (other := shards.writer_of(path)) is not None and other[1] != writer[1]]
+
+
+def _meta(directory: Path) -> dict[str, Any]:
+    """What all responses share. DataError where it is not told."""
+    meta = shards.load_json(directory / META)
+    if not isinstance(meta.get("target", {}), dict):
+        raise DataError(f"{directory / META} is damaged: target is no object", "distil again with --overwrite")
+    return meta
 
 
 def _readable(directory: str | Path) -> Path:

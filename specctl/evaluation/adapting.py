@@ -111,7 +111,10 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: Pro
     try:
         if mark.stage is not None:
             with journal.restoring():
-                _use_target(recipe, stage, mark.stage["target"])
+                name, known = mark.stage["target"], {part.rpartition(":")[0] for part in recipe.target_schedule}
+                if known and name not in known:  # nothing is loaded because a state says so
+                    raise ValueError(f"target {name!r:.100} is none of target_schedule")
+                _use_target(recipe, stage, name)
                 stage.restore(mark.stage, journal.tensors)
         journal.begin(target, stream.rejections)
         with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specctl.decoding.identity import with_weights
 from specctl.decoding.loop import Decoded
 from specctl.errors import SpecctlError, UsageError
 from specctl.evaluation.lossless import Agreement
@@ -134,6 +135,7 @@ def check_stamp(directory: Path, stamp: Stamp) -> None:
 
 def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
     """UsageError where what is there was made under another stamp; only the parts that `stamp` has are compared."""
+    kept = with_weights(kept, stamp)
     differing = [
         f"{key} was {kept[part].get(key)}, is {now.get(key)}"
         for part, now in stamp.items()

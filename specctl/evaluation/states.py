@@ -9,24 +9,27 @@ A run that is resumed forgets what was written behind the state that it goes on 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Rejections
-from specctl.errors import CheckpointError, Interrupted, SpecctlError
+from specctl.errors import CheckpointError, Interrupted, SpecctlError, one_line
 from specctl.evaluation.records import Stamp, check_same
 from specctl.recipe import OnlineRecipe
-from specctl.runs import METRICS, Run, to_json
+from specctl.runs import METRICS, Run, sweep, to_json
 from specctl.training import checkpoint
+from specctl.training.checkpoint import Count, sha256
 
 CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
 
@@ -41,13 +44,23 @@ class Mark:
         stream, stage: of the pass that is under way: `PromptStream.position`, and the JSON-able part of the learners'
             state.
         sizes: bytes of each file of lines.
+        digests: sha256 of these bytes, and of every file of a chunk, by path in the run's directory.
     """
 
-    number: int = 0
-    passed: int = 0
+    number: Count = 0
+    passed: Count = 0
     stream: dict[str, Any] | None = None
     stage: dict[str, Any] | None = None
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Count] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says besides its tensors."""
+
+    stamp: Stamp
+    mark: Mark
 
 
 class States:
@@ -63,6 +76,7 @@ class States:
         self.parts, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS
         self.mark, self.tensors = Mark(), {}
         self._saved = self.mark
+        self._sums = {name: hashlib.sha256() for name in lines}
         self._begun = False
 
     mark: Mark
@@ -74,12 +88,12 @@ class States:
         Raises CheckpointError (no checkpoint is whole, or what belongs to it is gone), UsageError (it was made under
         another recipe).
         """
-        found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
+        found = checkpoint.newest(self.checkpoints, Saved) if self.recipe.resume else None
         if found is None:
             return
         path, state = found
-        check_same(state["stamp"], self.stamp, str(path))
-        self.mark = self._saved = Mark(**state["mark"])
+        check_same(state.stamp, self.stamp, str(path))
+        self.mark = self._saved = state.mark
         self._check_whole()
         self.tensors = checkpoint.load_tensors(path)
 
@@ -94,19 +108,24 @@ class States:
             rejections = Rejections(kept, self.recipe.data.max_rejected, hold=self.run.replaces)
             stream = PromptStream.of_pass(self.recipe, target, rejections, seed)
             if self.mark.stream is not None:
-                stream.resume(self.mark.stream, rewind=not stream.stdin)
+                with self.restoring():
+                    stream.resume(self.mark.stream, rewind=not stream.stdin)
             yield seed, stream
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """CheckpointError where the state lacks something that is restored within: an earlier specctl has saved it."""
+        """CheckpointError where the state is not what is restored within: another specctl has saved it, or nobody."""
+        hint = "resume with the version of specctl that has saved it, or start with --overwrite"
         try:
             yield
         except KeyError as error:
-            raise CheckpointError(
-                f"the state in {self.checkpoints} lacks {error}: another version of specctl has saved it",
-                "resume with that version, or start with --overwrite",
-            ) from error
+            problem = f"the state in {self.checkpoints} lacks {error}: another version of specctl has saved it"
+            raise CheckpointError(problem, hint) from error
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            if isinstance(error, OutOfMemoryError):
+                raise
+            problem = f"the state in {self.checkpoints} cannot be taken up: {one_line(error)}"
+            raise CheckpointError(problem, hint) from error
 
     def begin(self, target: Target, rejections: Rejections | None = None) -> None:
         """Go on behind the mark, or forget an earlier run; says which. Only now is anything changed, so to be called,
@@ -128,6 +147,8 @@ class States:
             if self.recipe.resume:
                 progress.log(f"nothing in {self.run.dir} to resume: from the beginning")
         self.parts.mkdir(exist_ok=True)
+        for place in (self.parts, self.run.dir / "drafters"):
+            sweep(place)
 
     @property
     def rejected(self) -> int:
@@ -148,6 +169,18 @@ class States:
             path, size = self.run.dir / name, self.mark.sizes.get(name)
             if size is None or not path.is_file() or path.stat().st_size < size:
                 raise CheckpointError(f"{path} has lost chunks", "start with --overwrite")
+            with open(path, "rb") as file:
+                while part := file.read(min(size - file.tell(), 2**20)):
+                    self._sums[name].update(part)
+        there = self._digests(sorted(self.parts.glob("*.parquet")))
+        for name, digest in self.mark.digests.items():
+            if there.get(name) != digest:
+                raise CheckpointError(f"{self.run.dir / name} was changed or lost", "start with --overwrite")
+
+    def _digests(self, parts: Iterable[Path]) -> dict[str, str]:
+        """sha256 of the lines so far, and of files of chunks."""
+        lines = {name: found.hexdigest() for name, found in self._sums.items()}
+        return lines | {f"{path.parent.name}/{path.name}": sha256(path) for path in parts}
 
     def _cut(self) -> None:
         """Forget what was written behind the mark."""
@@ -159,8 +192,10 @@ class States:
 
     def append(self, name: str, rows: Iterable[Any]) -> None:
         """Lines of a chunk, one per object."""
-        with open(self.run.dir / name, "a", encoding="utf-8") as file:
-            file.writelines(to_json(row) + "\n" for row in rows)
+        lines = "".join(to_json(row) + "\n" for row in rows).encode()
+        with open(self.run.dir / name, "ab") as file:
+            file.write(lines)
+        self._sums[name].update(lines)
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
         """The lines of a file. CheckpointError where one cannot be read."""
@@ -178,13 +213,15 @@ class States:
         """A chunk is written down; every so often the state behind it is, too."""
         sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
         sizes[METRICS] = self.run.metrics_size
-        self.mark, self.tensors = replace(mark, sizes=sizes), tensors
+        new = self.parts / f"{mark.number:08d}.parquet"
+        digests = self.mark.digests | self._digests([new] if new.exists() else [])
+        self.mark, self.tensors = replace(mark, sizes=sizes, digests=digests), tensors
         if mark.number % self.recipe.checkpoint.every == 0:
             self.save()
 
     def passed(self) -> None:
         """A pass over the stream is finished: the next one begins anew."""
-        self.mark, self.tensors = Mark(self.mark.number, self.mark.passed + 1, sizes=self.mark.sizes), {}
+        self.mark, self.tensors = replace(self.mark, passed=self.mark.passed + 1, stream=None, stage=None), {}
         self.save()
 
     def save(self) -> None:

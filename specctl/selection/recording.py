@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from specctl.distillation.lock import WriterLock
-from specctl.errors import DataError, UsageError
-from specctl.runs import make_dir
+from specctl.decoding.identity import with_weights
+from specctl.errors import UsageError
+from specctl.lock import Lock
+from specctl.runs import make_dir, sweep
 from specctl.selection.table_file import Header, Recorded, differences, read, table_of, write
 from specctl.selection.trace import Table
 
@@ -37,15 +38,16 @@ class Recording:
         self.rows: list[Recorded] = []
         self._unkept: list[Recorded] = []
         self._kept_at = time.monotonic()
-        self._lock: WriterLock | None = None
+        self._lock: Lock | None = None
 
     def __enter__(self) -> Self:
-        """Raises UsageError where there is something at `path` that is to be kept, or that was recorded otherwise;
-        CheckpointError where a piece cannot be read; DataError where another process is writing."""
+        """Raises UsageError where there is something at `path` that is to be kept, that was recorded otherwise,
+        or that another process is writing; CheckpointError where a piece cannot be read."""
         if self.path is not None:
             check_free(self.path, resume=self.resume, overwrite=self.overwrite)
             make_dir(pieces(self.path))
-            self._lock = _lock(pieces(self.path))
+            where = pieces(self.path) / "writer.lock"
+            self._lock = Lock(where, self.path, hint="wait for it, or record to another file")
             try:
                 self._begin(pieces(self.path))
             except BaseException:
@@ -82,12 +84,14 @@ class Recording:
 
     def _begin(self, directory: Path) -> None:
         """Take up the pieces of earlier runs, or remove them."""
+        sweep(directory)
         for piece in sorted(directory.glob("*.parquet")):
             if not self.resume:
                 piece.unlink()
                 continue
             header, rows = read(piece)
-            found = differences(vars(header), vars(self.header))
+            kept = {**vars(header), "stamp": with_weights(header.stamp, self.header.stamp)}
+            found = differences(kept, vars(self.header))
             if found:
                 raise UsageError(
                     f"{piece} was recorded otherwise: {'; '.join(found)}",
@@ -115,10 +119,3 @@ def check_free(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise UsageError(f"{path} exists", hint="--replay it, or --overwrite")
     if any(pieces(path).glob("*.parquet")):
         raise UsageError(f"{path} was begun and is not whole", hint="--resume goes on with it, --overwrite starts over")
-
-
-def _lock(directory: Path) -> WriterLock:
-    try:
-        return WriterLock(directory / "writer.lock")
-    except DataError as error:
-        raise DataError(error.message, hint="wait for it, or record to another file") from error

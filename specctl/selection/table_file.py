@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from specctl.decoding.identity import with_weights
 from specctl.errors import CheckpointError
 from specctl.runs import atomic_write
 from specctl.selection.trace import Table, Trace
@@ -175,7 +176,7 @@ def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
     header, rows = read(path)
     if not header.costs:
         raise CheckpointError(f"{path} is a piece of a table", hint="finish the recording with --resume")
-    kept = {**header.stamp, "arms": header.arms, "depth": header.depth}
+    kept = with_weights({**header.stamp, "arms": header.arms, "depth": header.depth}, stamp or {})
     differing = differences(kept, stamp or {})
     if differing:
         raise CheckpointError(f"{path} was recorded otherwise: {'; '.join(differing)}", hint="record another table")

@@ -4,28 +4,48 @@
 
 and what `specctl online` needs, whose steps are chunks, its tensors in state.safetensors.
 
-A checkpoint is written beside its final place and renamed; resuming takes the newest one whose manifest verifies.
+A checkpoint is written beside its final place and renamed; resuming takes the newest one whose manifest verifies and
+whose trainer.json says what it should. A manifest is no protection from whoever writes both: DeepSpeed unpickles its
+files, so they are read with `weights_only`, and nothing else can be named by them than `CLASSES`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Annotated, Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, SpecctlError, one_line
 from specctl.formats.checkpoint import TRAINING, separate
 from specctl.progress import warn
 from specctl.runs import atomic_write, make_dir, to_json
 
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
+CLASSES = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+"""What DeepSpeed keeps with its tensors (ZeRO 1 to 3): plain records, whose construction does nothing."""
+
+State = TypeVar("State")
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""In states: what is counted."""
 
 
 def directory(output: Path) -> Path:
@@ -69,7 +89,8 @@ def _draft(root: Path, step: int) -> Path:
 
 def _prepare(root: Path, step: int) -> None:
     make_dir(root)
-    shutil.rmtree(_draft(root, step), ignore_errors=True)
+    for left in root.glob(".step-*.tmp"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
     _draft(root, step).mkdir()
 
 
@@ -83,29 +104,104 @@ def _finish(root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that verifies, with its state; damaged ones are passed over with a warning.
+def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
+    """The newest checkpoint that verifies, with its state as a `kind`; damaged ones are passed over with a warning.
 
     Raises CheckpointError when there are checkpoints and none is whole: starting again silently would lose work.
     """
     found = _found(root)
     for path in found:
-        problem = _problem(path)
-        if problem is None:
-            return path, json.loads((path / STATE).read_text())
-        warn(f"checkpoint {path} is damaged ({problem}); trying the one before it")
+        try:
+            _verify(path)
+            return path, _state(path / STATE, kind)
+        except _Damaged as damage:
+            warn(f"checkpoint {path} is damaged ({damage}); trying the one before it")
     if found:
         raise CheckpointError(f"no checkpoint in {root} is whole", "start again with --overwrite")
     return None
 
 
 def load(engine: Any, path: Path) -> None:
-    """Restore model and optimizer (all ranks call this)."""
-    loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+    """Restore model and optimizer (all ranks call this). CheckpointError where they do not fit, or name what is not
+    data."""
+    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    options = [{name: value for name, value in group.items() if name != "params"} for group in _groups(engine)]
+    try:
+        with _data_only(engine):
+            loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is not None:
+            for group, own in zip(_groups(engine), options, strict=True):  # they are the recipe's, not the file's
+                params = group["params"]
+                group.clear()
+                group.update(own, params=params)
+            _check(engine, buffers)
+    except (SpecctlError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever DeepSpeed makes of files that another run, or nobody's, has written
+        raise _misfit(path, f": {_why(error)}") from error
     if loaded is None:
-        raise CheckpointError(
-            f"checkpoint {path} does not fit this run", "the ZeRO stage and number of processes must agree"
-        )
+        raise _misfit(path)
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    return engine.optimizer.param_groups
+
+
+def _check(engine: Any, buffers: dict[str, Tensor]) -> None:
+    """ValueError where what was loaded would fail or mislead later: it is used as it is."""
+    if any(type(getattr(engine, name)) is not int for name in ("global_steps", "global_samples", "skipped_steps")):
+        raise ValueError("the engine's counts are no integers")
+    for name, buffer in engine.module.named_buffers():  # such as the draft vocabulary, which recipe and data make
+        if not torch.equal(buffer, buffers[name]):
+            raise ValueError(f"{name} is not what recipe and data make of it")
+    whole = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside of ZeRO's
+    for part in getattr(whole, "parts", (whole,)):
+        names = {"momentum_buffer"} if isinstance(part, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+        for parameter, state in part.state.items():
+            shapes = {getattr(value, "shape", None) for name, value in state.items() if name != "step"}
+            if state.keys() != names or shapes != {parameter.shape}:
+                raise ValueError("the optimizer's state has other names or shapes")
+
+
+@contextmanager
+def _data_only(engine: Any) -> Iterator[None]:
+    """Within, torch.load knows tensors and `CLASSES` whatever its callers ask for, and says which file has failed."""
+    forced, unforced = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = {name: os.environ.pop(name, None) for name in (forced, unforced)}
+    read = engine.checkpoint_engine.load
+
+    def load(path: str, *args: Any, **options: Any) -> Any:
+        try:
+            return read(path, *args, **options)
+        except FileNotFoundError as error:
+            raise _misfit(Path(path).parent, f": it has no {Path(path).name}") from error
+        except Exception as error:
+            raise CheckpointError(f"{path} was not loaded: {_why(error)}", "start again with --overwrite") from error
+
+    allowed = [getattr(import_module(module), name) for module, names in CLASSES.items() for name in names]
+    os.environ[forced] = "1"
+    engine.checkpoint_engine.load = load
+    try:
+        with torch.serialization.safe_globals(allowed):
+            yield
+    finally:
+        engine.checkpoint_engine.load = read
+        del os.environ[forced]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _why(error: Exception) -> str:
+    """What torch.load, or DeepSpeed behind it, could not do; the name that is no data, where it is that."""
+    if not isinstance(error, UnpicklingError):
+        return one_line(error)
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it asks for {named[1]:.100}, which is not data" if named else "it is no file of tensors"
+
+
+def _misfit(path: Path, why: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path} does not fit this run{why}", "the ZeRO stage and number of processes must agree"
+    )
 
 
 def discard(root: Path) -> None:
@@ -117,22 +213,53 @@ def _found(root: Path) -> list[Path]:
     return sorted(root.glob("step-*"), reverse=True)
 
 
-def _problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+class _Damaged(Exception):
+    """What is wrong with a checkpoint, by file and key."""
+
+
+def _verify(path: Path) -> None:
+    """The files of a checkpoint are those of its manifest, neither more nor less. Raises _Damaged."""
+    expected = _json(path / MANIFEST)
+    if not isinstance(expected, dict) or STATE not in expected:
+        raise _Damaged(f"{MANIFEST} does not list {STATE}")
     try:
-        expected = json.loads((path / MANIFEST).read_text())
         present = _digests(path)
-    except (OSError, ValueError) as error:
-        return str(error)
+    except OSError as error:
+        raise _Damaged(str(error)) from error
     wrong = [name for name, digest in expected.items() if present.get(name) != digest]
-    return f"{', '.join(wrong)} missing or changed" if wrong else None
+    wrong += present.keys() - expected.keys()
+    if wrong:
+        raise _Damaged(f"{min(wrong)!r:.100} is missing, changed, or not in {MANIFEST}")
+
+
+def _state(path: Path, kind: type[State]) -> State:
+    """What a checkpoint's trainer.json says. Raises _Damaged, naming the key."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = f", {'.'.join(map(str, first['loc']))[:100]!r}" if first["loc"] else ""
+        raise _Damaged(f"{path.name}{key}: {first['msg']:.200}") from error
+
+
+def _json(path: Path) -> Any:
+    if not path.is_file():
+        raise _Damaged(f"{path.name} is missing")
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _Damaged(f"{path.name}: {one_line(error)}") from error
 
 
 def _digests(path: Path) -> dict[str, str]:
-    files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name != MANIFEST)
-    return {str(file.relative_to(path)): _sha256(file) for file in files}
+    """sha256 of every file but the manifest. OSError where something else is there, such as a pipe."""
+    files = [file for file in sorted(path.rglob("*")) if not file.is_dir() and file != path / MANIFEST]
+    if strange := next((file for file in files if not file.is_file()), None):
+        raise OSError(f"{strange.name!r} is no file")
+    return {str(file.relative_to(path)): sha256(file) for file in files}
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

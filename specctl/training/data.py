@@ -87,7 +87,12 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
                     f"{directory} was distilled by a target with another vocabulary than {target.name}",
                     f"specctl distill --target {target.name} --output-dir DIR, then train on distilled=DIR",
                 )
-            digest.update(record["id"].encode())
+            digest.update(f"{record['id']} {record['prompt_ids']} {record['response_ids']}\n".encode())
+            if max(record["prompt_ids"] + record["response_ids"], default=0) >= target.vocab_size:
+                raise DataError(
+                    f"{directory}: response {record['id']:.40} holds tokens that target {target.name} does not have",
+                    "distil again with --overwrite",
+                )
             domains[record["domain"]] = None
             key = record["prompt_id"]
             share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 
 from specctl import lock
 from specctl.decoding.target import Target, load_target
@@ -22,30 +24,34 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.formats import checkpoint as drafter_directory
 from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
-from specctl.runs import Run, make_dir
+from specctl.runs import Run, make_dir, sweep
 from specctl.training import checkpoint
+from specctl.training.checkpoint import Count
 from specctl.training.collect import collect
 from specctl.training.data import Corpus, Example, batches, load_corpus
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.logging import Trackers
-from specctl.training.outcome import TrainResult, facts, held_out_acceptance, mats, recipe_hash
+from specctl.training.outcome import TrainResult, facts, held_out_acceptance, made_of, mats, recipe_hash
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.trainees import Trainee, make_trainee
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass
 class Progressed:
     """Everything besides the engine that a resumed run needs."""
 
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0  # in training steps, over all sittings
+    step: Count = 0
+    tokens: Count = 0
+    seconds: Amount = 0.0  # in training steps, over all sittings
     loss: float = math.nan
-    best_mat: float = 0.0
+    best_mat: Amount = 0.0
     best_acceptance: list[float] = field(default_factory=list)
     recipe: str = ""
+    made_of: dict[str, str] = field(default_factory=dict)  # what a recipe only names, by digest
     run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
-    metrics: int = 0
+    metrics: Count = 0
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
@@ -60,6 +66,7 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
     """
     make_dir(recipe.output.parent)
     with lock.held(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
+        sweep(recipe.output.parent, recipe.output.name)
         if recipe.arch == "retrieval":
             return collect(recipe, run)
         trainer = make_trainer(recipe, run)
@@ -82,6 +89,26 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     return Trainer(recipe, run, target, corpus, trainee, rank, world)
 
 
+def check_same(recipe: TrainRecipe, path: Path, there: Progressed, now: Progressed) -> None:
+    """UsageError where a checkpoint is of another recipe, or what its recipe names has been replaced since."""
+    if there.recipe != now.recipe:
+        raise UsageError(
+            f"{path} was made by another recipe",
+            "resume with the recipe it was started with, its length included; --overwrite starts over",
+        )
+    names = {
+        "data": f"the data in {', '.join(map(str, recipe.sources if recipe.corpus is None else [recipe.corpus]))}",
+        "target": f"the weights of target {recipe.target.name}",
+        "init": f"the drafter {recipe.init}",
+    }
+    for key, digest in now.made_of.items():
+        if there.made_of.get(key, digest) != digest:  # an earlier specctl has kept none
+            raise UsageError(
+                f"{names[key]} changed since {path} was made",
+                "put back what it was started with; --overwrite starts over with what is there now",
+            )
+
+
 class Trainer:
     """The state of one run; `train` is the loop."""
 
@@ -96,21 +123,17 @@ class Trainer:
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
-        self.at = Progressed(recipe=recipe_hash(recipe))
+        self.at = Progressed(recipe=recipe_hash(recipe), made_of=made_of(recipe, target, corpus))
         self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
 
     def start(self) -> None:
         """Continue from the newest checkpoint where asked, and compute the features that are kept."""
-        found = checkpoint.newest(self.checkpoints) if self.recipe.resume else None
+        found = checkpoint.newest(self.checkpoints, Progressed) if self.recipe.resume else None
         if found is not None:
-            path, state = found
-            if state["recipe"] != self.at.recipe:
-                raise UsageError(
-                    f"{path} was made by another recipe",
-                    "resume with the recipe it was started with, its length included; --overwrite starts over",
-                )
+            path, there = found
+            check_same(self.recipe, path, there, self.at)
             checkpoint.load(self.engine, path)
-            self.at = Progressed(**state)
+            self.at = replace(there, made_of=self.at.made_of)
             self.run.go_on(Path(self.at.run), self.at.metrics)
             log(f"resumed from step {self.at.step}")
         self.run.annotate(target=self.target.identity)

@@ -11,6 +11,7 @@ from specctl.decoding.draft import Drafter
 from specctl.decoding.loop import Decoded, decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target
+from specctl.formats import checkpoint
 from specctl.recipe import TrainRecipe
 from specctl.runs import to_json
 from specctl.training.data import Corpus
@@ -84,6 +85,12 @@ def mats(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.n
     name = "held-out " + "+".join(corpus.domains)
     found = {name: reported, f"{name}, prompts that chose it": choosing}
     return {key: round(value, 3) for key, value in found.items() if not math.isnan(value)}
+
+
+def made_of(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[str, str]:
+    """Digests of what a recipe only names: another one behind the same name makes another drafter."""
+    found = {"data": corpus.fingerprint, "target": target.identity["weights"] or ""}
+    return found | ({"init": checkpoint.fingerprint(recipe.init)} if recipe.init else {})
 
 
 def recipe_hash(recipe: TrainRecipe) -> str:

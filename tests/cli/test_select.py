@@ -65,4 +65,15 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     assert done.code == 0 and "table: t.parquet" in done.out, done.err
     done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
     assert done.code == 0 and "modelled" in done.out and "every query by its best arm" in done.out
+    run = tmp_path / "run"
+    again = ("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "u.parquet")
+    (tmp_path / "u.parquet.pieces").mkdir()
+    (tmp_path / "u.parquet.pieces" / "0000000.parquet").write_text("begun")
+    run.mkdir()
+    (run / "run.json").write_text('{"command": "select"}')
+    refused = specctl(*again, "--output-dir", str(run))
+    assert refused.code == 2 and "u.parquet was begun" in refused.err and "--resume goes on with it" in refused.err
+    (tmp_path / "u.parquet.pieces" / "0000000.parquet").unlink()
+    resumed = specctl(*again, "--output-dir", str(run), "--resume")
+    assert resumed.code == 0 and "table: u.parquet" in resumed.out, resumed.err
     assert "join it" not in done.err and "against plain decoding" not in done.out

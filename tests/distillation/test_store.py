@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -15,8 +14,8 @@ import time
 import pyarrow.parquet  # noqa: F401  (so that forked writers need not import it again)
 import pytest
 
+from specctl import lock
 from specctl.distillation import shards, store
-from specctl.distillation.lock import WriterLock
 from specctl.distillation.store import ShardWriter
 from specctl.errors import DataError, SpecctlError, UsageError
 
@@ -167,6 +166,23 @@ def test_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, 
     assert by_id(tmp_path) == ROWS
 
 
+@pytest.mark.parametrize("ids", [[None], ["1"], [1.0], [True], [-1], [2**31], [[1]]])
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids"])
+def test_what_is_no_token_is_named(tmp_path, name, ids):
+    """Whatever the file: a shard that no manifest vouches for is read, too."""
+    leave_open(tmp_path, [ROWS[0], {**ROWS[1], name: ids}])
+    with pytest.raises(DataError, match=rf"shard-0of1-00000\.jsonl:2: `{name}` holds what is no token"):
+        list(store.read(tmp_path))
+
+
+@pytest.mark.parametrize("rows", [[{"a": 1}], [{**ROWS[0], "response_ids": ["a"]}], [{**ROWS[0], "prompt_ids": []}]])
+def test_parquet_of_somebody_else_is_named(tmp_path, rows):
+    path = tmp_path / "shard-0of1-00000.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match=str(path)):
+        list(store.read(tmp_path))
+
+
 @pytest.mark.parametrize("line", [b"{}", b"[]", b"nonsense", b'{"id": 3}', b"\xff"])
 def test_garbled_line_in_an_open_shard_is_named(tmp_path, line):
     leave_open(tmp_path, ROWS[:2])
@@ -258,7 +274,7 @@ def test_two_writers_exactly_one_proceeds(tmp_path):
     first.start()
     assert ready.wait(20)
     for writer in [(0, 1), (0, 2)]:  # the same shard, and one of a split that overlaps with it
-        with pytest.raises(DataError, match=f"written by process {first.pid} on {socket.gethostname()}"):
+        with pytest.raises(UsageError, match=f"being written by process {first.pid} on {socket.gethostname()}"):
             ShardWriter(tmp_path, META, writer=writer, resume=True)
     leave.set()
     first.join()
@@ -266,50 +282,13 @@ def test_two_writers_exactly_one_proceeds(tmp_path):
     fill(tmp_path)
 
 
-def compete(path, start, outcome):
-    """Try once with all others, and hold what was won until all have tried."""
-    start.wait()
-    try:
-        lock = WriterLock(path)
-    except DataError:
-        lock = None
-    start.wait()
-    outcome.put(lock is not None)
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_race_for_the_lock_has_one_winner(tmp_path, stale):
-    path, context = tmp_path / "writer-0of1.lock", multiprocessing.get_context("fork")
-    for _ in range(5):
-        if stale:
-            path.write_text(json.dumps({"host": socket.gethostname(), "pid": 1, "time": "long ago"}))
-        start, outcome = context.Barrier(4), context.SimpleQueue()
-        racers = [context.Process(target=compete, args=(path, start, outcome)) for _ in range(4)]
-        for racer in racers:
-            racer.start()
-        for racer in racers:
-            racer.join()
-        assert sum(outcome.get() for _ in racers) == 1
-        path.unlink(missing_ok=True)
-
-
-def test_lock_of_a_dead_process_is_taken_over_with_a_message(tmp_path, capsys):
+def test_the_lock_of_a_dead_process_keeps_nobody_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lock, "BEAT", 0.01)
     path = tmp_path / "writer-0of1.lock"
-    path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": "2026-01-01"}))
+    path.write_text(json.dumps({"host": "pod-7f9c", "pid": os.getpid(), "time": "2026-01-01"}))
     fill(tmp_path)  # even if the process id is in use again
-    assert f"taking over the lock of process {os.getpid()}" in capsys.readouterr().err
+    assert f"left by process {os.getpid()} on pod-7f9c" in capsys.readouterr().err
     assert not path.exists()
-
-
-@pytest.mark.parametrize("text", ['{"host": "elsewhere", "pid": 7, "time": "2026-01-01"}', "", "[1]"])
-def test_lock_that_cannot_be_checked_is_explained(tmp_path, text):
-    path = tmp_path / "writer-0of1.lock"
-    path.write_text(text)
-    with pytest.raises(DataError, match="cannot be checked from here") as caught:
-        fill(tmp_path)
-    assert f"delete {path}" in caught.value.hint
-    with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and was not kept
 
 
 def test_full_disk_keeps_what_was_written(tmp_path):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from specctl.errors import CheckpointError, DataError, UsageError
+from specctl.errors import CheckpointError, UsageError
 from specctl.selection import recording
 from specctl.selection.recording import Recording, pieces
 from specctl.selection.table_file import Header, read, read_table
@@ -51,7 +51,7 @@ def test_killed_without_a_word(path, made_up, monkeypatch):
     first = Recording(path, HEADER).__enter__()
     first.add(made_up(0))
     first.add(made_up(1))
-    with pytest.raises(DataError, match="being written"), Recording(path, HEADER, resume=True):
+    with pytest.raises(UsageError, match="being written"), Recording(path, HEADER, resume=True):
         pass
     os.close(first._lock._fd)  # as the kernel does for the dead
     with Recording(path, HEADER, resume=True) as second:

@@ -118,7 +118,7 @@ def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
     monkeypatch.setattr(loop.Trainer, "_step", step)
     computed.clear()
     runs["cached"] = train(distilled, place, "cached", resume=True)
-    assert len(computed) == 1, "one sequence runs again, to compare the target's weights"
+    assert not computed
     assert runs["memory"][0] == runs["online"][0] == runs["cached"][0]
     for mode in ("online", "cached"):
         assert all(torch.equal(runs[mode][1][name], tensor) for name, tensor in runs["memory"][1].items())
@@ -131,8 +131,11 @@ def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
         lambda path: path.unlink(),
         lambda path: path.write_bytes(shards(path.parent.parent)[0].read_bytes()),
         lambda path: path.write_bytes(b""),
+        lambda path: flip(path, -5),
+        lambda path: flip(path, path.stat().st_size // 2),
+        lambda path: rewritten(path, lambda all: {n: x.flip(0) for n, x in all.items()}),
     ],
-    ids=["truncated", "missing", "another shard", "empty"],
+    ids=["truncated", "missing", "another shard", "empty", "flipped at the end", "in the middle", "resealed"],
 )
 def test_a_damaged_shard_is_made_again_alone(target, examples, tmp_path, small_shards, damage):
     first = cached(target, examples, tmp_path)
@@ -148,6 +151,12 @@ def test_a_damaged_shard_is_made_again_alone(target, examples, tmp_path, small_s
     changed = [path for path in files if path.stat().st_mtime_ns != before[path]]
     assert changed == [files[1]]
     assert not list(tmp_path.glob("*/.*.tmp")) and not list(tmp_path.glob("*/*.lock"))
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 64
+    path.write_bytes(data)
 
 
 def rewritten(path, change):
@@ -192,17 +201,9 @@ def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, mon
     cached(target, examples, tmp_path, taps=(2, 1))
     cut = dataclasses.replace(examples[3], tokens=examples[3].tokens[:-1])
     cached(target, [*examples[:3], cut, *examples[4:]], tmp_path)
-    monkeypatch.setitem(target.identity, "revision", "other")
+    monkeypatch.setitem(target.identity, "weights", "of the same directory, fine-tuned in place")
     cached(target, examples, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_a_target_whose_weights_changed_is_refused(target, examples, tmp_path, monkeypatch):
-    """A directory fine-tuned in place keeps its name, its sizes and its vocabulary."""
-    cached(target, examples, tmp_path)
-    monkeypatch.setattr(target.model.norm, "scale", target.model.norm.scale * 1.2)
-    with pytest.raises(CheckpointError, match="holds features of other weights"):
-        cached(target, examples, tmp_path)
 
 
 def test_no_byte_is_written_where_there_is_no_room(target, examples, tmp_path, monkeypatch):

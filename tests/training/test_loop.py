@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from specctl import lock
+from specctl.decoding.loading import builtin_path
 from specctl.drafters.pool import load_drafter
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.formats import checkpoint as drafters
-from specctl.progress import interrupts
+from specctl.progress import interrupts, track
 from specctl.recipe import (
     CheckpointRecipe,
     DrafterRecipe,
@@ -27,7 +28,7 @@ from specctl.recipe import (
     TrainRecipe,
 )
 from specctl.runs import Run
-from specctl.training import loop
+from specctl.training import checkpoint, loop
 from specctl.training.data import load_corpus
 from specctl.training.outcome import held_out_acceptance
 
@@ -159,6 +160,113 @@ def test_another_recipe_is_not_resumed(trained, distilled):
         train(recipe(distilled, place, resume=True, ttt_steps=3), place / "other")
 
 
+@pytest.fixture(scope="module")
+def tuned(trained, distilled, tmp_path_factory):
+    """A drafter trained from another one, with data and a target of its own: (place, recipe)."""
+    place = tmp_path_factory.mktemp("tuned")
+    shutil.copytree(distilled, place / "data")
+    shutil.copytree(trained[0] / "drafter", place / "first")
+    shutil.copytree(builtin_path(), place / "target")
+    made = recipe(
+        place / "data",
+        place,
+        target=TargetRecipe(name=str(place / "target"), dtype="fp32", device="cpu"),
+        init=place / "first",
+        drafter=DrafterRecipe(),
+        features=FeatureRecipe(mode="online"),
+        eval=HeldOutRecipe(prompts=1, max_new_tokens=2),
+        max_steps=1,
+    )
+    train(made, place / "run")
+    return place, made
+
+
+def other_response(place):
+    """The data distilled again: other texts, the same ids."""
+    shard = next(place.glob("data/shard-*"))
+    rows = [json.loads(line) for line in shard.read_text().splitlines()]
+    rows[-1]["response_ids"][0] += 1
+    shard.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    next(place.glob("data/manifest-*")).unlink()
+
+
+def other_drafter(place):
+    found = drafters.load(place / "first")
+    drafters.save(
+        place / "first",
+        config=found.config,
+        tensors={name: x * 2 if x.is_floating_point() else x for name, x in found.tensors.items()},
+        info=found.info,
+        overwrite=True,
+    )
+
+
+def other_weights(place):
+    path = place / "target" / "model.safetensors"
+    content = path.read_bytes()
+    about = path.stat()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other_response, "the data in .*data changed since .*step-00000001 was made"),
+        (other_drafter, "the drafter .*first changed"),
+        (other_weights, "the weights of target .*target changed"),
+    ],
+)
+def test_what_a_recipe_names_and_has_changed_is_refused(tuned, tmp_path, change, says):
+    """The path is the same, and so is the recipe; the drafter would be made of two."""
+    place, made = tuned
+    kept = tmp_path / "kept"
+    for name in ("data", "first", "target"):
+        shutil.copytree(place / name, kept / name)
+    change(place)
+    try:
+        with pytest.raises(UsageError, match=says) as caught:
+            train(made.model_copy(update={"resume": True}), tmp_path / "run")
+        assert "--overwrite" in caught.value.hint
+    finally:
+        for name in ("data", "first", "target"):
+            shutil.rmtree(place / name)
+            shutil.copytree(kept / name, place / name)
+    train(made.model_copy(update={"resume": True}), tmp_path / "again")
+
+
+def test_a_checkpoint_of_before_digests_is_resumed(trained, distilled, tmp_path):
+    """An earlier specctl has kept none."""
+    place = shutil.copytree(trained[0], tmp_path / "run")
+    for path in (place / "drafter.checkpoints").iterdir():
+        state = json.loads((path / checkpoint.STATE).read_text())
+        del state["made_of"]
+        (path / checkpoint.STATE).write_text(json.dumps(state))
+        (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint._digests(path)))
+    result = train(recipe(distilled, place, resume=True), tmp_path / "again")
+    assert result.steps == 6
+
+
+@pytest.mark.parametrize("stage", [1, 3])  # 2 keeps what 1 does
+def test_every_zero_stage_goes_on(distilled, target, tmp_path, monkeypatch, stage):
+    """What DeepSpeed keeps under each is among the classes that a checkpoint may name; nothing else is read."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    made = recipe(distilled, tmp_path, zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"), resume=True)
+    made = made.model_copy(update={"features": FeatureRecipe(mode="online")})
+    weights = []
+    for step in (0, 1):
+        trainer = loop.make_trainer(made, Run(make(tmp_path / "run")))
+        trainer.start()
+        assert trainer.at.step == step
+        with track("train") as bar:
+            for _ in range(2 - step):
+                trainer._step(bar)
+                if trainer.at.step == 1:
+                    trainer._save()
+        weights.append(loop.weights(trainer.engine))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_features_that_do_not_fit_leave_the_earlier_training(trained, distilled, tmp_path):
     """What --overwrite would begin anew stays, and can be resumed, until it is clear that there is a beginning."""
     shutil.copytree(trained[0], tmp_path / "run")
@@ -273,11 +381,11 @@ def logged(place):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def launch(distilled, place, processes, stage):
+def launch(distilled, place, processes, stage, *flags):
     """`specctl train-drafter` under torchrun; losses of all steps."""
     values = recipe(distilled, place, zero_stage=stage, max_steps=4, optimizer=OptimizerRecipe(type="adamw"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "specctl", "train-drafter", "--recipe", written(values, place)]
+    command += ["-m", "specctl", "train-drafter", "--recipe", written(values, place), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -317,3 +425,6 @@ def test_two_processes_reach_the_loss_of_one(distilled, tmp_path, stage):
     alone = launch(distilled, tmp_path / "one", 1, 0)
     pair = launch(distilled, tmp_path / "two", 2, stage)
     assert pair == pytest.approx(alone, rel=2e-3)
+    shutil.rmtree(max((tmp_path / "two" / "drafter.checkpoints").glob("step-*")))
+    shutil.rmtree(tmp_path / "two" / "runs")
+    assert launch(distilled, tmp_path / "two", 2, stage, "--resume")[-2:] == pair[-2:]
