@@ -41,7 +41,8 @@ class LM(nn.Module):
 
     def check(self, target: Target) -> None:
         """Raise CheckpointError where it cannot read every token of `target`. Rows of padding may differ."""
-        own, used = len(self.model.get_input_embeddings().weight), max(target.tokenizer.get_vocab().values()) + 1
+        embedding: Any = self.model.get_input_embeddings()
+        own, used = len(embedding.weight), max(target.tokenizer.get_vocab().values()) + 1
         if own < used:
             raise misfit(CONFIG, "architecture.vocab_size", f"is {own}, target {target.name} uses {used} tokens")
 
