@@ -40,6 +40,10 @@ class DataError(SpecctlError):
     exit_code = 3
 
 
+class ChatTemplateError(DataError):
+    """The chat template of a target refuses a conversation, or fails on it."""
+
+
 class CheckpointError(SpecctlError):
     """A checkpoint is damaged, incomplete, or belongs to another target."""
 

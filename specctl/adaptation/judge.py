@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from specctl.decoding.loading import location, pick_device
+from specctl.decoding.loading import first_line, location, pick_device
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
@@ -125,11 +125,11 @@ class Encoder:
 
         self.recipe, self.device = recipe, pick_device(device)
         try:
-            where, options = location(str(recipe.name)), {"revision": recipe.revision}
+            where, options = location(str(recipe.name)), {"revision": recipe.revision, "trust_remote_code": False}
             self.tokenizer = AutoTokenizer.from_pretrained(where, **options)
-            self.model = AutoModel.from_pretrained(where, **options).to(self.device).eval()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot load judge {recipe.name}: {str(error).splitlines()[0]}") from error
+            self.model = AutoModel.from_pretrained(where, use_safetensors=True, **options).to(self.device).eval()
+        except Exception as error:  # whatever files can make transformers raise
+            raise CheckpointError(f"cannot load judge {recipe.name}: {first_line(error)}") from error
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
 
     @torch.inference_mode()

@@ -27,9 +27,8 @@ from specctl.adaptation.writer import Draft, Writer
 from specctl.decoding.draft import Drafter
 from specctl.decoding.loading import load_model, load_tokenizer
 from specctl.decoding.target import Target
-from specctl.drafters import lm
 from specctl.drafters.lm_drafter import cast
-from specctl.drafters.pool import read_drafter, whole
+from specctl.drafters.pool import module, read_drafter, whole
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import checkpoint
 from specctl.recipe import LookaheadRecipe
@@ -75,7 +74,7 @@ def load_draft_lm(name: str, target: Target) -> DraftLM:
             f"{name} is a drafter of family {found.config['family']}, which writes no steps by itself",
             "train a small LM: specctl train-drafter --arch lm",
         )
-    return DraftLM(name, lm.restore(found.config, found.tensors).model.to(target.device), target.tokenizer)
+    return DraftLM(name, module(found, target).model.to(target.device), target.tokenizer)
 
 
 class Reasoning:

@@ -187,11 +187,13 @@ def weights(directory: Path) -> Finding:
     try:
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
         files = sorted(directory / name for name in named)
-        if not index.is_file() and not files[0].is_file():
-            if any(directory.glob("pytorch_model*.bin")):
+        if not index.is_file() and not os.path.lexists(files[0]):
+            if any(file.is_file() for file in directory.glob("pytorch_model*.bin")):
                 return Finding("weights", "ok", "pytorch_model.bin, not looked into")
-            return Finding("weights", "note", f"none in {directory}", "put model.safetensors beside config.json")
+            return Finding("weights", "missing", f"none in {directory}", "put model.safetensors beside config.json")
         for file in files:
+            if file.exists() and not file.is_file():  # a pipe would keep whoever opens it waiting
+                raise ValueError("no regular file")
             size = file.stat().st_size
             with open(file, "rb") as opened:
                 header = int.from_bytes(opened.read(8), "little")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from specctl.decoding import lean
-from specctl.decoding.loading import DTYPES, load_config, load_tokenizer, location, pick_device, pick_dtype
+from specctl.decoding.loading import DTYPES, first_line, load_config, load_tokenizer, location, pick_device, pick_dtype
 from specctl.decoding.support import context_limit, ropes, window_size
 from specctl.decoding.target import eos_ids
 from specctl.errors import CheckpointError
@@ -70,9 +70,9 @@ def describe(name: str, label: str | None = None) -> Description:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (AttributeError, ImportError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever the code of an architecture raises at sizes that nobody has tried
         raise CheckpointError(
-            f"transformers cannot build target {label or name} from its configuration: {error}",
+            f"transformers cannot build target {label or name} from its configuration: {first_line(error)}",
             "compare config.json with the model's original",
         ) from error
     dtype = pick_dtype("auto", pick_device("auto"))

@@ -15,6 +15,9 @@ import torch
 from specctl.decoding.support import unusable, why_unusable
 from specctl.errors import CheckpointError, UsageError
 
+ATTENTION = (None, "eager", "sdpa")
+"""What a configuration may choose: of transformers' own, what takes a mask of any shape."""
+LONGEST_LINE = 300  # characters of another library's message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -77,13 +80,23 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        parts = (config, config.get_text_config())
+    except Exception as error:  # whatever a file can make transformers raise
         telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise CheckpointError(
-            f"cannot read the configuration of target {name}: {str(telling or error).splitlines()[0]}",
+            f"cannot read the configuration of target {name} (config.json): {first_line(telling or error)}",
             "give a Hugging Face id, a directory with config.json, or 'builtin'",
         ) from error
     names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise CheckpointError(f"target {name}: config.json: architectures is {names!r:.60}, not a list of names")
+    for key in ("_attn_implementation", "_experts_implementation"):
+        for value in (getattr(part, key, None) for part in parts):
+            if value not in ATTENTION:
+                raise CheckpointError(
+                    f"target {name}: config.json: {key[1:]} is {value!r:.60}, which may be code from a repository",
+                    f"delete the key; some of {', '.join(filter(None, ATTENTION))} is chosen here",
+                )
     if config.is_encoder_decoder or (
         names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
     ):
@@ -97,6 +110,12 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     if reason is not None:
         raise unusable(name, reason)
     return config
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, on one line of ordinary length: its first, or its kind where it says nothing."""
+    said = str(error).strip().splitlines()
+    return said[0][:LONGEST_LINE] if said else type(error).__name__
 
 
 def is_hub_id(name: str) -> bool:
@@ -149,8 +168,12 @@ def load_model(
     except SafetensorError as error:  # which does not say of which file
         hint = f"specctl doctor --target {name} names the file"
         raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"cannot load target {name}: {str(error).splitlines()[0]}") from error
+    except UsageError:
+        raise
+    except Exception as error:  # whatever files can make transformers raise, a pickle that was not loaded included
+        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
+        hint = f"specctl doctor --target {name} looks at its files"
+        raise CheckpointError(f"cannot load target {name}: {kind}{first_line(error)}", hint) from error
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
@@ -166,9 +189,11 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
 
     try:
         found = AutoTokenizer.from_pretrained(location(name), revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot load the tokenizer of {name}: {str(error).splitlines()[0]}") from error
-    if not found.encode("a", add_special_tokens=False):  # transformers makes an empty one where the files are missing
+        vocabulary = found.encode("a", add_special_tokens=False)
+    except Exception as error:  # whatever a file can make the libraries raise
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"cannot load the tokenizer of {name}: {kind}{first_line(error)}") from error
+    if not vocabulary:  # transformers makes an empty one where the files are missing
         raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json beside config.json")
     return found
 

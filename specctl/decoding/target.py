@@ -12,10 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
+from specctl.decoding.chat import Renderer
 from specctl.decoding.identity import weights_digest
 from specctl.decoding.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
 from specctl.decoding.support import context_limit, unusable, why_unusable
-from specctl.errors import DataError, UsageError
+from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Target:
                 f"the lean step cannot run target {name}: {reason}", "use the path 'auto' or 'transformers'"
             )
         self.name = name
+        self._renderer: Renderer | None = None
         self.config = model.config.get_text_config()
         self.tokenizer = tokenizer
         self.path = "transformers" if reason or path == "transformers" else "lean"
@@ -88,6 +90,7 @@ class Target:
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         count = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
         self.row_flops = 2 * (count - (0 if tied else self.model.embedding.numel()))
+        _check_finite(name, model, self.head_weight)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
         self.identity: dict[str, Any] = {
@@ -101,16 +104,20 @@ class Target:
         }
 
     def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
-        """Prompt ids of a conversation, with the generation prompt appended. DataError without a chat template."""
+        """Prompt ids of a conversation, with the generation prompt appended.
+
+        Raises:
+            DataError: there is no chat template; as ChatTemplateError: it refuses the conversation, or fails on it.
+            CheckpointError: it takes more time or memory than `chat` allows.
+        """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise DataError(
                 f"target {self.name} has no chat template",
                 "add chat_template.jinja to the model directory (a base model can use '{{ messages[0].content }}')",
             )
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, **chat_template_kwargs
-        )
-        return list(encoded["input_ids"])
+        if self._renderer is None or not self._renderer.serves(self.tokenizer):
+            self._renderer = Renderer(self.tokenizer)
+        return self._renderer(self.name, messages, chat_template_kwargs)
 
     def opening(self) -> list[int]:
         """Ids that a document of this target begins with: what the chat layout puts before a user's first words, or the
@@ -176,6 +183,16 @@ def _squash(model: Model, weight: Tensor, config: Any) -> Squash:
     scale = (torch.sum(added * products) / torch.sum(products * products)).item()
     cap = getattr(config, "final_logit_softcapping", None)
     return Squash(1.0 if abs(scale - 1) < 0.01 else scale, cap, shift if shift.any() else None)
+
+
+def _check_finite(name: str, model, head_weight: Tensor) -> None:
+    """Look at the final norm and one row of the vocabulary head: where a file was filled with NaN, so were these."""
+    norm = getattr(getattr(getattr(model, "model", None), "norm", None), "weight", None)
+    for key, weight in (("model.norm.weight", norm), ("lm_head.weight", head_weight[0])):
+        if weight is not None and not weight.isfinite().all():
+            raise CheckpointError(
+                f"target {name}: {key} holds values that are not finite: its weights are damaged", "copy them again"
+            )
 
 
 @torch.no_grad()

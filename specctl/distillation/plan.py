@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
 from specctl import progress
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Prompt, Rejections
-from specctl.errors import DataError
+from specctl.errors import ChatTemplateError, DataError
 from specctl.recipe import DistillRecipe
 
 WINDOW_BATCHES = 32  # prompts are sorted by length inside windows of so many batches: dense batches, mixed order
@@ -69,8 +67,8 @@ def render(target: Target, prompt: Prompt, rejections: Rejections, options: dict
         return target.opening()
     try:
         ids = target.render(prompt.messages, **options)
-    except TemplateError as error:
-        reason = f"the chat template refuses it: {error}"
+    except ChatTemplateError as error:
+        reason = error.message
     else:
         if 0 < len(ids) < target.context_length:
             return ids

@@ -5,13 +5,18 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specctl.drafters.blueprint import WEIGHTS, misfit
 from specctl.drafters.trie import Follower
+
+if TYPE_CHECKING:
+    from specctl.decoding.target import Target
 
 SEPARATOR = -1  # behind every document: no context holds it, no draft crosses it
 LONGEST = 16  # tokens of context that are looked up; a power of two
@@ -54,6 +59,13 @@ class Datastore:
         self._order: NDArray[np.int32] = suffixes.numpy()
         # Slices of an array compare token by token, as bisect wants it.
         self._tokens, self._suffixes = array("i", self._text.tobytes()), array("i", self._order.tobytes())
+
+    def check(self, target: Target) -> None:
+        """Raise CheckpointError where it holds tokens that `target` does not have."""
+        low, high = self.tokens.aminmax()
+        if low < SEPARATOR or high >= target.vocab_size:
+            has = f"target {target.name} has ids 0 … {target.vocab_size - 1}"
+            raise misfit(WEIGHTS, "tokens", f"holds ids {int(low)} … {int(high)}, {has}")
 
     @classmethod
     def of(cls, documents: Iterable[list[int]]) -> Datastore:

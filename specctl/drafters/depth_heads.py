@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.decoding.target import Target
+from specctl.drafters.blueprint import Count
 from specctl.drafters.head import DraftConfig, DraftHead, Losses, SlotBatch
 from specctl.drafters.lora import product_of
 from specctl.errors import RecipeError
@@ -27,8 +28,8 @@ DRAFT_HEADS = 4  # as Hydra's released heads; Medusa's have up to 5
 class HeadsConfig(DraftConfig):
     """Shape of `draft_heads` heads of `num_layers` layers each."""
 
-    draft_heads: int
-    num_layers: int
+    draft_heads: Count
+    num_layers: Count
 
 
 def heads_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str, Any]:

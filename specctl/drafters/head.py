@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from specctl.decoding.target import Target
+from specctl.drafters.blueprint import CONFIG, WEIGHTS, Count, Length, Place, Size, filled, misfit, read
 from specctl.drafters.lora import Product
 from specctl.drafters.ttt_attention import Layout
-from specctl.errors import CheckpointError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe
 
@@ -22,10 +23,12 @@ from specctl.recipe import DrafterRecipe
 class DraftConfig:
     """Shape of any head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
 
-    hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    taps: tuple[int, ...]
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    hidden_size: Size
+    vocab_size: Size
+    draft_vocab_size: Size
+    taps: Annotated[tuple[Place, ...], Field(min_length=1, max_length=64)]
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size > self.vocab_size:
@@ -35,21 +38,40 @@ class DraftConfig:
         return asdict(self) | {"taps": list(self.taps)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        return cls(**{**values, "taps": tuple(values["taps"])})
+    def from_dict(cls, values: Any) -> Self:
+        """From "architecture" in config.json. CheckpointError names the key that is wrong."""
+        return read(cls, values)
+
+    def check(self, target: Target) -> None:
+        """Raise CheckpointError where a head of this shape cannot read what `target` computes, or says other tokens."""
+        for key, own, its in (
+            ("hidden_size", self.hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+        ):
+            if own != its:
+                raise misfit(CONFIG, f"architecture.{key}", f"is {own}, target {target.name} has {its}")
+        if max(self.taps) > target.num_layers:
+            has = f"target {target.name} has hidden states 0 … {target.num_layers}"
+            raise misfit(CONFIG, "architecture.taps", f"is {list(self.taps)}, {has}")
 
 
 @dataclass(frozen=True)
 class HeadConfig(DraftConfig):
     """Shape of a head with a decoder layer."""
 
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
+    intermediate_size: Size
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Annotated[Count, Field(multiple_of=2)]
+    rms_norm_eps: Annotated[float, Field(strict=True, gt=0, lt=1)]
+    rope_theta: Annotated[float, Field(strict=True, gt=0, le=1e12)]
+    max_position_embeddings: Length
+
+    def check(self, target: Target) -> None:
+        super().check(target)
+        if self.num_heads % self.num_kv_heads:
+            shared = f"is {self.num_kv_heads}, {self.num_heads} heads cannot share so many"
+            raise misfit(CONFIG, "architecture.num_kv_heads", shared)
 
 
 def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
@@ -189,6 +211,10 @@ class DraftHead(nn.Module):
     def taps(self) -> tuple[int, ...]:
         return self.config.taps
 
+    def check(self, target: Target) -> None:
+        """Raise CheckpointError where it is no head for `target`."""
+        self.config.check(target)
+
     @property
     def draft_ids(self) -> Tensor:
         """[Vd] target id of every draft token."""
@@ -237,13 +263,8 @@ def restored(
     shape: type[DraftConfig] = HeadConfig,
 ) -> Head:
     """A head of `kind` and `shape` from the contents of a checkpoint. CheckpointError when they do not fit."""
-    try:
-        head = kind(shape.from_dict(config["architecture"]))
-        head.load_state_dict(tensors)
-        if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
-            raise ValueError(f"draft tokens stand for ids outside 0 … {head.config.vocab_size - 1}")
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{config.get('family')} drafter: weights and architecture do not fit: {error}"
-        ) from error
+    architecture = shape.from_dict(config.get("architecture"))
+    head = filled(lambda: kind(architecture), tensors)
+    if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
+        raise misfit(WEIGHTS, "d2t", f"draft tokens stand for ids outside 0 … {head.config.vocab_size - 1}")
     return head

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specctl.decoding.loading import load_model, load_tokenizer
 from specctl.decoding.target import Target, vocab_hash
+from specctl.drafters.blueprint import CONFIG, filled, guarded, misfit
+from specctl.drafters.lm_config import configuration, stored
 from specctl.drafters.lm_drafter import LMDrafter, shape_for
 from specctl.errors import CheckpointError, RecipeError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
@@ -36,6 +38,13 @@ class LM(nn.Module):
         self.model = model
         self.objective = "ce"
         self.squash = Squash()  # the target's
+
+    def check(self, target: Target) -> None:
+        """Raise CheckpointError where it cannot read every token of `target`. Rows of padding may differ."""
+        embedding: Any = self.model.get_input_embeddings()
+        own, used = len(embedding.weight), max(target.tokenizer.get_vocab().values()) + 1
+        if own < used:
+            raise misfit(CONFIG, "architecture.vocab_size", f"is {own}, target {target.name} uses {used} tokens")
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -146,7 +155,7 @@ def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
 
 def config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
     """config.json of a checkpoint; `target` is `Target.identity`."""
-    return {"family": "lm", "architecture": model.model.config.to_diff_dict(), "target": target}
+    return {"family": "lm", "architecture": stored(model.model.config), "target": target}
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,12 +165,16 @@ def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
     """The module from the contents of a checkpoint, e.g. to go on training. CheckpointError when they do not fit."""
-    try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config["architecture"]))
-        model.load_state_dict(tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"lm drafter: weights and architecture do not fit: {error}") from error
+    shape = configuration(config.get("architecture"))
+    model = filled(lambda: AutoModelForCausalLM.from_config(shape), tensors)
+    guarded(lambda: _tried(model))
     return LM(model)
+
+
+@torch.no_grad()
+def _tried(model: PreTrainedModel) -> None:
+    """Read two tokens: sizes that fit the weights and not each other fail here, not while decoding."""
+    model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
 
 
 def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from specctl.decoding.layers import Linear
-from specctl.errors import CheckpointError, RecipeError
+from specctl.drafters.blueprint import CONFIG, WEIGHTS, misfit, read, shown
+from specctl.errors import RecipeError
 from specctl.recipe import LoraRecipe
 
 Part = tuple[str, int]
@@ -36,6 +38,28 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The drafter whose weights an adapter updates: where it was, seen from the adapter, and the weights' digest."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Update:
+    """What config.json of an adapter says beside its base's."""
+
+    rank: Annotated[int, Field(strict=True, gt=0, le=1 << 16)]
+    alpha: Annotated[float, Field(strict=True, gt=0, le=1e6)]
+    base: Origin | None = None
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Update:
+        """CheckpointError names the key that is wrong."""
+        return read(cls, config["lora"], "lora")
+
+
+@dataclass(frozen=True)
 class Adapter:
     """`pairs`: module name → (A [r, in], B [out, r]), B with the scale alpha / r."""
 
@@ -44,12 +68,27 @@ class Adapter:
     @classmethod
     def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Adapter:
         """From the contents of a checkpoint. CheckpointError when they are not an adapter's."""
-        try:
-            scale = config["lora"]["alpha"] / config["lora"]["rank"]
-            downs = {name.removesuffix(DOWN): tensor for name, tensor in tensors.items() if name.endswith(DOWN)}
-            return cls({name: (down, tensors[name + UP] * scale) for name, down in downs.items()})
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise CheckpointError(f"not a LoRA adapter: {error}") from error
+        shape = Update.of(config)
+        downs = {name.removesuffix(DOWN): tensor for name, tensor in tensors.items() if name.endswith(DOWN)}
+        for name, tensor in tensors.items():
+            if not name.endswith((UP, DOWN)) or name.removesuffix(UP).removesuffix(DOWN) + UP not in tensors:
+                raise misfit(WEIGHTS, shown(name), "is no half of a LoRA update")
+            if name.removesuffix(UP) not in downs and name.endswith(UP):
+                raise misfit(WEIGHTS, shown(name), "has no other half")
+            if tensor.dim() != 2 or shape.rank not in tensor.shape:
+                raise misfit(WEIGHTS, name, f"has shape {list(tensor.shape)}, {CONFIG} says rank {shape.rank}")
+        scale = shape.alpha / shape.rank
+        return cls({name: (down, tensors[name + UP] * scale) for name, down in downs.items()})
+
+    def check(self, base: dict[str, Tensor]) -> None:
+        """Raise CheckpointError where it does not update the drafter whose weights are `base`."""
+        for name, (down, up) in self.pairs.items():
+            weight = base.get(f"{name}.weight")
+            if weight is None:
+                raise misfit(WEIGHTS, name, "updates a matrix that its base does not have")
+            if (len(up), down.shape[1]) != tuple(weight.shape) or up.shape[1] != len(down):
+                sizes = f"A {list(down.shape)} and B {list(up.shape)}"
+                raise misfit(WEIGHTS, name, f"{sizes} are no update of its base's {list(weight.shape)}")
 
     def on(self, linear: Linear, parts: Sequence[Part], device: torch.device) -> Linear | LowRank:
         """`linear`, which fuses `parts` of one input, with this adapter's updates; itself where there are none."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters.lora import Adapter
+from specctl.drafters.blueprint import CONFIG, located, misfit, shown
+from specctl.drafters.lora import Adapter, Update
 from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import checkpoint
@@ -40,7 +41,9 @@ class Family(Protocol):
     """
 
     def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-        """What was trained or collected; CheckpointError where tensors and architecture do not fit."""
+        """What was trained or collected, with a method `check(target)` that raises CheckpointError where it is not for
+        that target; CheckpointError (which begins with the name of the file) where tensors and architecture do not
+        fit."""
         ...
 
     def drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
@@ -101,7 +104,7 @@ def load_drafter(
         bases[key] = _drafter(base, target, drafting)
     if base is found:
         return bases[key]
-    return bases[key].adapted(Adapter.of(found.config, found.tensors))  # type: ignore[attr-defined]
+    return bases[key].adapted(adapter(found, base))  # type: ignore[attr-defined]
 
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:
@@ -111,11 +114,18 @@ def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint
         raise CheckpointError(
             f"no drafter {str(directory)!r}", hint=f"give one of {', '.join(WEIGHTLESS)}, or a drafter directory"
         )
-    found = checkpoint.load(path)
+    found = known(path)
+    checkpoint.check_target(found.config, target, str(path))
+    return found
+
+
+def known(directory: str | Path) -> checkpoint.Checkpoint:
+    """The contents of a drafter directory, of a family that there is, for whatever target. Raises CheckpointError."""
+    found = checkpoint.load(directory)
     name = found.config["family"]
     if name not in FAMILIES:
-        raise CheckpointError(f"drafter {path} is of family {name!r}", hint=f"known families: {', '.join(FAMILIES)}")
-    checkpoint.check_target(found.config, target, str(path))
+        those = f"known families: {', '.join(FAMILIES)}"
+        raise CheckpointError(f"drafter {found.path} is of family {shown(name)}", hint=those)
     return found
 
 
@@ -124,30 +134,61 @@ def whole(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
     if "lora" not in found.config:
         return found
     base = find_base(found)
-    return replace(base, tensors=Adapter.of(found.config, found.tensors).merge(base.tensors), info=found.info)
+    return replace(base, tensors=adapter(found, base).merge(base.tensors), info=found.info)
 
 
-def find_base(adapter: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+def adapter(found: checkpoint.Checkpoint, base: checkpoint.Checkpoint) -> Adapter:
+    """The update that a LoRA adapter makes to `base`. CheckpointError where it makes none."""
+    with located(found.path):
+        update = Adapter.of(found.config, found.tensors)
+        update.check(base.tensors)
+    return update
+
+
+def module(found: checkpoint.Checkpoint, target: Target) -> Any:
+    """What a drafter directory holds, weights or a datastore, once it is known to fit itself and `target`.
+
+    Raises CheckpointError naming directory, file and key.
+    """
+    made = sound(found)
+    with located(found.path):
+        made.check(target)
+    return made
+
+
+def sound(found: checkpoint.Checkpoint) -> Any:
+    """What a drafter directory holds, once it is known to fit itself. CheckpointError names directory, file and key."""
+    with located(found.path):
+        return family(found.config["family"]).restore(found.config, found.tensors)
+
+
+def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
     """The drafter whose weights a LoRA adapter updates: where it was, or among the adapter's neighbours.
 
     Raises CheckpointError where it is nowhere, or its weights are not those the adapter was trained on.
     """
-    wanted = adapter.config["lora"]["base"]
-    here = adapter.path.absolute()
-    recorded = Path(os.path.normpath(here / wanted["path"]))
+    with located(found.path):
+        wanted = Update.of(found.config).base
+        if wanted is None:
+            raise misfit(CONFIG, "lora.base", "is missing")
+        if not getattr(family(found.config["family"]), "ADAPTABLE", ()):
+            raise misfit(CONFIG, "lora", f"drafters of family {found.config['family']} take no adapters")
+    here = found.path.absolute()
+    recorded = Path(os.path.normpath(here / wanted.path))
     neighbours = sorted(path for path in here.parent.iterdir() if path != here and checkpoint.is_drafter(path))
     for path in (recorded, *neighbours):
-        if checkpoint.is_drafter(path) and checkpoint.weights_digest(path) == wanted["sha256"]:
-            return checkpoint.load(path)
+        if checkpoint.is_drafter(path) and checkpoint.weights_digest(path) == wanted.sha256:
+            base = checkpoint.load(path)
+            if base.config["family"] == found.config["family"]:
+                return base
     raise CheckpointError(
-        f"{adapter.path} is an adapter of {wanted['path']}, which is not there or has other weights",
+        f"{found.path} is an adapter of {wanted.path}, which is not there or has other weights",
         hint="keep the base where it was, or put it beside the adapter",
     )
 
 
 def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRecipe) -> Drafter:
-    module = family(found.config["family"])
-    return module.drafter(module.restore(found.config, found.tensors), target, drafting)
+    return family(found.config["family"]).drafter(module(found, target), target, drafting)
 
 
 def domains_of(path_or_name: str) -> list[str]:

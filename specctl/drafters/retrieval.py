@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.target import Target
+from specctl.drafters.blueprint import WEIGHTS, misfit
 from specctl.drafters.datastore import LONGEST, SEPARATOR, Datastore
 from specctl.drafters.suffix import Suffix
-from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe
 
 
@@ -44,9 +44,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Datastore:
     """The store from the contents of a checkpoint. CheckpointError when they are not one."""
     tokens, suffixes = tensors.get("tokens"), tensors.get("suffixes")
     if tokens is None or suffixes is None or not _fit(tokens, suffixes):
-        raise CheckpointError(
-            "retrieval drafter: tokens and suffix array do not fit", hint="build it again with --overwrite"
-        )
+        raise misfit(WEIGHTS, "tokens", "they and the suffix array do not fit")
     return Datastore(tokens, suffixes)
 
 

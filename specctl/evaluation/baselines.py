@@ -25,7 +25,7 @@ from specctl.decoding.loading import load_model
 from specctl.decoding.loop import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
-from specctl.drafters import lm
+from specctl.drafters import pool
 from specctl.drafters.lm_drafter import cast
 from specctl.formats import checkpoint
 from specctl.recipe import TargetRecipe
@@ -140,7 +140,7 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
     found = checkpoint.load(directory)
     if found.config["family"] != "lm":
         return None
-    return cast(lm.restore(found.config, found.tensors).model, target.device, target.dtype).eval()
+    return cast(pool.module(found, target).model, target.device, target.dtype).eval()
 
 
 def _configuration(eos_ids: frozenset[int], sampling: Sampling) -> GenerationConfig:

@@ -10,6 +10,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import pool
+from specctl.drafters.blueprint import located
 from specctl.errors import UsageError
 from specctl.evaluation import metrics
 from specctl.formats import checkpoint, foreign, registry, roundtrip
@@ -60,7 +61,8 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     head = registry.READERS[name].read(found, Facts.of_target(target))
     for note in head.notes:
         progress.warn(f"{recipe.head}: {note}")
-    module = roundtrip.restore(head)
+    with located(recipe.head):
+        module = roundtrip.restore(head)
     # Before the drafter is written: prompts that cannot be read should leave nothing behind.
     probe = _probe(recipe, head, module, target) if recipe.probe.enabled else None
     info = {"imported_from": str(recipe.head), "format": name, "notes": list(head.notes)}

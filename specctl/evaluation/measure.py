@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from specctl import progress
@@ -23,7 +22,7 @@ from specctl.decoding.loop import Decoded, decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Prompt, Rejections
-from specctl.errors import DataError, Interrupted, UsageError
+from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
 from specctl.evaluation import metrics
 from specctl.evaluation.baselines import PLAIN, load_generator
 from specctl.evaluation.records import Question, Record
@@ -68,8 +67,8 @@ def prepare(
         try:
             ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
             reason = f"{len(ids)} tokens do not fit the target's context of {target.context_length}"
-        except TemplateError as error:
-            ids, reason = [], f"the chat template refuses it: {error}"
+        except ChatTemplateError as error:
+            ids, reason = [], error.message
         if 0 < len(ids) < target.context_length:
             cases.append(Case(prompt, ids, min(recipe.sampling.max_new_tokens, target.context_length - len(ids))))
         else:

@@ -80,7 +80,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     notes = llama.check_vocabulary(found, head_vocab, facts)
     renamed = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in found.tensors.items()}
     found = llama.without_copies(found.renamed(renamed), facts, {"embed_tokens.weight": facts.embedding})
-    rows = len(found.tensors["lm_head.weight"]) if "lm_head.weight" in found.tensors else 0
+    rows = llama.rows(found, "lm_head.weight") or 0
     ids, more = _draft_ids(found, rows, head_vocab)
     kept = ids < facts.vocab_size  # rows beyond it are padding, which is never drafted
     mapping = ("d2t", "t2d")
@@ -107,11 +107,11 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
 
 def _taps(found: Foreign, facts: Facts) -> tuple[int, ...]:
     """The tapped hidden_states, from whichever of the two keys is there."""
+    llama.check_types(found, found.config)
     outer = found.config.get(LAYERS)
     inner = (found.config.get("eagle_config") or {}).get(LAYERS)
-    for key, value in ((LAYERS, outer), (f"eagle_config.{LAYERS}", inner)):
-        if value is not None and not (isinstance(value, list) and all(type(layer) is int for layer in value)):
-            raise found.refuse(key, value, "a list of layer numbers")
+    if inner is not None and not (isinstance(inner, list) and all(type(layer) is int for layer in inner)):
+        raise found.refuse(f"eagle_config.{LAYERS}", inner, "a list of layer numbers")
     shifted = tuple(layer + 1 for layer in inner) if inner else None
     if outer and shifted and tuple(outer) != shifted:
         right = f"eagle_config.{LAYERS} counts from one less (SGLang's convention): delete the one that is wrong"
@@ -133,6 +133,9 @@ def _draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list
     for name, tensor, length in (("d2t", d2t, rows), ("t2d", t2d, vocab_size)):
         if tensor is not None and tuple(tensor.shape) != (length,):
             raise found.refuse(name, f"of shape {list(tensor.shape)}", f"[{length}]", where=found.file)
+    for name, tensor in (("d2t", d2t), ("t2d", t2d)):
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            raise found.refuse(name, f"of {tensor.dtype}", "whole numbers", where=found.file)
     d2t = d2t.long()
     members = None if t2d is None else t2d.bool().nonzero().squeeze(1)
     shifted = d2t + torch.arange(rows)

@@ -49,7 +49,8 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     """
     if recipe.drafter is None:
         raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
-    found = pool.whole(checkpoint.load(recipe.drafter))
+    found = pool.whole(pool.known(recipe.drafter))
+    pool.sound(found)
     head = Head(found.config["family"], found.config["architecture"], found.tensors)
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None
@@ -61,7 +62,8 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     files = registry.write(head, recipe.to, facts, recipe.tokens)
     place = recipe.output.absolute()
     check_free(place, recipe.overwrite)
-    commands = registry.commands(recipe.to, head.family, place, facts, recipe.tokens)
+    tokens = min(recipe.tokens, head.architecture.get("draft_heads", recipe.tokens))  # one a head, no more
+    commands = registry.commands(recipe.to, head.family, place, facts, tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
         record = {"drafter": str(recipe.drafter.absolute()), "to": recipe.to, "target": found.config["target"]}
@@ -76,10 +78,10 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         output=str(recipe.output),
         files=sorted(path.name for path in place.iterdir()),
         params=sum(tensor.numel() for tensor in files.tensors.values() if tensor.is_floating_point()),
-        tokens=recipe.tokens,
+        tokens=tokens,
         max_difference=difference,
         commands=commands,
-        notes=[registry.NOT_SERVED] if recipe.to in ("medusa", "hydra") else [],
+        notes=registry.notes(recipe.to, head.family, facts),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from specctl.errors import CheckpointError, UsageError
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """Names of weights, in order of preference; a pickle is only opened where there is nothing better."""
+LONGEST = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,13 @@ class Foreign:
 
     def refuse(self, key: str, found: Any, right: str, *, where: Path | None = None) -> CheckpointError:
         """The error for a value that our head cannot have: file, key, what was found, what would be right."""
-        return CheckpointError(f"{where or self.config_file}: {key} is {found}", hint=right)
+        return CheckpointError(f"{where or self.config_file}: {key} is {clipped(found)}", hint=right)
+
+
+def clipped(value: Any) -> str:
+    """A value as it stands in a message: on one line of ordinary length."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def read(directory: str | Path) -> Foreign:
@@ -51,15 +58,18 @@ def read(directory: str | Path) -> Foreign:
         hint = f"a directory on this machine; from the hub: huggingface-cli download {directory} --local-dir DIR"
         raise UsageError(f"no head directory {directory}", hint=hint)
     config_file = root / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(f"{config_file} is missing", hint="a head is config.json and weights")
     try:
         config = json.loads(config_file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{config_file} is missing", hint="a head is config.json and weights") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{config_file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_file} does not hold a JSON object")
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
+    for file in files:
+        if not file.is_file():  # a pipe would keep whoever opens it waiting
+            raise CheckpointError(f"{file} is no regular file", hint="a head is config.json and weights")
     if not files:
         raise CheckpointError(f"no weights in {root}", hint=f"expected {', '.join(WEIGHTS)}")
     tensors: dict[str, Tensor] = {}
@@ -78,8 +88,10 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} is not a safetensors file: {error}", hint="download it again") from error
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        with warnings.catch_warnings():  # about what is wrong with it, which the error says
+            warnings.simplefilter("ignore")
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can ask its reader for anything, and is refused it by many errors
         raise CheckpointError(
             f"{file} is damaged, or holds more than tensors, which could run code: it was not loaded",
             hint="ask its authors for safetensors",

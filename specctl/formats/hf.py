@@ -5,6 +5,8 @@ from __future__ import annotations
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specctl.drafters.blueprint import guarded, located
+from specctl.drafters.lm_config import check_plain, configuration, stored
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Facts, Files, Head
 
@@ -14,25 +16,29 @@ FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_
 
 def write(head: Head, facts: Facts) -> Files:
     """Loads with AutoModelForCausalLM and AutoTokenizer."""
-    config = AutoConfig.for_model(**head.architecture)
+    config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return Files(config.to_dict(), head.tensors, tokenizer=True)
 
 
 def claims(found: Foreign) -> bool:
-    return found.config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "fc.weight" not in found.tensors
+    kind = found.config.get("model_type")
+    return isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "fc.weight" not in found.tensors
 
 
 def read(found: Foreign, facts: Facts) -> Head:
     """A causal LM with the target's vocabulary. CheckpointError for another vocabulary, or no causal LM."""
     kind, rows = found.config.get("model_type"), found.config.get("vocab_size")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise found.refuse("model_type", repr(kind), "a causal LM that transformers knows")
     if rows != facts.vocab_size:
         raise found.refuse("vocab_size", rows, f"the target's, {facts.vocab_size}: engines compare them, too")
-    config = AutoConfig.for_model(**{key: value for key, value in found.config.items() if key not in FILE_KEYS})
+    kept = {key: value for key, value in found.config.items() if key not in FILE_KEYS and key[:1] != "_"}
+    with located(found.file.parent):
+        check_plain(kept)
+        config = guarded(lambda: AutoConfig.for_model(**kept))
     tensors = {name: tensor for name, tensor in found.tensors.items() if not name.endswith(".inv_freq")}
     embedding = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and embedding is not None:  # files have one of the two names, modules both
         tensors.setdefault("lm_head.weight", embedding.clone())
-    return Head("lm", config.to_diff_dict(), tensors)
+    return Head("lm", stored(config), tensors)

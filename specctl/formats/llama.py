@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from specctl.drafters.blueprint import Length, Place, Size
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Facts
 
@@ -41,6 +43,39 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 }
 """Keys that change what a head computes, and the values under which it computes what ours does."""
 
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Flags of the norms that EAGLE-3.1 added, which `speculators` 0.9 trains by default (fc_norm aside)."""
+
+Positive = Annotated[float, Field(strict=True, gt=0, le=1e12)]
+
+
+class Rope(BaseModel):
+    rope_type: str = "default"
+    type: str = "default"
+    rope_theta: Positive = 10_000.0
+    partial_rotary_factor: Positive | None = None
+
+
+class Keys(BaseModel):
+    """What keys of config.json have to hold where they are there; of others nothing is asked."""
+
+    hidden_size: Size = 1
+    target_hidden_size: Size | None = None
+    intermediate_size: Size = 1
+    num_attention_heads: Size = 1
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size = 1
+    draft_vocab_size: Size | None = None
+    max_position_embeddings: Length | None = None
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive = 10_000.0
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+    eagle_config: dict[str, Any] | None = None
+    eagle_aux_hidden_state_layer_ids: list[Place] | None = None
+
+
 PADDING = 1024  # vocabularies are padded to multiples of up to this
 
 
@@ -65,12 +100,17 @@ def write_config(architecture: Mapping[str, Any], facts: Facts, dtype: torch.dty
 def read_config(found: Foreign, config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     """The fields of a one-layer head from the Llama keys in `config` (all or a part of `found.config`).
 
-    Raises CheckpointError: a key is missing, does not fit the target, or asks for what our head does not compute.
+    Raises CheckpointError: a key is missing, of another type, does not fit the target, or asks for what our head does
+    not compute.
     """
+    check_types(found, config)
     for key, allowed in MUST_BE.items():
         value = config.get(key, allowed[0])
         if value not in allowed and not (value is None and not allowed[0]):
-            raise found.refuse(key, value, f"our head has {key} {allowed[0]}: no exact conversion exists")
+            right = f"our head has {key} {allowed[0]}: no exact conversion exists"
+            if key in NORMS:
+                right = f"False: the norms of EAGLE-3.1 ({', '.join(NORMS)}) are not supported yet"
+            raise found.refuse(key, value, right)
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         if not isinstance(config.get(key), int):
             raise found.refuse(key, config.get(key), "a head's config.json has the keys of a Llama configuration")
@@ -89,6 +129,15 @@ def read_config(found: Foreign, config: Mapping[str, Any], facts: Facts) -> dict
         "rope_theta": _rope_theta(found, config),
         "max_position_embeddings": max(int(config.get("max_position_embeddings") or 0), facts.context_length),
     }
+
+
+def check_types(found: Foreign, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the first of the `Keys` that holds something else."""
+    try:
+        Keys.model_validate(dict(config))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise found.refuse(".".join(map(str, first["loc"])), first["input"], first["msg"]) from error
 
 
 def _rope_theta(found: Foreign, config: Mapping[str, Any]) -> float:
@@ -130,6 +179,14 @@ def layer_shapes(shape: Mapping[str, Any], width: int) -> dict[str, tuple[int, .
     }
 
 
+def rows(found: Foreign, name: str) -> int | None:
+    """How many rows a matrix has, None where there is no such tensor. CheckpointError where it is no matrix."""
+    tensor = found.tensors.get(name)
+    if tensor is not None and tensor.dim() != 2:
+        raise found.refuse(name, f"of shape {list(tensor.shape)}", "a matrix", where=found.file)
+    return None if tensor is None else len(tensor)
+
+
 def take(found: Foreign, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """The tensors called for by `shapes`, all of them and nothing else but biases of zero.
 
@@ -160,10 +217,10 @@ def without_copies(found: Foreign, facts: Facts, copies: Mapping[str, Tensor | N
         shipped = found.tensors.get(name)
         if shipped is None or original is None:
             continue
-        rows = min(len(shipped), len(original))
-        same = shipped.shape[1:] == original.shape[1:]
+        same = shipped.dim() == 2 and shipped.shape[1:] == original.shape[1:]
         if same:
-            theirs, ours = shipped[:rows].float(), original[:rows].float().to(shipped.device)
+            common = min(len(shipped), len(original))
+            theirs, ours = shipped[:common].float(), original[:common].float().to(shipped.device)
             same = bool((theirs - ours).abs().max() <= 2**-7 * ours.abs().max())
         if not same:
             raise found.refuse(

@@ -1,7 +1,8 @@
 """Medusa and Hydra heads as their own repositories read them (FasterDecoding/Medusa, zankner/Hydra).
 
 Both load one pickle, `medusa_lm_head.pt` or `hydra_lm_head.pt` (Medusa's trainer writes safetensors, its loader does
-not look for them), and take every shape from the target's configuration. Neither vLLM nor SGLang serves these files.
+not look for them), and take every shape from the target's configuration. vLLM reads Medusa heads under names of its own
+(vllm/model_executor/models/medusa.py), SGLang none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from specctl.formats import llama
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Facts, Files, Head
 
+TO_VLLM = {r"(\d+)\.0\.linear\.(.+)": r"blocks.\1.layers.0.\2", r"(\d+)\.1\.weight": r"lm_heads.\1.weight"}
+FROM_VLLM = {r"blocks\.(\d+)\.layers\.0\.(.+)": r"\1.0.linear.\2", r"lm_heads\.(\d+)\.weight": r"\1.1.weight"}
+"""Names of Medusa's tensors, published and in vLLM."""
+
 
 def write_medusa(head: Head, facts: Facts) -> Files:
     """Head K is the Sequential of a block, K.0, and a vocabulary matrix, K.1."""
@@ -28,16 +33,48 @@ def write_medusa(head: Head, facts: Facts) -> Files:
     return Files(config, head.tensors, "medusa_lm_head.pt")
 
 
+def write_medusa_for_vllm(head: Head, facts: Facts) -> Files:
+    """A configuration of vLLM's model type `medusa`, whose blocks have a bias where `medusa_fc_bias` says so.
+
+    Its `token_map` for a smaller vocabulary goes with one head shared by all (`original_lm_head`), which ours have not.
+    """
+    _check_whole(head)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": head.architecture["hidden_size"],
+        "vocab_size": head.architecture["vocab_size"],
+        "num_heads": head.architecture["draft_heads"],
+        "num_hidden_layers": head.architecture["num_layers"],
+        "medusa_fc_bias": True,
+        "torch_dtype": str(head.tensors["0.1.weight"].dtype).removeprefix("torch."),
+    }
+    return Files(config, {_spelled(name, TO_VLLM): tensor for name, tensor in head.tensors.items()})
+
+
+def _spelled(name: str, rules: dict[str, str]) -> str:
+    """A tensor's name under the first of the `rules` that it follows."""
+    for pattern, other in rules.items():
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, other, name)
+    return name
+
+
 def claims_medusa(found: Foreign) -> bool:
-    return "medusa_num_heads" in found.config or "0.0.linear.weight" in found.tensors
+    return "medusa_num_heads" in found.config or bool(
+        found.tensors.keys() & {"0.0.linear.weight", "blocks.0.layers.0.weight"}
+    )
 
 
 def read_medusa(found: Foreign, facts: Facts) -> Head:
     """Heads of one layer. How many there are is counted: config.json of published ones is known to say 2 for 5."""
-    layers = found.config.get("medusa_num_layers", 1)
-    if layers != 1:
-        raise found.refuse("medusa_num_layers", layers, "1: our heads have one layer")
-    stripped = {name.removeprefix("medusa_head."): tensor for name, tensor in found.tensors.items()}
+    prefix = "" if found.config.get("model_type") == "medusa" else "medusa_"  # vLLM's keys, or the repository's
+    key = "medusa_num_layers" if prefix else "num_hidden_layers"
+    if found.config.get(key, 1) != 1:
+        raise found.refuse(key, found.config[key], "1: our heads have one layer")
+    stripped = {
+        _spelled(name.removeprefix("medusa_head."), FROM_VLLM): tensor for name, tensor in found.tensors.items()
+    }
     found, heads = found.renamed(stripped), _count(stripped, r"(\d+)\.")
     size, vocab = facts.hidden_size, _rows(found, "0.1.weight", facts)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -48,9 +85,9 @@ def read_medusa(found: Foreign, facts: Facts) -> Head:
     fitted = {
         name: _fit(tensor, vocab, facts) if name.endswith(".1.weight") else tensor for name, tensor in tensors.items()
     }
-    said = found.config.get("medusa_num_heads", heads)
+    said = found.config.get(f"{prefix}num_heads", heads)
     if said != heads:
-        notes.append(f"config.json says medusa_num_heads {said}; {found.file.name} holds {heads}, which are taken")
+        notes.append(f"config.json says {prefix}num_heads {said}; {found.file.name} holds {heads}, which are taken")
     return Head("medusa", _shape(facts, heads, 1), fitted, tuple(notes))
 
 
@@ -136,8 +173,7 @@ def _count(tensors: dict[str, Tensor], pattern: str) -> int:
 
 
 def _rows(found: Foreign, name: str, facts: Facts) -> int:
-    tensor = found.tensors.get(name)
-    return facts.vocab_size if tensor is None else len(tensor)
+    return llama.rows(found, name) or facts.vocab_size
 
 
 def _fit(tensor: Tensor, vocab: int, facts: Facts) -> Tensor:

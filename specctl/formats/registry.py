@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats import eagle1, eagle3_raw, hf, reference, speculators
+from specctl.formats import eagle1, eagle3_raw, engines, hf, reference, speculators
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Facts, Files, Head
 
@@ -31,8 +31,6 @@ READERS: dict[str, Reader] = {
     "hf": Reader(hf.claims, hf.read),
 }
 """In the order in which they are asked."""
-
-NOT_SERVED = "neither vLLM 0.33 nor SGLang 0.5 serves this format: it is for the repository that it comes from"
 
 
 def detect(found: Foreign) -> str:
@@ -62,6 +60,7 @@ def write(head: Head, to: str, facts: Facts, tokens: int) -> Files:
         ("eagle", "eagle"): eagle1.write,
         **{(engine, "lm"): hf.write for engine in ("vllm", "sglang", "hf")},
         ("medusa", "medusa"): reference.write_medusa,
+        ("vllm", "medusa"): reference.write_medusa_for_vllm,
         ("hydra", "hydra"): reference.write_hydra,
     }
     if (to, head.family) not in writers:
@@ -75,11 +74,22 @@ def written_as(to: str, family: str) -> str:
     return to if to == "speculators" else "hf" if family == "lm" else family
 
 
+def notes(to: str, family: str, facts: Facts) -> list[str]:
+    """What has to be known about a written directory before it is put to use."""
+    why = engines.refusal(to, family, facts)
+    about = {("vllm", "medusa"): engines.MEDUSA, ("medusa", "medusa"): f"{engines.NOT_SERVED}; --to vllm is served"}
+    about[("hydra", "hydra")] = engines.NOT_SERVED
+    return [*([why] if why else []), *([about[to, family]] if (to, family) in about else [])]
+
+
 def commands(to: str, family: str, place: Path, facts: Facts, tokens: int) -> list[str]:
-    """How a written directory is put to use, as it stands on a command line or in Python."""
+    """How a written directory is put to use, as it stands on a command line or in Python: nothing where the engine
+    would refuse it."""
+    if engines.refusal(to, family, facts):
+        return []
     target, head = shlex.quote(facts.name), shlex.quote(str(place))
     if to in ("vllm", "speculators") or (to, family) == ("hf", "lm"):
-        method = {"eagle3": "eagle3", "eagle": "eagle", "lm": "draft_model"}[family]
+        method = {"lm": "draft_model"}.get(family, family)
         spec = json.dumps({"method": method, "model": str(place), "num_speculative_tokens": tokens})
         revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
         found = [f"vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"]

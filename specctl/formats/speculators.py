@@ -11,7 +11,6 @@ from specctl.formats.head import Facts, Files, Head
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def write(head: Head, facts: Facts, tokens: int) -> Files:
@@ -35,7 +34,7 @@ def write(head: Head, facts: Facts, tokens: int) -> Files:
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": facts.name, "architectures": list(facts.architectures)},
         },
-        **dict.fromkeys(FLAGS, False),
+        **dict.fromkeys(llama.NORMS, False),
         "draft_vocab_size": head.architecture["draft_vocab_size"],
         "target_hidden_size": facts.hidden_size,
         eagle3_raw.LAYERS: taps,
@@ -54,8 +53,8 @@ def claims(found: Foreign) -> bool:
 def read(found: Foreign, facts: Facts) -> Head:
     """A head of the type eagle3. CheckpointError where ours cannot represent it."""
     config = found.config
-    if config[TYPE] != "eagle3":
-        raise found.refuse(TYPE, repr(config[TYPE]), "only eagle3 can be imported")
+    if config.get(TYPE) != "eagle3":
+        raise found.refuse(TYPE, repr(config.get(TYPE)), "only eagle3 can be imported in this format")
     if "norm_before_residual" not in config:
         right = "false, written out: vLLM takes a missing one for true, which our head does not compute"
         raise found.refuse("norm_before_residual", "missing", right)
@@ -64,6 +63,7 @@ def read(found: Foreign, facts: Facts) -> Head:
         raise found.refuse("transformer_layer_config", layer, "a Llama configuration")
     verifier_copies = ("verifier_lm_head.weight", "verifier_norm.weight")
     kept = {name: tensor for name, tensor in found.tensors.items() if name not in verifier_copies}
-    flags = {name: config[name] for name in (*FLAGS, "target_hidden_size") if name in config}
+    flags = {name: config[name] for name in (*llama.NORMS, "target_hidden_size") if name in config}
+    llama.check_types(found, config)
     taps = tuple(config.get(eagle3_raw.LAYERS) or facts.default_taps)
     return eagle3_raw.read_parts(found.renamed(kept), {**layer, **flags}, taps, facts)

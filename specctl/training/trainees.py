@@ -57,14 +57,13 @@ class Trainee:
                 f"use --arch {found.config['family']}",
             )
         if not self.recipe.lora.enabled:
-            start = pool.whole(found)
-            return self.family.restore(start.config, start.tensors)
+            return pool.module(pool.whole(found), self.target)
         if "lora" in found.config:
             raise CheckpointError(f"{directory} is an adapter itself", "adapt its base, or fine-tune it without --lora")
         adaptable = getattr(self.family, "ADAPTABLE", ())
         if not adaptable:
             raise RecipeError(f"drafters of family {self.recipe.arch} take no LoRA adapters", "leave --lora out")
-        module = self.family.restore(found.config, found.tensors)
+        module = pool.module(found, self.target)
         self.base = self.family.drafter(module, self.target, DraftingRecipe())
         lora.inject(module, self.recipe.lora, adaptable)
         place = os.path.relpath(directory.absolute(), self.recipe.output.absolute())

@@ -1,12 +1,15 @@
 """Judges: what needs none, what is asked once, and everything a judge can fail at counts as unaligned."""
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 
 from specctl.adaptation import judge as judges
 from specctl.adaptation.judge import Chat, Judge, agreement, fold, make_judge, read_ruling
@@ -172,6 +175,16 @@ def test_an_encoder_judges_by_its_threshold(tiny_directory):
 def test_a_judge_that_is_not_there_is_named():
     with pytest.raises(CheckpointError, match="no/such"):
         make_judge(JudgeRecipe(kind="embedding", name="./no/such"), "cpu")
+
+
+def test_an_encoder_is_read_from_safetensors_only(tiny_directory, tmp_path):
+    """As every other model that is not the target; a pickle is not even opened."""
+    place = tmp_path / "encoder"
+    shutil.copytree(tiny_directory("llama"), place)
+    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
+    (place / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot load judge"):
+        make_judge(JudgeRecipe(kind="embedding", name=str(place)), "cpu")
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "model"}, {"kind": "embedding"}, {"endpoint": "http://x"}])

@@ -1,6 +1,7 @@
 """recipes, domains, doctor."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):
     )
     (tmp_path / "gemma" / "model.safetensors").unlink()
     done = specctl("doctor", "--target", directory, "--json")
-    assert done.code == 0, done.err
+    assert done.code == 4, "but what it is can be told"
     about = done.json["target"]
     expected = {
         "architecture": "Gemma2ForCausalLM",
@@ -216,7 +217,7 @@ def test_doctor_looks_for_the_weights(tmp_path):
         found = doctor.weights(directory)
         assert (found.state == "missing" and "model.safetensors" in found.value + str(found.fix)) or not content
     file.unlink()
-    assert doctor.weights(directory).state == "note"
+    assert doctor.weights(directory).state == "missing"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
     (directory / "model-1.safetensors").write_bytes(whole)
     found = doctor.weights(directory)
@@ -247,3 +248,21 @@ def test_help_ends_with_an_example_of_its_own_options(specctl, name):
     for option in [word for word in example.split() if word.startswith("--")]:
         assert f" {option} " in about
     assert "<bool>" not in about.replace("--help -h <bool>", "")
+
+
+@pytest.mark.parametrize("make_other", [lambda file: None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "directory"])
+def test_doctor_is_not_content_without_weights(tmp_path, make_other):
+    """It said ok, and exit 0, of a target that cannot be loaded; a pipe kept it waiting."""
+    directory = Path(write_tiny(tmp_path / "llama", "LlamaConfig", SIZES))
+    (directory / "model.safetensors").unlink()
+    make_other(directory / "model.safetensors")
+    found = doctor.weights(directory)
+    assert found.state == "missing" and str(directory) in found.value + str(found.fix)
+
+
+def test_a_template_that_refuses_is_one_line(specctl, tmp_path):
+    write_tiny(tmp_path / "llama", "LlamaConfig", SIZES)
+    (tmp_path / "llama/chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
+    done = specctl("generate", "hi", "--target", "./llama")
+    assert done.code == 3 and len(done.err.strip().splitlines()) <= 2
+    assert "llama/chat_template.jinja: the chat template refuses it: no users here" in done.err

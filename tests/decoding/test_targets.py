@@ -4,9 +4,14 @@ Random weights and everything that sets a family apart. Catches: RoPE scalings i
 in a tree, soft caps and logit scales lost, biases dropped, head sizes taken from the hidden size, tied heads untied.
 """
 
+import json
+import math
+import os
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from specctl.decoding import lean
 from specctl.decoding.cache import plan_rows
@@ -299,6 +304,48 @@ def test_a_model_with_code_of_its_own_does_not_take_the_lean_step(tmp_path):
 
     model.__class__ = Other
     assert Target("other", model, load_tokenizer(directory)).path == "transformers"
+
+
+def config_with(**changes):
+    def change(directory):
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def a_pickle(directory):
+    (directory / "model.safetensors").unlink()
+    torch.save({"x": os.system}, directory / "pytorch_model.bin")
+
+
+def nothing_but_nan(directory):
+    tensors = {name: torch.full_like(tensor, math.nan) for name, tensor in load_file(directory / WEIGHTS).items()}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+WEIGHTS = "model.safetensors"
+DAMAGED = {
+    "NaN": (nothing_but_nan, r"model\.norm\.weight holds values that are not finite"),
+    "pickle": (a_pickle, "cannot load target .*Unpickling"),
+    "tokenizer": (lambda directory: (directory / "tokenizer.json").write_text("[]"), "tokenizer of"),
+    "architectures": (config_with(architectures=1), "architectures"),
+    "head_dim": (config_with(head_dim=1e30), "head_dim"),
+    "dtype": (config_with(dtype=math.nan), r"config\.json"),
+    "kernels": (config_with(attn_implementation="kernels-community/x"), "attn_implementation is 'kernels-community/x'"),
+    "flash": (config_with(_attn_implementation="flash_attention_2"), "attn_implementation is 'flash_attention_2'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_target_is_one_line(tmp_path, damage):
+    """They were errors of libraries that named neither target nor file; of kernels, code from a repository."""
+    directory = write_tiny(tmp_path, "LlamaConfig", SMALL)
+    change, says = DAMAGED[damage]
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=says) as error:
+        load_target(directory, device="cpu", dtype="fp32")
+    assert directory in error.value.message and "\n" not in error.value.message
 
 
 # --- the end of the context -----------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from jinja2 import TemplateError
 
 from specctl.decoding.target import load_target
 from specctl.distillation import generate, shards, store
 from specctl.distillation.generate import distill
-from specctl.errors import DataError, Interrupted, UsageError
+from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
@@ -36,7 +35,7 @@ class FakeTarget:
 
     def render(self, messages, **options):
         if "forbidden" in messages[0]["content"]:
-            raise TemplateError("no such role")
+            raise ChatTemplateError("no such role")
         return list(messages[0]["content"].encode())
 
 
@@ -237,7 +236,7 @@ def test_prompts_the_target_cannot_take_are_rejected(tmp_path):
     assert (result.rejected, result.prompts) == (2, 2)
     assert {len(row["prompt_ids"]) + len(row["response_ids"]) for row in store.read(tmp_path / "out")} >= {64}
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()]
-    assert reasons[1] == "the chat template refuses it: no such role"
+    assert reasons[1] == "no such role"
 
 
 def test_only_prompts_that_are_too_long(tmp_path):

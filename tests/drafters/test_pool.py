@@ -72,7 +72,8 @@ def test_another_target(target, tmp_path):
 
 
 def test_an_architecture_that_its_weights_do_not_have(target, tmp_path):
-    write(tmp_path / "d", target, architecture={"hidden_size": 64, "vocab_size": target.vocab_size})
+    sizes = {"hidden_size": 64, "vocab_size": target.vocab_size}
+    write(tmp_path / "d", target, architecture={"model_type": "llama", **sizes})
     with pytest.raises(CheckpointError, match="do not fit"):
         load_drafter(str(tmp_path / "d"), target, DRAFTING)
 

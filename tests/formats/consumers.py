@@ -149,6 +149,23 @@ def medusa(directory, model, committed, forced):
     return torch.stack(rows)
 
 
+def medusa_in_vllm(directory, model, committed, forced):
+    """vllm/model_executor/models/medusa.py: a block with a bias where `medusa_fc_bias`, a matrix for each head."""
+    config, tensors = config_and_tensors(directory)
+    assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
+    assert config["num_hidden_layers"] == 1 and config["medusa_fc_bias"] is True
+    assert not config.get("original_lm_head") and "truncated_vocab_size" not in config
+    h = states(model, committed)[0][-1][-1]
+    rows = []
+    for k in range(config["num_heads"]):
+        weight, bias = (tensors.pop(f"blocks.{k}.layers.0.{part}") for part in ("weight", "bias"))
+        head = tensors.pop(f"lm_heads.{k}.weight")
+        assert head.shape == (config["vocab_size"], config["hidden_size"]), "the loader asserts it"
+        rows.append((h + F.silu(h @ weight.T + bias)) @ head.T)
+    assert not tensors, "the loader passes over them in silence"
+    return torch.stack(rows)
+
+
 def hydra(directory, model, committed, forced):
     """prefix_mlp_head.py, grounded: the modules of a head's Sequential are Dropout, ResBlock, Dropout, ResBlock, …"""
     config, tensors = config_and_tensors(directory, "hydra_lm_head.pt")

@@ -1,6 +1,8 @@
 """A directory written for an engine, put through that engine's arithmetic, gives the logits a drafter has here."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from specctl import api
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats import checkpoint, exporting, roundtrip
-from specctl.formats.head import Head
+from specctl.formats import checkpoint, exporting, registry, roundtrip
+from specctl.formats.head import Facts, Head
 from specctl.recipe import ExportRecipe
 from tests.formats import consumers
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
@@ -66,7 +68,60 @@ def test_heads_as_their_repositories_compute_them(make, ours, model, text, tmp_p
     drafter = make(family)
     result = export(drafter, family, tmp_path / "out")
     assert_same(drafted(getattr(consumers, family), tmp_path / "out", model, text), ours(drafter))
-    assert "neither vLLM" in result.notes[0]
+    assert "neither vLLM" in result.notes[0] and ("--to vllm" in result.notes[0]) == (family == "medusa")
+
+
+def test_medusa_as_vllm_computes_it(make, ours, model, text, tmp_path):
+    drafter = make("medusa")
+    result = export(drafter, "vllm", tmp_path / "out", tokens=7)
+    assert_same(drafted(consumers.medusa_in_vllm, tmp_path / "out", model, text), ours(drafter))
+    assert result.max_difference < 1e-4 and "0.32" in result.notes[0]
+    (command,) = result.commands
+    spec = json.loads(command.split("--speculative-config ")[1].strip("'"))
+    assert spec == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": STEPS}, "one a head"
+
+
+def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
+    """Its `token_map` belongs to one head for all depths; with one each its loader stops at the number of rows."""
+    shape = {"hidden_size": 256, "vocab_size": 4096, "draft_vocab_size": 64, "taps": [10], "draft_heads": 1}
+    head = Head("medusa", {**shape, "num_layers": 1}, {})
+    with pytest.raises(CheckpointError, match="draft vocabulary of 64"):
+        registry.write(head, "vllm", Facts.of_target(target), 3)
+
+
+@pytest.mark.parametrize(
+    ("to", "family", "architecture", "refused"),
+    [
+        *(("vllm", "eagle3", name, False) for name in ("LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM")),
+        *(("vllm", "eagle3", name, True) for name in ("Gemma3ForCausalLM", "FalconForCausalLM", "OPTForCausalLM")),
+        ("speculators", "eagle3", "Gemma2ForCausalLM", True),
+        ("vllm", "eagle", "Gemma2ForCausalLM", False),
+        ("vllm", "medusa", "Gemma2ForCausalLM", False),
+        ("sglang", "eagle3", "Gemma3ForCausalLM", False),
+        ("sglang", "eagle3", "Olmo2ForCausalLM", True),
+        ("sglang", "eagle", "OPTForCausalLM", False),
+        ("sglang", "eagle", "GPT2LMHeadModel", True),
+        ("hf", "lm", "Gemma2ForCausalLM", False),
+        ("eagle", "eagle3", "Gemma2ForCausalLM", False),
+    ],
+)
+def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, family, architecture, refused):
+    """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
+    facts = replace(Facts.of_target(target), architectures=[architecture])
+    notes, commands = registry.notes(to, family, facts), registry.commands(to, family, Path("/out"), facts, 3)
+    assert any(architecture in note for note in notes) == refused
+    assert bool(commands) != refused
+
+
+def test_an_export_for_a_refused_target(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting.Facts, "of_identity", of_gemma(Facts.of_identity))
+    result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
+    assert result.commands == [] and "does not serve EAGLE-3 heads for Gemma2ForCausalLM" in result.notes[0]
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
+def of_gemma(original):
+    return lambda *args, **options: replace(original(*args, **options), architectures=["Gemma2ForCausalLM"])
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "hf"])

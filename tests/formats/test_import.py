@@ -2,6 +2,9 @@
 
 import json
 import os
+import pickle
+import random
+import shutil
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ FORMATS = [
     ("eagle3", "speculators", "speculators"),
     *(("eagle", to, "eagle") for to in ("vllm", "sglang", "eagle")),
     *((family, family, family) for family in ("medusa", "hydra")),
+    ("medusa", "vllm", "medusa"),
     ("lm", "hf", "hf"),
 ]
 
@@ -239,6 +243,95 @@ def test_what_our_head_cannot_represent(head, target, tmp_path, case):
     assert str(tmp_path / "head") in error.value.message, "the file is named"
     assert right in (error.value.hint or "")
     assert not (tmp_path / "drafter").exists()
+
+
+TYPES = {
+    "rope_scaling": 3,
+    "rope_parameters": [1],
+    "eagle_config": True,
+    "rms_norm_eps": None,
+    "rope_theta": None,
+    "num_key_value_heads": "2",
+    "head_dim": [],
+    "max_position_embeddings": "x",
+    "draft_vocab_size": "300",
+    "hidden_size": -1,
+    "eagle_aux_hidden_state_layer_ids": ["1"],
+}
+
+
+@pytest.mark.parametrize("key", TYPES)
+def test_a_value_of_another_type_is_named(head, target, tmp_path, key):
+    """They were TypeErrors and AttributeErrors of ours."""
+    place = head(change=lambda config, tensors: config.update({key: TYPES[key]}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key}") as error:
+        import_head(place, target, tmp_path / "drafter", format="eagle3")
+    assert str(place) in error.value.message
+
+
+def test_another_head_as_speculators_is_refused_by_key(head, target, tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: speculators_model_type is None"):
+        import_head(head(), target, tmp_path / "drafter", format="speculators")
+
+
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
+def test_the_norms_that_speculators_trains_by_default(head, target, tmp_path, key):
+    place = head(to="speculators", change=lambda config, tensors: config.update({key: True}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is True") as error:
+        import_head(place, target, tmp_path / "drafter")
+    assert "EAGLE-3.1" in error.value.hint and "not supported yet" in error.value.hint
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def test_tensors_of_another_kind_are_named(head, target, tmp_path, family):
+    def whole_numbers(config, tensors):
+        name = sorted(name for name in tensors if name.endswith("weight"))[0]
+        tensors[name] = tensors[name].to(torch.int32)
+
+    place = head(family, "vllm", change=whole_numbers)
+    with pytest.raises(CheckpointError, match=r"int32") as error:
+        import_head(place, target, tmp_path / "drafter")
+    assert str(place) in error.value.message and not (tmp_path / "drafter").exists()
+
+
+def test_a_damaged_pickle_is_one_line(head, target, tmp_path):
+    """`weights_only` meets broken opcodes with IndexError, KeyError, TypeError, AssertionError and others."""
+    place = head()
+    torch.save(
+        load_file(place / "model.safetensors"), place / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
+    (place / "model.safetensors").unlink()
+    whole = (place / "pytorch_model.bin").read_bytes()
+    draw, kinds = random.Random(0), set()
+    for _ in range(60):
+        damaged = bytearray(whole[:20_000])
+        for _ in range(3):
+            damaged[draw.randrange(1500)] = draw.randrange(256)
+        (place / "pytorch_model.bin").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged") as error:
+            foreign.read(place)
+        kinds.add(type(error.value.__cause__))
+    usual = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError)
+    assert any(not issubclass(kind, usual) for kind in kinds), "or nothing was tried"
+
+
+@pytest.mark.parametrize("make_other", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_is_no_file_is_not_opened(head, name, make_other):
+    place = head()
+    (place / name).unlink()
+    make_other(place / name)
+    with pytest.raises(CheckpointError, match=str(place)):
+        foreign.read(place)
+
+
+def test_an_lm_that_chooses_code_is_refused(head, target, tmp_path):
+    for key, value in {"attn_implementation": "a/b", "quantization_config": {"quant_method": "awq"}}.items():
+        place = head("lm", "hf", change=lambda config, tensors: config.update({key: value}))  # noqa: B023
+        with pytest.raises(CheckpointError, match=rf"config\.json: {key}") as error:
+            import_head(place, target, tmp_path / "drafter")
+        assert str(place) in error.value.message
+        shutil.rmtree(place)
 
 
 def test_speculators_without_the_norm_flag_are_refused(head, target, tmp_path):

@@ -1,0 +1,84 @@
+"""Configurations of `transformers` that come from data: keys of their own class, plain values, nothing else.
+
+A configuration may also name kernels to fetch and load, a quantiser, or code of its own. None of that is a shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specctl.drafters.blueprint import CONFIG, guarded, misfit, shown
+
+FORBIDDEN = re.compile("implementation|kernel|quantization|auto_map|remote_code")
+"""In the name of a key: it chooses code, not a shape."""
+
+_WORD = re.compile(r"[\w.+-]{0,64}")  # no path, no address, no repository
+LARGEST, MOST_LAYERS, MOST_ITEMS = 2**31, 1000, 4096
+
+
+def configuration(architecture: Any) -> PretrainedConfig:
+    """The configuration that an `lm` drafter keeps as its "architecture". CheckpointError names the key that is wrong,
+    or has no business there."""
+    if not isinstance(architecture, dict):
+        raise misfit(CONFIG, "architecture", f"is {shown(architecture)}, not an object")
+    known = keys(architecture.get("model_type"))
+    for key in architecture:
+        if key not in known and (FORBIDDEN.search(key) or not key.startswith("_")):
+            why = f"is no key of a {architecture['model_type']} configuration that a drafter may set"
+            raise misfit(CONFIG, f"architecture.{shown(key)[1:-1]}", why)
+    kept = {key: value for key, value in architecture.items() if key in known}
+    check_plain(kept, "architecture")
+    return guarded(lambda: AutoConfig.for_model(**kept))
+
+
+def stored(config: PretrainedConfig) -> dict[str, Any]:
+    """What `configuration` reads."""
+    known = keys(config.model_type)
+    return {key: value for key, value in config.to_diff_dict().items() if key in known}
+
+
+def keys(model_type: Any) -> set[str]:
+    """The keys of a kind of causal LM. CheckpointError for what is none."""
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise misfit(CONFIG, "architecture.model_type", f"is {shown(model_type)}, no causal LM that transformers knows")
+    return {"model_type", *inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters} - {"self", "kwargs"}
+
+
+def check_plain(value: Any, place: str = "") -> None:
+    """Raise CheckpointError for what is no number, word, or small list or object of such: the first one in `value`."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            below = f"{place}.{shown(key)[1:-1]}".lstrip(".")
+            if FORBIDDEN.search(str(key)) and one is not None:
+                raise misfit(CONFIG, below, "chooses code, which a drafter may not")
+            if "layer" in str(key) and isinstance(one, int) and one > MOST_LAYERS:
+                raise misfit(CONFIG, below, f"is {one}, more than {MOST_LAYERS}")
+            check_plain(one, below)
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value[:MOST_ITEMS]):
+            check_plain(one, f"{place}.{number}")
+    if not _ordinary(value):
+        raise misfit(CONFIG, place, f"is {shown(value)}: neither a word, nor a number or list of ordinary size")
+
+
+def _ordinary(value: Any) -> bool:
+    match value:
+        case None | bool():
+            return True
+        case int():
+            return abs(value) <= LARGEST
+        case float():
+            return math.isfinite(value)
+        case str():
+            return _WORD.fullmatch(value) is not None
+        case list() | tuple() | dict():
+            return len(value) <= MOST_ITEMS
+    return False

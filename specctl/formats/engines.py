@@ -1,0 +1,68 @@
+"""What engines draft for, by the class that they run a target with: read from the sources of `VERSIONS`.
+
+An EAGLE-3 head reads hidden states of layers on the way, and a class has to hand them out; SGLang's EAGLE-1 asks the
+class for its embedding and head. Where it does neither, the engine stops at start.
+"""
+
+from __future__ import annotations
+
+from specctl.formats.head import Facts
+
+VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
+MEDUSA = "vLLM up to 0.32 serves Medusa heads (0.33 has dropped them): the most probable token of each, without a tree"
+NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for the repository that it comes from"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# vLLM's own classes without the interface `SupportsEagle3`. What it has no class for, it runs by that of transformers,
+# which has the interface.
+_VLLM_WITHOUT_EAGLE3 = _names("""
+    AXK1ForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM DbrxForCausalLM Ernie4_5_MoeForCausalLM
+    Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
+    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM HYV3ForCausalLM
+    HyperCLOVAXForCausalLM LongcatFlashForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM
+    OlmoeForCausalLM Qwen2MoeForCausalLM StableLmForCausalLM
+""")
+# SGLang's classes with `get_embed_and_head`, and those with `set_eagle3_layers_to_capture`.
+_SGLANG_EAGLE = _names("""
+    ApertusForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
+    Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconH1ForCausalLM Gemma3ForCausalLM
+    Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM HYV3ForCausalLM
+    HYV4ForCausalLM LagunaForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM
+    MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MistralForCausalLM NemotronHForCausalLM
+    OPTForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
+    Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+""")
+_SGLANG_EAGLE3 = _names("""
+    ApertusForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM ExaoneMoeForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM Llama4ForCausalLM
+    LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
+    MistralForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
+    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+""")
+
+
+def refusal(to: str, family: str, facts: Facts) -> str | None:
+    """Why the engine that a directory is written for does not draft with this family for this target; None where it
+    does, or where the target does not name its architecture."""
+    engine = "vllm" if to == "speculators" else to
+    refused = {
+        ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
+        ("sglang", "eagle3"): lambda name: name not in _SGLANG_EAGLE3,
+        ("sglang", "eagle"): lambda name: name not in _SGLANG_EAGLE,
+    }.get((engine, family), lambda name: False)
+    wrong = [name for name in facts.architectures if refused(name)]
+    if not wrong:
+        return None
+    what = "EAGLE-3" if family == "eagle3" else "EAGLE"
+    return (
+        f"{VERSIONS[engine]} does not serve {what} heads for {', '.join(wrong)} ({facts.text_config.model_type}): its "
+        f"class for it lacks the interface. The files are what a version with it would read"
+    )

@@ -1,0 +1,106 @@
+"""Chat templates are programs of whoever made the model: whatever they do is one line that names their file."""
+
+import os
+
+import pytest
+
+from specctl.decoding import chat
+from specctl.decoding.loading import builtin_path, load_tokenizer
+from specctl.errors import ChatTemplateError, CheckpointError, Interrupted
+from specctl.progress import interrupts
+
+ONE = [{"role": "user", "content": "How many pets?"}]
+FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("builtin")
+
+
+@pytest.fixture
+def render(tokenizer, monkeypatch):
+    """`render(template)` → ids of one conversation; the template None is the model's own."""
+    own = tokenizer.chat_template
+
+    def ask(template=None, messages=ONE, **options):
+        monkeypatch.setattr(tokenizer, "chat_template", own if template is None else template)
+        return chat.Renderer(tokenizer)("builtin", messages, options)
+
+    return ask
+
+
+def test_ids_are_those_of_the_tokenizer(render, tokenizer):
+    for text in ("hi", "", "Ünïcödé 🦜", "x " * 3000, "lone \ud800"):
+        messages = [{"role": "system", "content": "short"}, {"role": "user", "content": text}]
+        try:
+            wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception:
+            with pytest.raises(ChatTemplateError):
+                render(messages=messages)
+        else:
+            assert render(messages=messages) == list(wanted)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('only two roles') }}", "only two roles"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ nobody.knows }}", "UndefinedError"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages + 1 }}", "TypeError"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ raise_exception('x\\n' * 9999) }}", "x x x"),
+        ("", "no token"),
+    ],
+)
+def test_a_template_that_fails(render, template, says):
+    with pytest.raises(ChatTemplateError) as error:
+        render(template)
+    message = error.value.message
+    assert says in message and str(builtin_path() / "chat_template.jinja") in message and error.value.exit_code == 3
+    assert "\n" not in message and len(message) < 700
+
+
+def test_a_template_that_never_ends(render, monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 0)
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: the chat template takes more than 0 s"):
+        render(FOR_EVER)
+
+
+@pytest.mark.parametrize("template", ["{{ 'a' * 10 ** 12 }}", "{{ messages | tojson(indent=99999999) }}"])
+def test_a_template_that_fills_the_memory(render, monkeypatch, template):
+    monkeypatch.setattr(chat, "MEMORY", 1 << 28)
+    with pytest.raises(CheckpointError, match=r"takes more than \d GiB of memory"):
+        render(template, ONE * 50)
+
+
+def test_a_signal_is_heard_while_a_template_runs(render, monkeypatch):
+    monkeypatch.setattr(interrupts, "_signal", 15)
+    with pytest.raises(Interrupted):
+        render(FOR_EVER)
+
+
+def test_a_target_goes_on_behind_a_failure_and_follows_its_tokenizer(target, monkeypatch):
+    wanted = target.render(ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.tokenizer, "chat_template", "{{ raise_exception(messages[0].content) }}")
+        for text in ("one", "two"):
+            with pytest.raises(ChatTemplateError, match=f"refuses it: {text}"):
+                target.render([{"role": "user", "content": text}])
+        patch.setattr(target.tokenizer, "chat_template", "{{ 'a' * 10 ** 12 }}")
+        with pytest.raises(CheckpointError):
+            target.render(ONE)
+    assert target.render(ONE) == wanted
+
+
+def test_its_process_ends_with_it(tokenizer):
+    renderer = chat.Renderer(tokenizer)
+    child = renderer._child
+    os.kill(child, 0)
+    del renderer
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

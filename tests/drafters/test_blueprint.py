@@ -1,0 +1,228 @@
+"""A drafter's config.json is data: whatever it says is either what its weights are, or one line with file and key."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specctl.drafters import lm, pool, retrieval
+from specctl.drafters.head import HeadConfig
+from specctl.drafters.lm_config import configuration
+from specctl.errors import CheckpointError
+from specctl.formats import checkpoint
+from specctl.recipe import DraftingRecipe, TrainRecipe
+
+TINY = {"preset": "tiny", "num_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def drafters(target, tmp_path_factory):
+    """A directory of every family, and of an adapter of one."""
+    root = tmp_path_factory.mktemp("drafters")
+    made = {}
+    for name in ("eagle3", "eagle", "hydra", "medusa", "lm"):
+        kind = pool.trainable(name)
+        options = {"drafter": TINY} if name == "lm" else {}
+        module = kind.build(TrainRecipe(arch=name, **options), target, lambda size: list(range(size)))
+        config, tensors = kind.config(module, target.identity), kind.published(module.state_dict())
+        made[name] = checkpoint.save(root / name, config=config, tensors=tensors, info={})
+    store = retrieval.collect([(list(range(40)), 4)])
+    config = retrieval.config(store, target.identity)
+    made["retrieval"] = checkpoint.save(root / "retrieval", config=config, tensors=retrieval.tensors(store), info={})
+    base = made["eagle3"]
+    weight = load_file(base / "model.safetensors")["fc.weight"]
+    update = {"fc.lora_A.weight": torch.ones(2, weight.shape[1]), "fc.lora_B.weight": torch.ones(len(weight), 2)}
+    origin = {"path": "../eagle3", "sha256": checkpoint.weights_digest(base)}
+    config = json.loads((base / "config.json").read_text()) | {"lora": {"rank": 2, "alpha": 4, "base": origin}}
+    made["lora"] = checkpoint.save(root / "lora", config=config, tensors=update, info={})
+    return made
+
+
+@pytest.fixture
+def changed(drafters, target):
+    """`changed(family, config, tensors)` → the error of loading it with this changed, and its manifest written anew."""
+
+    def load(family, architecture=None, top=None, tensors=None):
+        source = drafters[family]
+        config = json.loads((source / "config.json").read_text()) | (top or {})
+        if architecture is not None:
+            config["architecture"] = config["architecture"] | architecture
+        weights = {
+            n: t for n, t in (load_file(source / "model.safetensors") | (tensors or {})).items() if t is not None
+        }
+        place = source.parent / "changed"
+        checkpoint.save(place, config=config, tensors=weights, info={}, overwrite=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(CheckpointError) as error:
+                pool.load_drafter(str(place), target, DraftingRecipe())
+        assert str(place) in error.value.message and "\n" not in error.value.message
+        assert len(error.value.message) < 800 and error.value.exit_code == 4
+        return error.value.message
+
+    return load
+
+
+def test_unchanged_they_load(drafters, target):
+    for place in drafters.values():
+        pool.load_drafter(str(place), target, DraftingRecipe())
+
+
+@pytest.mark.parametrize("family", ["eagle3", "hydra"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("rms_norm_eps", value) for value in ([], None, "x", -1, math.nan, True)),
+        *(("taps", value) for value in ([-1, -2, -3], ["1", "2", "3"], [None] * 3, [], 3, [2, 5, 99], [0] * 999)),
+        *(("rope_theta", value) for value in (10**30, 1e30, 0, None)),
+        *(("hidden_size", value) for value in (0, -1, 256.0, 2**40, 128, True)),
+        *(("num_heads", value) for value in (0, 3, 10**9)),
+        *(("head_dim", value) for value in (31, 10**30)),
+        *(("vocab_size", value) for value in (0, 5000, 10**9)),
+        ("unknown", 1),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_of_a_head_is_named(changed, family, key, value):
+    """Most of them built something, and failed, if at all, in the middle of a text."""
+    said = changed(family, {key: value})
+    assert "config.json" in said and (key in said or "calls for" in said)
+
+
+@pytest.mark.parametrize(
+    "value", [None, 1, "x", {"base": {}}, {"rank": 0, "alpha": 1, "base": {}}, {"rank": 2}], ids=str
+)
+def test_a_wrong_origin_of_an_adapter_is_named(changed, value):
+    assert "config.json: lora" in changed("lora", top={"lora": value})
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"fc.lora_A.weight": None},
+        {"fc.lora_A.weight": torch.ones(2, 3)},
+        {"fc.lora_B.weight": torch.ones(3, 2)},
+        {"gone.lora_A.weight": torch.ones(2, 3), "gone.lora_B.weight": torch.ones(3, 2)},
+        {"fc.weight": torch.ones(2)},
+    ],
+)
+def test_an_update_that_does_not_fit_its_base_is_named(changed, tensors):
+    assert "model.safetensors: " in changed("lora", tensors=tensors)
+
+
+def test_families_without_adapters_take_none(changed, drafters):
+    origin = {"path": "../medusa", "sha256": checkpoint.weights_digest(drafters["medusa"])}
+    assert "take no adapters" in changed("medusa", top={"lora": {"rank": 2, "alpha": 4, "base": origin}})
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"fc.weight": None},
+        {"fc.weight": torch.zeros(0)},
+        {"fc.weight": torch.zeros(256, 768, dtype=torch.int32)},
+        {"more": torch.zeros(2)},
+        {"d2t": torch.full((2048,), 10**6)},
+    ],
+)
+def test_weights_that_are_others_are_named(changed, tensors):
+    assert f"model.safetensors: {next(iter(tensors))}" in changed("eagle3", tensors=tensors).replace("'", "")
+
+
+@pytest.mark.parametrize("id", [4096, 10**6, -2])
+def test_a_store_of_tokens_that_there_are_not(changed, drafters, id):
+    tokens = load_file(drafters["retrieval"] / "model.safetensors")["tokens"].clone()
+    tokens[3] = id
+    assert f"model.safetensors: tokens: holds ids {min(id, -1)} …" in changed("retrieval", tensors={"tokens": tokens})
+
+
+CODE = {
+    "attn_implementation": "kernels-community/x@rev",
+    "_attn_implementation": "flash_attention_2",
+    "_attn_implementation_internal": "a/b",
+    "experts_implementation": "a/b",
+    "quantization_config": {"quant_method": "awq"},
+    "auto_map": {"AutoModelForCausalLM": "evil.Model"},
+    "trust_remote_code": True,
+}
+
+
+@pytest.mark.parametrize("key", CODE)
+def test_an_lm_chooses_no_code(changed, key):
+    """Kernels of a repository would be fetched and loaded, once the package `kernels` is there."""
+    assert f"config.json: architecture.{key}" in changed("lm", {key: CODE[key]})
+
+
+def test_nor_in_what_is_nested(changed):
+    said = changed("lm", {"model_type": "gemma3", "text_config": {"attn_implementation": "a/b"}})
+    assert "attn_implementation" in said or "text_config" in said or "is no key" in said
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 900},
+        {"num_hidden_layers": -1},
+        {"num_hidden_layers": 2.5},
+        {"vocab_size": 10**12},
+        {"vocab_size": 2**31 - 1},
+        {"hidden_size": 2**30},
+        {"hidden_size": 0},
+        {"hidden_size": -128},
+        {"intermediate_size": 1e30},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 3},
+        {"head_dim": 2**31},
+        {"dtype": "nope"},
+        {"hidden_act": "../x"},
+        {"rms_norm_eps": []},
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"model_type": "bert-and-more"},
+        {"model_type": ["llama"]},
+        {"eos_token_id": [0] * 5000},
+    ],
+    ids=str,
+)
+def test_an_lm_of_any_size_is_refused_before_it_is_built(changed, architecture):
+    """The loader built it first, 28 GB and more, and compared afterwards."""
+    assert "config.json" in changed("lm", architecture)
+
+
+def test_an_lm_that_says_nothing_of_its_sizes(changed):
+    """Then they are those of a 7B model."""
+    assert "they do not fit" in changed("lm", top={"architecture": {"model_type": "llama"}})
+    for other in ({}, [], None, "llama", 1):
+        assert "config.json: architecture" in changed("lm", top={"architecture": other})
+
+
+def test_an_lm_that_lacks_tokens(changed, drafters):
+    """It failed at the first one, in the middle of a text."""
+    tensors = load_file(drafters["lm"] / "model.safetensors")
+    fewer = {name: tensors[name][:4000].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    assert "architecture.vocab_size: is 4000" in changed("lm", {"vocab_size": 4000}, tensors=fewer)
+
+
+def test_what_an_lm_writes_it_reads(drafters, target):
+    config = json.loads((drafters["lm"] / "config.json").read_text())
+    again = lm.stored(configuration(config["architecture"]))
+    assert again == config["architecture"]
+
+
+def test_files_that_are_no_safetensors_name_the_file(drafters, target, tmp_path):
+    place = tmp_path / "d"
+    found = checkpoint.load(drafters["eagle3"])
+    checkpoint.save(place, config=found.config, tensors=found.tensors, info={})
+    save_file({"x": torch.zeros(1)}, place / "model.safetensors")
+    with pytest.raises(CheckpointError, match=str(place)):
+        pool.load_drafter(str(place), target, DraftingRecipe())
+
+
+def test_schemas_of_families_are_resolved(target):
+    """Their annotations stand in several modules."""
+    shape = dict(hidden_size=4, vocab_size=9, draft_vocab_size=9, taps=[1], intermediate_size=4, num_heads=2)
+    shape |= dict(num_kv_heads=1, head_dim=2, rms_norm_eps=1e-5, rope_theta=1e4, max_position_embeddings=8)
+    assert HeadConfig.from_dict(shape).taps == (1,)
