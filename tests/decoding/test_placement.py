@@ -53,6 +53,23 @@ def test_every_process_takes_its_own_gpu(monkeypatch):
     assert pick_device("cpu") == CPU
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "on"),
+    [("auto", True, False), ("cuda", True, False), ("cuda:1", True, False), ("cpu", True, True), ("auto", False, True)],
+)
+def test_a_gpu_runs_attention_without_cudnn(monkeypatch, device, gpus, on):
+    """It would plan for every new shape, some 0.4 s each, and the shapes of a round of decoding are always new."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        pick_device(device)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == on
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_a_map_of_one_device_changes_nothing(prompts):
     plain = load_target("builtin", device="cpu", dtype="fp32")
     mapped = load_target("builtin", dtype="fp32", device_map="auto")
