@@ -113,7 +113,8 @@ class Trainer:
         self.run.annotate(target=self.target.identity)
         store, recipe = self.trainee.store, self.recipe
         if store is not None and self.at.step < self.schedule.steps:
-            store.prepare(self.corpus.train, recipe.features, recipe.features_dir, self.rank, self.world)
+            homes = [self._mine(self.corpus.train, rank) for rank in range(self.world)]
+            store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
         if found is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
             checkpoint.discard(self.checkpoints)
         dist.barrier()
@@ -177,7 +178,7 @@ class Trainer:
         self, chosen: list[Example]
     ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
-        mine = self._mine(chosen)
+        mine = self._mine(chosen, self.rank)
         # Dropout and noise depend on the step alone: a resumed run draws what an uninterrupted one would.
         torch.manual_seed(self.recipe.data.seed + 2**16 * (self.at.step * self.world + self.rank))
         batch = self.trainee.batch(mine or chosen[:1], self.at.step)
@@ -186,9 +187,9 @@ class Trainer:
             total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
         return total, weight, steps
 
-    def _mine(self, examples: list[Example]) -> list[Example]:
-        """This rank's examples; fixed per example, so that each rank keeps features of its own share only."""
-        return [example for example in examples if example.index % self.world == self.rank]
+    def _mine(self, examples: list[Example], rank: int) -> list[Example]:
+        """A rank's examples; fixed per example, so that each rank keeps features of its own share only."""
+        return [example for example in examples if example.index % self.world == rank]
 
     def _check_gradients(self) -> None:
         """Before the update, where every process holds whole gradients."""
