@@ -20,9 +20,9 @@ from specctl.decoding.verify import Verdict, check_logits, verify
 from specctl.errors import DataError
 
 MAX_NODES = 63  # ancestor bitmasks are int64 with a sign: the root and 62 nodes
-# Rows of a step of several sequences, which share them: beyond, a row costs as much as one of a sequence of its own. On
-# a CPU measured on the built-in target with 8 sequences. On a GPU not measured: of an H100 a row of bf16 weights takes
-# longer to compute than to read from about 300 rows on.
+# Rows of a step of several sequences, which share them: up to so many a step costs little more than one row. On a CPU
+# measured on the built-in target with 8 sequences. On a GPU not measured yet: by its data sheet an H100 computes about
+# 300 rows in the time in which it reads the weights.
 SHARED_ROWS = {"cpu": 24, "cuda": 256}
 EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
 

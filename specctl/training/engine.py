@@ -17,7 +17,7 @@ from specctl.errors import RecipeError
 from specctl.recipe import TrainRecipe
 from specctl.training.optimizers import make_optimizer
 
-PATIENCE = timedelta(hours=1)  # of processes for the slowest, who may have a target to load or features to compute
+PATIENCE = timedelta(minutes=30)  # of processes for the slowest, which may compute features or acceptance
 
 
 def start_processes(device: torch.device) -> tuple[int, int]:

@@ -169,8 +169,8 @@ def sample(texts: Texts) -> list[Example]:
     count = max(1, min(texts.responses, SAMPLE))
     found = []
     for index in range(count):
-        place = index * 719 % count / max(1, count - 1)  # long and short ones mixed
-        length = max(2, round(texts.response_tokens * (1 + SPREAD * (2 * place - 1))))
+        place = (2 * index + 1) / count - 1  # from −1 to 1
+        length = max(2, round(texts.response_tokens * (1 + SPREAD * place)))
         found.append(Example(index, "", [0] * (round(texts.prompt_tokens) + length), round(texts.prompt_tokens)))
     return found
 
@@ -260,8 +260,9 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
 
 
 def _waiting(useful: float, processes: int) -> str:
-    waiting = f"; {1 - useful:.1%} of the time they wait for the slowest (lengths ± {SPREAD:.0%})"
-    return waiting if processes > 1 else ""
+    if processes == 1:
+        return ""
+    return f", processes waiting for the slowest for {1 - useful:.1%} of it (lengths ± {SPREAD:.0%})"
 
 
 def _count(number: int) -> str:
