@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,8 +25,12 @@ from specctl.decoding.target import Target
 from specctl.decoding.verify import behind, judge, unusable, usable
 
 
-def device_rounds(target: Target, state: DecodeState, drafter: Proposer, budget: int) -> DeviceRounds | None:
+def device_rounds(
+    target: Target, state: DecodeState, drafter: Proposer, budget: Callable[[], int]
+) -> DeviceRounds | None:
     """Rounds on the device where they are of use: on a GPU, for the lean step and a drafter that knows how.
+
+    `budget`: draft nodes of a sequence; it may change only with the size of the batch, as all shapes do.
 
     The environment variable SPECCTL_GRAPHS: `0` leaves every round to the host; `eager` runs the device's rounds
     without graphs, on any device.
@@ -38,7 +43,7 @@ def device_rounds(target: Target, state: DecodeState, drafter: Proposer, budget:
         return None
     if any(request.sampling.repetition_penalty != 1 for request in state.requests):
         return None
-    draft = drafter.on_device(state, budget)
+    draft = drafter.on_device(state, budget())
     if draft is None or draft.reach > state.spare:
         return None
     return DeviceRounds(target, state, drafter, budget, capture=mode != "eager")
@@ -51,7 +56,9 @@ class DeviceRounds:
     draft: DeviceDraft
     graphs: graphs.Graphs
 
-    def __init__(self, target: Target, state: DecodeState, drafter: OnDevice, budget: int, *, capture: bool):
+    def __init__(
+        self, target: Target, state: DecodeState, drafter: OnDevice, budget: Callable[[], int], *, capture: bool
+    ):
         self.target, self.state, self.drafter, self.budget, self.capture = target, state, drafter, budget, capture
         self.batch = 0
         self.loaded = self.failed = False
@@ -86,7 +93,7 @@ class DeviceRounds:
 
     def _place(self) -> None:
         """Make everything anew for a batch of another size."""
-        draft = self.drafter.on_device(self.state, self.budget)
+        draft = self.drafter.on_device(self.state, self.budget())
         assert draft is not None
         self.draft, self.batch = draft, self.state.batch
         self.sequences = Resident(self.state, draft.depth + 1)

@@ -64,9 +64,15 @@ class _Layer:
 
 
 class LeanModel:
-    """Runs steps of a Llama-shaped model. Built from a loaded `transformers` model, whose weights it takes over."""
+    """Runs steps of a Llama-shaped model, built from a loaded `transformers` model, with which it shares what it does
+    not have to pack.
 
-    def __init__(self, model):
+    Args:
+        consume: empty every layer of `model` once it is packed. The two together never hold more than the weights and
+            one layer, and `model` is of no use afterwards.
+    """
+
+    def __init__(self, model, consume: bool = False):
         config = model.config
         body = model.model
         self.dtype = model.dtype
@@ -77,7 +83,11 @@ class LeanModel:
         self.scale = self.head_dim**-0.5
         self.hidden_size = config.hidden_size
         self.embedding = body.embed_tokens.weight.detach()
-        self.layers = [_Layer(layer, config, self.dtype) for layer in body.layers]
+        self.layers = []
+        for layer in body.layers:
+            self.layers.append(_Layer(layer, config, self.dtype))
+            for parameter in layer.parameters() if consume else ():
+                parameter.data = parameter.new_empty(0)
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)
         self.head = Linear(model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb

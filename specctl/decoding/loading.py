@@ -27,12 +27,18 @@ def builtin_path() -> Path:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` and `cuda` are this process' own GPU, `auto` without one the CPU."""
+    """`auto` and `cuda` are this process' own GPU, `auto` without one the CPU.
+
+    Whoever computes on a GPU asks here first, so this is also where attention by cuDNN is switched off: torch prefers
+    it on Hopper and later, it plans every new shape for some 0.4 s, and the shapes of decoding are new in every round.
+    """
     available = torch.cuda.is_available()
     if device.startswith("cuda") and not available:
         raise UsageError(
             f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
         )
+    if device != "cpu" and available:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if device == "cuda" or (device == "auto" and available):
         return torch.device("cuda", own_gpus(torch.cuda.device_count(), os.environ)[0])
     return torch.device("cpu" if device == "auto" else device)

@@ -49,6 +49,8 @@ class Target:
         context_length: longest sequence the target was made for.
         row_flops: of the products of one row with all weights, attention aside; of a mixture, with all experts.
         head_weight, squash: [V, H] its vocabulary head, and what becomes of the products with it: its logits.
+
+    With `consume` the weights of `model` become the target's alone: nobody else may use it afterwards.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Target:
         revision: str | None = None,
         path: str = "auto",
         weights: str | None = None,
+        consume: bool = False,
     ):
         reason = lean.why_not(model.config)
         if not type(model).__module__.startswith("transformers.models."):
@@ -75,8 +78,12 @@ class Target:
         self.config = model.config.get_text_config()
         self.tokenizer = tokenizer
         self.path = "transformers" if reason or path == "transformers" else "lean"
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        count = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
+        self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
+        _check_finite(name, model, head)
         if self.path == "lean":
-            self.model: Model = lean.LeanModel(model)
+            self.model: Model = lean.LeanModel(model, consume)
         else:
             self.model = _tried(name, model)
         self.device, self.dtype = self.model.device, self.model.dtype
@@ -86,11 +93,7 @@ class Target:
         self.context_length = context_limit(self.config) or int(tokenizer.model_max_length)
         self.eos_ids = eos_ids(model.generation_config, model.config, tokenizer)
         self.generation_config = model.generation_config
-        self.head_weight: Tensor = model.get_output_embeddings().weight.detach().to(self.device)
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        count = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
-        self.row_flops = 2 * (count - (0 if tied else self.model.embedding.numel()))
-        _check_finite(name, model, self.head_weight)
+        self.head_weight: Tensor = head.detach().to(self.device)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
         self.identity: dict[str, Any] = {
@@ -262,4 +265,7 @@ def load_target(
     )
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
     weights = weights_digest(name, revision)
-    return Target(name, model, tokenizer, revision=revision, path=path, weights=weights)
+    target = Target(name, model, tokenizer, revision=revision, path=path, weights=weights, consume=True)
+    if where.type == "cuda":
+        torch.cuda.empty_cache()  # what was packed left holes, which nobody but torch could use
+    return target

@@ -57,7 +57,7 @@ class FeatureDrafter(FeatureLayer):
         # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
         if self.shape.chain or state.exact_rows:
             return self._chain(state, memory, depth)
-        return self._tree(state, memory, depth, budget)
+        return self._tree(state, memory, depth, self.shape.within(budget))
 
     def _chain(self, state: DecodeState, memory: Memory, depth: int) -> DraftTree:
         hidden, logits = memory.hidden, self.logits(memory.hidden)
@@ -79,9 +79,9 @@ class FeatureDrafter(FeatureLayer):
         chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
         return DraftTree.from_chains(chains, state.device)
 
-    def _tree(self, state: DecodeState, memory: Memory, depth: int, budget: int) -> DraftTree:
+    def _tree(self, state: DecodeState, memory: Memory, depth: int, shape: Shape) -> DraftTree:
         growing = [GrowingTree() for _ in state.rows]
-        width, children = self.shape.width, min(self.shape.children, len(self.ids))
+        width, children = shape.width, min(shape.children, len(self.ids))
         logprob, index = kernels.expand_topk(self.logits(memory.hidden), children)
         for tree, gains, ids in zip(growing, logprob.tolist(), index.tolist(), strict=True):
             tree.add(-1, gains, [self._to_target[i] for i in ids])
@@ -112,14 +112,14 @@ class FeatureDrafter(FeatureLayer):
                 for place, node in enumerate(frontier):
                     tree.expanded[node] = step * width + place
                     tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
-        return best(growing, [row.room for row in state.rows], min(self.shape.nodes, budget), state.device)
+        return best(growing, [row.room for row in state.rows], shape.nodes, state.device)
 
     def _plan(
         self, state: DecodeState, memory: Memory, growing: list[GrowingTree], frontiers: list[list[int]], step: int
     ) -> Plan:
         """Row w of this step sits behind the committed slots and the rows of earlier steps, and attends the committed
         slots, its ancestors' rows and itself."""
-        width = self.shape.width
+        width = len(frontiers[0])
         base = [cached + step * width for cached in memory.cached]
         positions = torch.tensor([[cached + step] * width for cached in memory.cached], device=state.device)
         if width == 1 and len(set(base)) == 1:

@@ -25,11 +25,11 @@ class FeatureRounds:
     """Levels of `width` expanded nodes with `children` candidates each; the `nodes` best candidates are the draft."""
 
     def __init__(self, drafter: FeatureDrafter, state: DecodeState, budget: int):
-        shape = drafter.shape
+        shape = drafter.shape.within(budget)
         self.drafter, self.levels, self.width = drafter, min(shape.depth, budget), shape.width
         self.children = min(shape.children, len(drafter.ids))
         candidates = self.children * (1 + (self.levels - 1) * self.width)
-        self.nodes, self.chain = min(shape.nodes, budget, candidates), shape.chain
+        self.nodes, self.chain = min(shape.nodes, candidates), shape.chain
         if self.chain:
             self.nodes = self.levels
         self.depth = min(self.levels, self.nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,16 @@ class Shape:
     @property
     def chain(self) -> bool:
         return self.width == 1 and self.children == 1
+
+    def within(self, budget: int) -> Shape:
+        """The shape where a draft may have `budget` nodes at most.
+
+        A level expands no more nodes than the draft keeps of one on average, down to a chain with runners-up: every
+        node that is expanded costs the head a row, and in a batch those rows are what the budget was cut for.
+        """
+        if budget >= self.nodes:
+            return self
+        return replace(self, nodes=budget, width=min(self.width, max(1, budget // self.depth)))
 
     @property
     def floor(self) -> float:

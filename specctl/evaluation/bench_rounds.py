@@ -69,7 +69,7 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
     prompt = torch.randint(5, target.vocab_size, (context,), generator=generator).tolist()
     request = Request(prompt, filters(recipe.sampling), context + NEW, recipe.data.seed)
     state = DecodeState(target, [request], slots=1, taps=drafter.taps, spare=MAX_NODES, exact_rows=0)
-    rounds = device_rounds(target, state, drafter, MAX_NODES - 1)
+    rounds = device_rounds(target, state, drafter, lambda: MAX_NODES - 1)
     if rounds is not None:
         logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
         state.begin([0], logits.argmax(-1).tolist(), tapped)

@@ -140,7 +140,9 @@ class TrainRecipe(WriterRecipe):
     epochs: PositiveInt | None = None
     max_steps: PositiveInt | None = None
     max_minutes: PositiveFloat | None = None
-    batch_tokens: PositiveInt | None = None  # response tokens a step, over all processes; None = measured per device
+    batch_tokens: PositiveInt | None = (
+        None  # response tokens a step, over all processes (a text each at least); None = per device
+    )
     max_length: PositiveInt = 2048
     gradient_checkpointing: bool = False  # less memory for long samples and large vocabularies, more time
     features: FeatureRecipe = FeatureRecipe()

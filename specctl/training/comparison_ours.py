@@ -112,7 +112,7 @@ def losses(trainer: Trainer) -> list[float]:
     """Mean loss on the first batch by step of the training-time test."""
     first = batches(trainer.corpus.train, trainer.batch_tokens, seed=trainer.recipe.data.seed, epoch=0)[0]
     with torch.no_grad():
-        _, _, steps = trainer._forward(first)
+        _, _, steps = trainer._forward([first])
     return [(loss / weight).item() for loss, weight in steps]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
+from specctl.training import dealing
 
 HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
-WINDOW = 8  # batches whose documents are sorted by length together: little padding, still shuffled
 
 
 @dataclass(frozen=True)
@@ -180,29 +179,7 @@ def frequent_tokens(examples: list[Example], size: int, always: frozenset[int]) 
 
 
 def batches(examples: list[Example], batch_tokens: int, *, seed: int, epoch: int) -> list[list[Example]]:
-    """One epoch as batches of about `batch_tokens` response tokens, a function of (examples, seed, epoch) alone."""
-    rng = random.Random(f"{seed}/{epoch}")
-    order = list(examples)
-    rng.shuffle(order)
-    mean = sum(example.response_length for example in order) / len(order)
-    window = max(1, round(WINDOW * batch_tokens / mean))
-    result: list[list[Example]] = []
-    for start in range(0, len(order), window):
-        part = sorted(order[start : start + window], key=lambda example: (len(example.tokens), example.index))
-        packed = list(_pack(part, batch_tokens))
-        rng.shuffle(packed)
-        result += packed
-    return result
-
-
-def _pack(examples: list[Example], batch_tokens: int) -> Iterator[list[Example]]:
-    batch: list[Example] = []
-    size = 0
-    for example in examples:
-        if batch and size + example.response_length > batch_tokens:
-            yield batch
-            batch, size = [], 0
-        batch.append(example)
-        size += example.response_length
-    if batch:
-        yield batch
+    """One epoch of a process on its own as batches of about `batch_tokens` response tokens, a function of (examples,
+    seed, epoch) alone."""
+    rows = [[example] for example in examples]
+    return [share for (share,) in dealing.batches(rows, batch_tokens, seed=seed, epoch=epoch)]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from specctl.decoding.loading import pick_dtype
 from specctl.errors import RecipeError
 from specctl.recipe import TrainRecipe
 from specctl.training.optimizers import make_optimizer
+
+PATIENCE = timedelta(minutes=30)  # of processes for the slowest, which may compute features or acceptance
 
 
 def start_processes(device: torch.device) -> tuple[int, int]:
@@ -38,7 +41,7 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         if not dist.is_initialized():
             if alone:  # no port, which another process could take in the meantime
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            deepspeed.init_distributed(dist_backend=backend, verbose=False)
+            deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=PATIENCE)
     return dist.get_rank(), dist.get_world_size()
 
 

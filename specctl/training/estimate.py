@@ -16,15 +16,20 @@ from torch import nn
 from specctl.decoding import lean
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
+from specctl.training.data import Example
+from specctl.training.dealing import Batch, batches, level, rows, useful_share
 from specctl.training.machine import DEVICES, GB, Machine
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.outline import Outline
-from specctl.training.schedule import Schedule, batch_tokens, ttt_stride
+from specctl.training.schedule import Schedule, batch_tokens
+from specctl.training.work import matrix_parameters, passes, reads_features, step_work
 
 HEADROOM = 0.9  # of a GPU's memory: the CUDA context, buffers of the collectives and fragmentation take the rest
 FORWARD_TOKENS = 16_384  # at most, padding included, in one forward of the target
 HEAD_ROWS = 4096  # at most, of target logits at a time
 STEP_SECONDS = 0.05  # a step on GPUs takes at least so long: launching kernels, exchanging gradients, the host's part
+SPREAD = 0.4  # responses are as long as their mean, more or less by as much as this share of it
+SAMPLE = 2048  # texts that stand for all
 JSON_BYTES = 12  # of a token in a distilled record: its id as a number, and the text
 
 
@@ -63,6 +68,7 @@ class Estimate:
     response_tokens: int
     texts_counted: bool
     steps: int
+    useful_share: float
     flops: float
     hours: float
     memory_gb: dict[str, float]
@@ -81,7 +87,8 @@ class Estimate:
             f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
             f"in the drafter; {self.responses:,} responses of {length}",
             f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {_time(self.hours)} on {self.gpus} × {self.gpu} "
-            f"at {self.utilisation:.0%} of peak (an assumption); distillation and acceptance checks not included",
+            f"at {self.utilisation:.0%} of peak (an assumption){_waiting(self.useful_share, self.processes)}; "
+            "distillation and acceptance checks not included",
             f"estimate: {sum(self.memory_gb.values()):.3g} of {self.memory_limit_gb:.3g} GB memory per {per} "
             f"({_sizes(self.memory_gb)}): {fit}",
             f"estimate: {sum(self.disk_gb.values()):.3g} GB on disk ({_sizes(self.disk_gb)})",
@@ -94,28 +101,32 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
     drafter = outline.drafter(recipe)
     parameters = sum(p.numel() for p in drafter.parameters())
     placed = cast(Target, replace(outline, device=torch.device("cpu" if machine.gpu == "cpu" else "cuda")))
-    batch = batch_tokens(recipe, placed)
-    steps = Schedule.of(recipe, placed, max(1, round(texts.tokens / batch))).steps
-    again = recipe.ttt_steps - 1 if recipe.arch == "eagle3" else 0
-    passes = 1 + again / ttt_stride(recipe, placed)
+    asked = batch_tokens(recipe, placed)
+    depth = passes(recipe, placed)
 
     features = texts.tokens * feature_bytes(drafter, outline, texts)
     budget = recipe.features.budget_gb * 2**30 * machine.processes
     mode: str = recipe.features.mode
     if mode == "auto":
         mode = "memory" if features <= budget else "online"
-    flops = steps * batch * drafter_flops(drafter, passes, texts)
+    work = step_work(drafter, recipe, placed, 2.0 * outline.active if features and mode == "online" else 0.0)
+    dealt = rows(sample(texts), machine.processes, work)
+    epoch = batches(dealt, asked, seed=0, epoch=0)
+    useful = useful_share(epoch if mode == "memory" else [level(batch, work) for batch in epoch], work)
+    batch = asked if machine.processes == 1 else mean_tokens(epoch)
+    steps = Schedule.of(recipe, placed, max(1, round(texts.tokens / batch))).steps
+    flops = steps * batch * drafter_flops(drafter, depth, texts)
     if features:
         flops += 2 * outline.active * texts.length * (steps * batch if mode == "online" else texts.tokens)
 
-    seconds = max(flops / machine.flops, steps * STEP_SECONDS if machine.gpu != "cpu" else 0)
+    seconds = max(flops / useful / machine.flops, steps * STEP_SECONDS if machine.gpu != "cpu" else 0)
 
-    tokens = batch / machine.processes
+    tokens = max(asked, batch) / machine.processes
     compute = machine.dtype(recipe.precision)
     memory = {
         "target": outline.parameters * outline.dtype.itemsize / machine.shards,
         "drafter": state_bytes(drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
-        "activations": activation_bytes(drafter, tokens, passes, texts, compute),
+        "activations": activation_bytes(drafter, tokens, depth, texts, compute),
     }
     if compute.itemsize < 4:
         memory["autocast"] = parameters * compute.itemsize  # a copy of the weights
@@ -142,26 +153,37 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
         response_tokens=round(texts.tokens),
         texts_counted=texts.counted,
         steps=steps,
+        useful_share=useful,
         flops=flops,
         hours=min(seconds / 3600, (recipe.max_minutes or float("inf")) / 60),
         memory_gb={name: size / GB for name, size in memory.items()},
         memory_limit_gb=machine.memory_gb,
         fits=room >= 0,
-        advice=[] if room >= 0 else advice(memory, room, recipe, machine, batch),
+        advice=[] if room >= 0 else advice(memory, room, recipe, machine, asked),
         disk_gb={name: size / GB for name, size in disk.items() if size},
     )
 
 
-def reads_features(drafter: nn.Module) -> bool:
-    """Whether training the drafter runs the target."""
-    return bool(getattr(drafter, "taps", ()))
+def sample(texts: Texts) -> list[Example]:
+    """Some texts with the mean lengths of `texts`, whose responses differ by `SPREAD`."""
+    count = max(1, min(texts.responses, SAMPLE))
+    found = []
+    for index in range(count):
+        place = (2 * index + 1) / count - 1  # from −1 to 1
+        length = max(2, round(texts.response_tokens * (1 + SPREAD * place)))
+        found.append(Example(index, "", [0] * (round(texts.prompt_tokens) + length), round(texts.prompt_tokens)))
+    return found
+
+
+def mean_tokens(epoch: list[Batch]) -> float:
+    """Response tokens of a batch."""
+    return sum(example.response_length for batch in epoch for share in batch for example in share) / len(epoch)
 
 
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
     """Of a response token: 2 a parameter forward and 4 backward, for every pass. A drafter that reads no features runs
     over prompts, too; of the others these are neglected."""
-    matrices = sum(p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and "embed_tokens" not in name)
-    return 6 * matrices * (passes if reads_features(drafter) else texts.length)
+    return 6 * matrix_parameters(drafter) * (passes if reads_features(drafter) else texts.length)
 
 
 def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
@@ -235,6 +257,12 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
         knobs["activations"] = f"batch_tokens={fitting} (it is {batch})"
     ordered = sorted(knobs, key=lambda name: -memory.get(name, 0))
     return [knobs[name] for name in ordered]
+
+
+def _waiting(useful: float, processes: int) -> str:
+    if processes == 1:
+        return ""
+    return f", processes waiting for the slowest for {1 - useful:.1%} of it (lengths ± {SPREAD:.0%})"
 
 
 def _count(number: int) -> str:

@@ -1,10 +1,11 @@
 """Target features on disk: safetensors shards, written whole or not at all, read through a memory map.
 
     <features.dir>/<key>/manifest.json                what the features are of; the key is its digest
-                         0of2-00003.safetensors       a shard of rank 0 of 2
+                         00003.safetensors            a shard
 
-Features are a function of target and data, not of the drafter, so they are kept beside the data by default, and every
-run over the same sequences reads the same ones. Another target, other taps or other data make another key.
+Features are a function of target and data, not of the drafter or of the number of processes, so they are kept beside
+the data by default, and every run over the same sequences reads the same ones; each process reads those that it needs.
+Another target, other taps or other data make another key.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from specctl.recipe import FeatureRecipe
 from specctl.runs import atomic_write, make_dir, to_json
 
 OPEN = 16  # shards mapped at a time: what is mapped counts as resident until the kernel wants it back
-MANIFEST = "manifest.json"
+MANIFEST, LOCK = "manifest.json", "writer.lock"
 DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}  # the names of safetensors
 USABLE = 0.95  # of the free space of a disk
 GB = 2**30
@@ -53,7 +54,7 @@ class Features:
 
 
 class FeatureFiles:
-    """The shards of one rank: {example index: Features}.
+    """{example index: Features}, for all processes of a run, which write some of the shards each and read any.
 
     `about` describes target and data; `shards` are the examples of every shard: index → (slots, response tokens to be
     predicted), the lengths of their `Features`.
@@ -62,13 +63,10 @@ class FeatureFiles:
     bytes are compared with their sha256 once in a run, by `whole`: about a second for a GB.
     """
 
-    def __init__(
-        self, root: Path, about: Mapping[str, Any], rank: int, world: int, shards: list[dict[int, tuple[int, int]]]
-    ):
+    def __init__(self, root: Path, about: Mapping[str, Any], shards: list[dict[int, tuple[int, int]]]):
         self.about = dict(about)
         self.key = hashlib.sha256(to_json(self.about).encode()).hexdigest()[:16]
         self.dir = Path(root) / self.key
-        self._rank, self._prefix = rank, f"{rank}of{world}"
         self._shards = shards
         self.shard_of = {index: number for number, shard in enumerate(shards) for index in shard}
         self._open: OrderedDict[int, Any] = OrderedDict()
@@ -138,18 +136,23 @@ class FeatureFiles:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The directory, held against other writers of this rank's shards. UsageError names who holds it."""
+        """The directory, held against other runs. Of the processes of a run one holds it while all write. UsageError
+        names who holds it."""
         make_dir(self.dir)
-        lock = Lock(
-            self.dir / f"{self._prefix}.lock",
-            hint="wait until it has ended and start again, or set another features.dir",
-        )
+        lock = Lock(self.dir / LOCK, hint="wait until it has ended and start again, or set another features.dir")
         try:
-            if self._rank == 0:
-                atomic_write(self.dir / MANIFEST, to_json(self.about, indent=2) + "\n")
+            atomic_write(self.dir / MANIFEST, to_json(self.about, indent=2) + "\n")
             yield
         finally:
             lock.release()
+
+    def require(self, numbers: list[int]) -> None:
+        """SpecctlError where shards that the processes of this run have just written are not all here."""
+        if not all(self._path(number).exists() for number in numbers):
+            raise SpecctlError(
+                f"{self.dir} is not the same directory for all processes: features that others wrote are missing",
+                "set features.dir to a file system that all nodes share, or features.mode=online",
+            )
 
     def write(self, number: int, examples: Mapping[int, Features]) -> None:
         """Write a shard aside and rename it. SpecctlError when the disk refuses."""
@@ -168,7 +171,7 @@ class FeatureFiles:
             ) from error
 
     def _path(self, number: int) -> Path:
-        return self.dir / f"{self._prefix}-{number:05d}.safetensors"
+        return self.dir / f"{number:05d}.safetensors"
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -179,10 +182,16 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def disk(path: Path) -> tuple[int, int]:
-    """(free bytes, id of the file system) where `path` is or would be; network file systems may all have id 0."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(there).free, os.statvfs(there).f_fsid % 2**62
+def disk(path: Path) -> int:
+    """Free bytes where `path` is or would be."""
+    return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
+
+
+def kept(recipe: FeatureRecipe, size: int) -> bool:
+    """Whether features of `size` bytes a process are to be kept: what `choose` says where the disk has room."""
+    if recipe.mode != "auto":
+        return recipe.mode != "online"
+    return size <= recipe.budget_gb * GB or recipe.dir is not None
 
 
 def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
@@ -191,7 +200,7 @@ def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: in
     `auto` writes to a disk only where it was told to: features of a large target are terabytes.
 
     Args:
-        size: bytes of this process' features.
+        size: bytes of a process' features.
         missing: bytes that all processes have still to write to the disk of `place`, which has `free`.
 
     Raises:

@@ -38,6 +38,7 @@ class FeatureStore:
 
     def __init__(self, target: Target, taps: tuple[int, ...]):
         self.target, self.taps = target, taps
+        self.at_home = False  # the features of an example are in the memory of one process
         self.kept: dict[int, Features] | FeatureFiles = {}
         self.passes = 0  # target tokens run, padding excluded
 
@@ -49,19 +50,26 @@ class FeatureStore:
         return slots * len(self.taps) * width * size + asked * (width * size + 4)
 
     def prepare(
-        self, examples: list[Example], recipe: FeatureRecipe, place: Path, rank: int = 0, world: int = 1
+        self,
+        examples: list[Example],
+        recipe: FeatureRecipe,
+        place: Path,
+        homes: list[list[Example]] | None = None,
+        rank: int = 0,
     ) -> None:
-        """Keep the features of this rank's share of `examples` as the recipe says (all ranks call this).
+        """Keep the features of `examples` as the recipe says (all ranks call this, and come to the same decision).
 
         Args:
-            place: directory for features on disk.
+            place: directory for features on disk, the same for all processes.
+            homes: the examples whose features each rank keeps where that is in memory; None = of one process all.
 
         Raises:
             SpecctlError: they do not fit, or are not finite.  UsageError: another process is writing them.
             Interrupted: SIGTERM or SIGUSR1; shards that were written stay.
         """
-        mine = [example for example in examples if example.index % world == rank]
-        groups = list(self._groups(mine))
+        homes = homes or [examples]
+        world = len(homes)
+        groups = list(self._groups(examples))
         shards = list(self._shards(groups))
         lengths = [
             {
@@ -71,25 +79,28 @@ class FeatureStore:
             }
             for shard in shards
         ]
-        files = FeatureFiles(place, self._about(examples), rank, world, lengths)
-        missing = []
-        for number in range(len(shards)):
-            interrupts.check()
-            if not files.whole(number):
-                missing.append(number)
-        free, disk_id = disk(files.dir)
-        lacking = sum(self.estimate(group) for number in missing for group in shards[number])
-        everyone = _over_ranks([disk_id, lacking], rank, world, self.target.device)
-        needed = sum(count for other, count in everyone if other == disk_id)
-        mode = choose(recipe, files.dir, self.estimate(mine), needed, free)
-        with track("target features", total=len(mine), unit="responses") as bar:
-            if mode == "memory":
-                self.kept = self._run(groups, bar)
-            elif mode == "cached":
-                with files.writing() if missing else nullcontext():
-                    for number in missing:
-                        files.write(number, self._run(shards[number], bar))
-                self.kept = files
+        files = FeatureFiles(place, self._about(examples), lengths)
+        checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
+        *absent, free = _over_ranks([*checked, disk(files.dir) if rank == 0 else 0], self.target.device)
+        missing = [number for number, count in enumerate(absent) if count]
+        needed = sum(self.estimate(group) for number in missing for group in shards[number])
+        mode = choose(recipe, files.dir, self.estimate(examples) // world, needed, free)
+        mine = missing[rank::world]
+        if mode == "memory":
+            with track("target features", total=len(homes[rank]), unit="responses") as bar:
+                self.kept, self.at_home = self._run(list(self._groups(homes[rank])), bar), True
+        elif mode == "cached":
+            total = sum(len(group) for number in mine for group in shards[number])
+            with (
+                files.writing() if missing and rank == 0 else nullcontext(),
+                track("target features", total=total, unit="responses") as bar,
+            ):
+                _meet()  # nobody writes before the directory is held, which ends when all have written
+                for number in mine:
+                    files.write(number, self._run(shards[number], bar))
+                _meet()
+            files.require(missing)
+            self.kept = files
 
     def get(self, examples: list[Example]) -> list[Features]:
         """Features of `examples`, in order, on the target's device. CheckpointError where a file of them is damaged."""
@@ -180,13 +191,24 @@ def _moved(features: Features, device: torch.device) -> Features:
     return Features(*(tensor.to(device) for tensor in vars(features).values()))
 
 
-def _over_ranks(values: list[int], rank: int, world: int, device: torch.device) -> list[list[int]]:
-    """The `values` of every rank."""
-    table = torch.zeros(world, len(values), dtype=torch.long, device=device)
-    table[rank] = torch.tensor(values)
-    if world > 1:
-        dist.all_reduce(table)
-    return table.tolist()
+def _missing(files: FeatureFiles, number: int) -> bool:
+    """Whether a shard is to be computed. It is read through, so that a signal is heard between two of them."""
+    interrupts.check()
+    return not files.whole(number)
+
+
+def _over_ranks(values: list[int], device: torch.device) -> list[int]:
+    """Their sums over all ranks."""
+    total = torch.tensor(values, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def _meet() -> None:
+    """Wait for the other ranks."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def slot_batch(

@@ -28,7 +28,8 @@ from specctl.runs import Run, make_dir, sweep
 from specctl.training import checkpoint
 from specctl.training.checkpoint import Count
 from specctl.training.collect import collect
-from specctl.training.data import Corpus, Example, batches, load_corpus
+from specctl.training.data import Corpus, load_corpus
+from specctl.training.dealing import Batch, batches, columns, level, rows
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.logging import Trackers
 from specctl.training.outcome import TrainResult, facts, held_out_acceptance, made_of, mats, recipe_hash
@@ -117,9 +118,9 @@ class Trainer:
     ):
         self.recipe, self.run, self.target, self.corpus, self.trainee = recipe, run, target, corpus, trainee
         self.rank, self.world = rank, world
+        self.work = trainee.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target)
-        per_epoch = len(batches(corpus.train, self.batch_tokens, seed=recipe.data.seed, epoch=0))
-        self.schedule = Schedule.of(recipe, target, per_epoch)
+        self.schedule = Schedule.of(recipe, target, len(self._batches(epoch=0)))
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
@@ -139,7 +140,8 @@ class Trainer:
         self.run.annotate(target=self.target.identity)
         store, recipe = self.trainee.store, self.recipe
         if store is not None and self.at.step < self.schedule.steps:
-            store.prepare(self.corpus.train, recipe.features, recipe.features_dir, self.rank, self.world)
+            homes = columns(rows(self.corpus.train, self.world, self.work))
+            store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
         if found is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
             checkpoint.discard(self.checkpoints)
         dist.barrier()
@@ -173,7 +175,7 @@ class Trainer:
         started = time.perf_counter()
         epoch, place = divmod(at.step, schedule.steps_per_epoch)
         if place == 0 or not hasattr(self, "_epoch"):
-            self._epoch = batches(self.corpus.train, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch)
+            self._epoch = self._batches(epoch)
         chosen = self._epoch[place % len(self._epoch)]
         share = schedule.rate(at.step, at.seconds)
         set_learning_rate(self.engine, share)
@@ -195,7 +197,7 @@ class Trainer:
         self._check_norm()
         at.step += 1
         at.loss = losses[0]
-        at.tokens += sum(example.response_length for example in chosen)
+        at.tokens += sum(example.response_length for share in chosen for example in share)
         at.seconds += time.perf_counter() - started
         self.run.metrics(
             step=at.step, epoch=epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
@@ -205,22 +207,23 @@ class Trainer:
         measured = {"mat": at.best_mat} if at.best_mat else {}  # from the first check on: no mat is 0
         bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
 
-    def _forward(
-        self, chosen: list[Example]
-    ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
-        mine = self._mine(chosen)
+        store = self.trainee.store
+        dealt = chosen if store is not None and store.at_home else level(chosen, self.work)
+        mine = dealt[self.rank]
         # Dropout and noise depend on the step alone: a resumed run draws what an uninterrupted one would.
         torch.manual_seed(self.recipe.data.seed + 2**16 * (self.at.step * self.world + self.rank))
-        batch = self.trainee.batch(mine or chosen[:1], self.at.step)
+        batch = self.trainee.batch(mine or next(share for share in dealt if share)[:1], self.at.step)
         total, weight, steps = self.trainee.loss(self.engine, batch)
         if not mine:
             total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
         return total, weight, steps
 
-    def _mine(self, examples: list[Example]) -> list[Example]:
-        """This rank's examples; fixed per example, so that each rank keeps features of its own share only."""
-        return [example for example in examples if example.index % self.world == self.rank]
+    def _batches(self, epoch: int) -> list[Batch]:
+        """The batches of an epoch, the same in all processes and whenever they are asked for."""
+        dealt = rows(self.corpus.train, self.world, self.work)
+        return batches(dealt, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch)
 
     def _check_gradients(self) -> None:
         """Before the update, where every process holds whole gradients."""

@@ -27,7 +27,7 @@ RATE_AT_4096 = {
 
 
 def batch_tokens(recipe: TrainRecipe, target: Target) -> int:
-    """Response tokens of one optimizer step, over all processes."""
+    """Response tokens of one optimizer step at most, over all processes; but each has one text at least."""
     return recipe.batch_tokens or BATCH_TOKENS[target.device.type]
 
 

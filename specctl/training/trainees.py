@@ -17,8 +17,10 @@ from specctl.errors import CheckpointError, RecipeError
 from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, frequent_tokens
+from specctl.training.feature_files import kept
 from specctl.training.features import FeatureStore, slot_batch
 from specctl.training.schedule import ttt_stride
+from specctl.training.work import Work, step_work
 
 Loss = tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]
 """(sum of losses, its weight, pairs of the same per draft step): the mean loss is Σ sums / Σ weights over all ranks."""
@@ -75,6 +77,14 @@ class Trainee:
         """Learn from another target of the same sizes and vocabulary; the caller brings a `store` for it."""
         self.target = target
         self.module.squash = target.squash
+
+    def work(self, examples: list[Example], processes: int) -> Work:
+        """What an example costs in a step, for dealing `examples` out to processes: the same in all of them, and
+        whenever a run is resumed."""
+        made_anew = self.store is not None and not kept(
+            self.recipe.features, self.store.estimate(examples) // processes
+        )
+        return step_work(self.module, self.recipe, self.target, self.target.row_flops if made_anew else 0.0)
 
     def batch(self, examples: list[Example], step: int) -> Any:
         """The examples as the module's input at an optimizer step, target features included."""

@@ -139,6 +139,22 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
     assert decode(tiny, **how) == host
 
 
+@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "lm"])
+def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
+    """Of a batch the sequences share the rows of a step: how deep each drafts follows its size on the device, too."""
+    monkeypatch.setattr(loop, "SHARED_ROWS", {"cpu": 9})
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    whole, depths = device_round.DeviceRounds.round, set()
+    monkeypatch.setattr(
+        device_round.DeviceRounds,
+        "round",
+        lambda self, span: (depths.add((self.batch, self.draft.depth)), whole(self, span)),
+    )
+    found = decode(tiny, sampling=MIXED, drafter=drafters(name), slots=3, share_rows=True)
+    assert {(3, 2)} < depths <= {(3, 2), (2, 3), (1, 4)}
+    assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]
+
+
 class NoHost:
     """Within it nothing has a value: what reads one, makes a tensor of the host's or has a shape that depends on data
     raises. Fake tensors do the most; they do not see what goes around the dispatcher."""

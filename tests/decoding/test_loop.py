@@ -1,7 +1,9 @@
 """What the loop gives drafters room for, and the order in which texts leave it."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from specctl.decoding import loop
@@ -33,9 +35,25 @@ def test_sequences_of_a_batch_share_the_cheap_rows(target, prompts):
     """Not in exact mode, whose rows are fixed; and not where acceptance is measured."""
     whole = {loop.MAX_NODES - 1}
     seen = budgets(target, prompts)
-    assert seen[3] == {loop.CPU_ROWS // 3 - 1} and seen[1] == whole
+    assert seen[3] == {loop.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
     assert set.union(*budgets(target, prompts, share_rows=False).values()) == whole
     assert set.union(*budgets(target, prompts, exact=True).values()) == {loop.EXACT_ROWS - 1}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_of_many_sequences_is_no_larger_than_what_is_cheap(device):
+    """A GPU's default tree of 48 nodes for each of 64 sequences would be 3,136 rows: six steps' worth."""
+    rows = loop.SHARED_ROWS[device]
+    nodes = [loop.nodes_within(rows, batch) for batch in range(1, rows + 1)]
+    assert all(batch * (1 + count) <= rows for batch, count in enumerate(nodes, 1) if count > 1)
+    assert all(batch * (2 + count) > rows for batch, count in enumerate(nodes, 1) if count < loop.MAX_NODES - 1)
+    assert nodes == sorted(nodes, reverse=True) and nodes[-1] == 1
+
+
+def test_a_gpu_shares_rows_too(monkeypatch):
+    state = SimpleNamespace(device=torch.device("cuda"), batch=64, exact_rows=0)
+    assert loop._budget(state, share=True) == 3
+    assert loop._budget(state, share=False) == loop.MAX_NODES - 1
 
 
 def test_texts_leave_when_they_are_finished(target, prompts):

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specctl.decoding import loading
+from specctl.decoding import target as target_module
 from specctl.decoding.cache import KVCache, plan_rows
 from specctl.decoding.hf import ShardedCache
 from specctl.decoding.loading import own_gpus, pick_device
@@ -51,6 +52,44 @@ def test_every_process_takes_its_own_gpu(monkeypatch):
     assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 5)
     assert pick_device("cuda:2") == torch.device("cuda", 2)
     assert pick_device("cpu") == CPU
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "on"),
+    [("auto", True, False), ("cuda", True, False), ("cuda:1", True, False), ("cpu", True, True), ("auto", False, True)],
+)
+def test_a_gpu_runs_attention_without_cudnn(monkeypatch, device, gpus, on):
+    """It would plan for every new shape, some 0.4 s each, and the shapes of a round of decoding are always new."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        pick_device(device)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == on
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize(("mode", "doubled"), [("consume", False), ("share", True)])
+def test_packing_a_target_takes_no_second_copy(mode, doubled):
+    """Of 16 GB of weights 28 were held at once, and of 64 GB 112: more than the GPU has. Sharing is the control."""
+    script = Path(__file__).with_name("loading_peak.py")
+    done = subprocess.run([sys.executable, str(script), mode], **CAPTURED, check=True)
+    growth, layer = map(float, done.stdout.split())
+    assert (growth > 0.15 + layer) == doubled
+
+
+def test_a_target_takes_the_weights_over(tiny_directory, monkeypatch):
+    """What `transformers` loaded is empty afterwards, but for what is not packed; so nothing is held twice."""
+    loaded = []
+    real = target_module.load_model
+    monkeypatch.setattr(
+        target_module, "load_model", lambda *args, **how: loaded.append(real(*args, **how)) or loaded[0]
+    )
+    target = load_target(tiny_directory("llama"), device="cpu", dtype="fp32")
+    assert not any(parameter.numel() for parameter in loaded[0].model.layers.parameters())
+    assert target.model.embedding.data_ptr() == loaded[0].get_input_embeddings().weight.data_ptr()
 
 
 def test_a_map_of_one_device_changes_nothing(prompts):

@@ -207,38 +207,76 @@ def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, mon
 
 
 def test_no_byte_is_written_where_there_is_no_room(target, examples, tmp_path, monkeypatch):
-    monkeypatch.setattr(features, "disk", lambda path: (1000, 0))
+    monkeypatch.setattr(features, "disk", lambda path: 1000)
     with pytest.raises(SpecctlError, match=r"need 0\.0 GB more in .*, where 0\.0 GB are free") as caught:
         cached(target, examples, tmp_path / "new")
     assert "features.dir" in caught.value.hint and "features.mode=online" in caught.value.hint
     assert not (tmp_path / "new").exists()
 
 
-def test_processes_on_one_disk_need_the_sum(target, examples, tmp_path, monkeypatch):
-    """Each alone would fit; a process of another machine with a disk of its own does not count."""
-    need = FeatureStore(target, TAPS).estimate(examples[0::2])
-    monkeypatch.setattr(features, "disk", lambda path: (2 * need, 7))
-    for other, fits in ((7, False), (8, True)):
-        monkeypatch.setattr(
-            features, "_over_ranks", lambda values, *rest, other=other: [values, [other, 2 * need], [other, need]]
-        )
-        store = FeatureStore(target, TAPS)
-        if fits:
-            store.prepare(examples, CACHED, tmp_path, 0, 2)
-        else:
-            with pytest.raises(SpecctlError, match="GB more"):
-                store.prepare(examples, CACHED, tmp_path, 0, 2)
+@pytest.fixture
+def in_turn(target, examples, monkeypatch):
+    """Prepare the features of `world` processes, one after the other; what each finds is what all would have found."""
+
+    def prepare(place, world, recipe=CACHED):
+        homes = [examples[rank::world] for rank in range(world)]
+        stores = [FeatureStore(target, TAPS) for _ in homes]
+        found = []
+
+        class Found(Exception):
+            pass
+
+        def note(values, device):
+            found.append(values)
+            raise Found
+
+        for rank, store in enumerate(stores):
+            monkeypatch.setattr(features, "_over_ranks", note)
+            with pytest.raises(Found):
+                store.prepare(examples, recipe, place, homes, rank)
+        sums = [sum(column) for column in zip(*found, strict=True)]
+        monkeypatch.setattr(features, "_over_ranks", lambda values, device: sums)
+        monkeypatch.setattr(feature_files.FeatureFiles, "require", lambda self, numbers: None)  # some are not there yet
+        for rank, store in enumerate(stores):
+            store.prepare(examples, recipe, place, homes, rank)
+        return stores
+
+    return prepare
 
 
-def test_each_rank_keeps_its_own(target, examples, tmp_path, monkeypatch):
-    """And computes what it is asked of others: a rank without a share of a batch runs somebody else's example."""
-    monkeypatch.setattr(features, "_over_ranks", lambda values, *rest: [values])
-    ranks = [cached(target, examples, tmp_path, rank=rank, world=2) for rank in range(2)]
-    assert [path.name[:4] for path in shards(tmp_path)] == ["0of2", "1of2"]
+def test_the_processes_of_a_run_need_the_sum(target, examples, tmp_path, monkeypatch, in_turn):
+    """The share of each would fit."""
+    need = FeatureStore(target, TAPS).estimate(examples)
+    monkeypatch.setattr(features, "disk", lambda path: need)
+    with pytest.raises(SpecctlError, match="GB more"):
+        in_turn(tmp_path, 2)
+
+
+def test_every_process_reads_what_any_has_written(target, examples, tmp_path, small_shards, in_turn):
+    """Each writes some shards, all of them whole; another number of processes computes nothing again."""
     whole = FeatureStore(target, TAPS).get(examples)
-    for rank, store in enumerate(ranks):
-        assert all((e.index in store.kept) == (e.index % 2 == rank) for e in examples)
+    stores = in_turn(tmp_path, 2)
+    assert all(0 < store.passes < sum(len(e.tokens) - 1 for e in examples) for store in stores)
+    assert all(same(store.get(examples), whole) and not store.at_home for store in stores)
+    again = in_turn(tmp_path, 3)
+    assert all(store.passes == len(examples[0].tokens) - 1 for store in again), "one text, to compare the weights"
+    assert all(same(store.get(examples), whole) for store in again)
+
+
+def test_features_in_memory_have_a_home(target, examples, tmp_path, in_turn):
+    """What another process keeps is computed: one without a text in a batch runs somebody else's."""
+    whole = FeatureStore(target, TAPS).get(examples)
+    for rank, store in enumerate(in_turn(tmp_path, 3, FeatureRecipe(mode="memory"))):
+        assert store.at_home and set(store.kept) == {e.index for e in examples[rank::3]}
         assert same(store.get(examples), whole)
+
+
+def test_a_directory_of_one_node_alone_is_refused(target, examples, tmp_path):
+    store = cached(target, examples, tmp_path)
+    store.kept.require([0])
+    with pytest.raises(SpecctlError, match="not the same directory for all processes") as caught:
+        store.kept.require([0, 99])
+    assert "features.dir" in caught.value.hint
 
 
 def test_two_writers_of_one_directory(target, examples, tmp_path, small_shards):

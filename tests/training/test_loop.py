@@ -148,7 +148,7 @@ def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
     """Or a resumed run would not be the uninterrupted one."""
     options = dict(arch="hydra", dropout=0.5, drafter=DrafterRecipe(draft_heads=1))
     trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(make(tmp_path / "run")))
-    chosen = trainer.corpus.train[:2]
+    chosen = [trainer.corpus.train[:2]]
     first, again = (trainer._forward(chosen)[0].item() for _ in range(2))
     trainer.at.step += 1
     assert first == again != trainer._forward(chosen)[0].item()
@@ -383,7 +383,8 @@ def logged(place):
 
 def launch(distilled, place, processes, stage, *flags):
     """`specctl train-drafter` under torchrun; losses of all steps."""
-    values = recipe(distilled, place, zero_stage=stage, max_steps=4, optimizer=OptimizerRecipe(type="adamw"))
+    options = dict(batch_tokens=10**6, optimizer=OptimizerRecipe(type="adamw"))  # the same texts in each step
+    values = recipe(distilled, place, zero_stage=stage, max_steps=4, **options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "specctl", "train-drafter", "--recipe", written(values, place), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

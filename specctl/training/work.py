@@ -1,0 +1,50 @@
+"""How much work a text is in a training step: FLOPs by token, attention left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from specctl.decoding.target import Target
+from specctl.recipe import TrainRecipe
+from specctl.training.data import Example
+from specctl.training.schedule import ttt_stride
+
+KEYS = 0.2  # of a pass of a head: a position of a prompt is only a key and a value of it, behind the fusion of the taps
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of every token of a text, and those that a token of its response takes besides."""
+
+    token: float
+    response: float
+
+    def __call__(self, example: Example) -> float:
+        return self.token * len(example.tokens) + self.response * example.response_length
+
+
+def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_flops: float) -> Work:
+    """Of one text in a step: the drafter forward and backward, and the target's forward, which takes `target_flops` a
+    token where features are made anew in every step, and 0 where they are kept."""
+    flops = 6.0 * matrix_parameters(drafter)
+    if not reads_features(drafter):
+        return Work(flops + target_flops, 0.0)
+    return Work(KEYS * flops + target_flops, flops * (passes(recipe, target) - KEYS))
+
+
+def passes(recipe: TrainRecipe, target: Target) -> float:
+    """Forwards of the drafter's layer for every response position: the training-time test, where there is one."""
+    again = recipe.ttt_steps - 1 if recipe.arch == "eagle3" else 0
+    return 1 + again / ttt_stride(recipe, target)
+
+
+def reads_features(drafter: nn.Module) -> bool:
+    """Whether training the drafter runs the target."""
+    return bool(getattr(drafter, "taps", ()))
+
+
+def matrix_parameters(drafter: nn.Module) -> int:
+    """Those that every position is multiplied with."""
+    return sum(p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and "embed_tokens" not in name)

@@ -1,0 +1,72 @@
+"""Run under torchrun with two processes: one step's gradient against that of the same texts in one process."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from specctl.recipe import DrafterRecipe, FeatureRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training import engine, loop
+
+distilled, place = map(Path, sys.argv[1:])
+
+
+def trainer(rank: int) -> loop.Trainer:
+    recipe = TrainRecipe(
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        distilled=distilled,
+        output_dir=place / "drafter",
+        drafter=DrafterRecipe(vocab_size=512),
+        ttt_steps=2,
+        batch_tokens=160,
+        eval=HeldOutRecipe(prompts=1, fraction=0.1),
+        features=FeatureRecipe(mode="online"),
+        optimizer=OptimizerRecipe(type="adamw"),
+        precision="fp32",
+    )
+    run = place / f"run{rank}"
+    run.mkdir()
+    return loop.make_trainer(recipe, Run(run))
+
+
+def gradient(trainer: loop.Trainer) -> dict[str, torch.Tensor]:
+    """After the backward pass of a step, as the optimizer would see it."""
+    seen: dict[str, torch.Tensor] = {}
+
+    class Seen(Exception):
+        pass
+
+    def look() -> None:
+        parameters = trainer.trainee.module.named_parameters()
+        seen.update({name: p.grad.clone() for name, p in parameters if p.grad is not None})
+        raise Seen
+
+    trainer._check_gradients = look  # type: ignore[method-assign]
+    try:
+        trainer._step(None)  # type: ignore[arg-type]
+    except Seen:
+        return seen
+    raise AssertionError("no gradient")
+
+
+rank = int(os.environ["RANK"])
+one = trainer(rank)
+assert dist.get_world_size() == one.world == 2
+patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+assert patience == engine.PATIENCE, patience
+texts = one.corpus.train[:4]
+assert one.trainee.store is not None
+one.trainee.store.at_home = True  # or a batch this uneven would be dealt out again
+one._batches = lambda epoch: [[texts[:3], texts[3:]]]  # type: ignore[method-assign]
+ours = gradient(one)
+one.trainee.module.zero_grad()
+total, weight, _ = one.trainee.loss(one.trainee.module, one.trainee.batch(texts, 0))
+(total / weight).backward()
+expected = {name: p.grad for name, p in one.trainee.module.named_parameters() if p.grad is not None}
+assert ours.keys() == expected.keys()
+for name, value in expected.items():
+    torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)
+print("checked")
