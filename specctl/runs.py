@@ -161,8 +161,11 @@ def recipe_seed(recipe: Any) -> int | None:
     return section.seed if section else None
 
 
-def to_json(document: Any, indent: int | None = None) -> str:
-    """JSON that every reader accepts: NaN and infinity, which JSON has not, become null; paths become strings."""
+def to_json(document: Any, indent: int | None = None, ascii: bool = False) -> str:
+    """JSON that every reader accepts: NaN and infinity, which JSON has not, become null; paths become strings.
+
+    `ascii`: letters beyond ASCII are escaped.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -171,13 +174,13 @@ def to_json(document: Any, indent: int | None = None) -> str:
             return [plain(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(plain(document), indent=indent, ensure_ascii=False, default=str)
+    return json.dumps(plain(document), indent=indent, ensure_ascii=ascii, default=str)
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
     """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`."""
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content  # names may be no UTF-8
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

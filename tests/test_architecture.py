@@ -16,7 +16,7 @@ MIDDLE = ["distillation", "training", "selection", "adaptation", "evaluation", "
 
 ALLOWED: dict[str, set[str]] = {
     "": set(),  # specctl/__init__.py
-    "__main__": {"cli"},
+    "__main__": {"cli", "errors", "progress"},
     "errors": set(),
     "progress": {"errors"},
     "lock": {"errors", "progress"},

@@ -30,7 +30,7 @@ Names = Annotated[list[str], BeforeValidator(_split)]
 class Section(BaseModel):
     """Unknown keys are errors, and nothing is converted silently (YAML is typed)."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class TargetRecipe(Section):

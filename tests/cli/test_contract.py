@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -115,6 +116,14 @@ def test_a_hint_stands_behind_all_lines_of_a_message(specctl, library):
 )
 def test_what_is_wrong_with_a_command_line_is_said_once(specctl, argv, said):
     assert said in specctl(*argv).err.splitlines()[-1]
+
+
+def test_messages_fit_a_screen_whatever_was_given(specctl, library):
+    found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(20_000)), "y" * 5000))
+    assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) < 500
+    assert explain(errors.UsageError("a\x1b[31mb")).message == "a\\x1b[31mb"
+    library("distill", raiser(errors.DataError("p.jsonl: " + "x" * 100_000)))
+    assert len(specctl("distill", "--json").json["error"]["message"]) < 500
 
 
 def test_traceback_only_when_asked(specctl, library):
@@ -231,6 +240,61 @@ def test_a_closed_pipe_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+def ended(command: str, **environ: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `specctl` in a shell of its own."""
+    shown = [sys.executable, "-m", "specctl"]
+    done = subprocess.run(
+        ["bash", "-c", f"{' '.join(shown)} {command}"], capture_output=True, text=True, env={**os.environ, **environ}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["domains ls --json", "--help", "domains show nope --json"])
+def test_a_full_stdout_is_told_in_one_line(command):
+    """The failure was printed to the same full stdout, which made a traceback."""
+    code, _, said = ended(f"{command} > /dev/full")
+    assert code == (2 if "nope" in command else 1)
+    assert len(said.splitlines()) == 1 and said.startswith("error: ")
+
+
+def test_work_goes_on_where_stderr_is_full():
+    assert ended("eval --dry-run --json -v 2> /dev/full")[0] == 0
+
+
+def test_texts_that_stdout_cannot_spell_are_escaped():
+    code, shown, _ = ended("generate 'naïve 😀' --dry-run --json", PYTHONIOENCODING="ascii")
+    assert code == 0 and shown.isascii()
+    assert json.loads(shown)["recipe"]["prompt"] == "naïve 😀"
+    code, shown, _ = ended("report $'\\xff' --json")
+    assert (code, json.loads(shown)["error"]["message"]) == (2, "\udcff is not a directory")
+
+
+def test_docstrings_are_needed():
+    code, _, said = ended("domains ls", PYTHONOPTIMIZE="2")
+    assert code == 2 and said.startswith("error: ") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
+@pytest.mark.parametrize("module", ["specctl.cli.main", "specctl.recipe.resolve"])
+def test_a_signal_while_libraries_are_imported(tmp_path, module, number, code):
+    """Broken off in an import, transformers says that it could not import something: exit code 1."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            try:\n"
+        f"                os.kill(os.getpid(), signal.{number})\n"
+        "            except BaseException as error:\n"
+        "                raise ModuleNotFoundError('could not import') from error\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    search = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    found, _, said = ended("eval --dry-run", PYTHONPATH=search)
+    assert found == code
+    assert len(said.splitlines()) == 1 and said.startswith("error: ")
 
 
 @pytest.mark.parametrize(("closed", "printed"), [("<&- >&-", ""), ("2>&-", "specctl")])
