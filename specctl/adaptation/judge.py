@@ -13,12 +13,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from http.client import HTTPException
 from typing import Any
 
 import torch
 
+from specctl.adaptation import answers
 from specctl.decoding.loading import location, pick_device
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
@@ -103,7 +103,8 @@ def fold(text: str) -> str:
 
 
 def _plain(number: str) -> str:
-    return str(Fraction(number.replace(",", "")))
+    value = answers.number(number)
+    return number if value is None else str(value)
 
 
 def make_judge(recipe: JudgeRecipe, device: str = "auto") -> Judge:
