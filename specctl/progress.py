@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from specctl.errors import Interrupted
+from specctl.redaction import redacted
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -228,6 +229,7 @@ def _silent() -> bool:
 
 
 def _line(message: str) -> None:
+    message = redacted(message)
     if _display.rich is not None:
         _display.rich.console.print(message, markup=False, highlight=False, soft_wrap=True)
     else:

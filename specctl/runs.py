@@ -26,6 +26,7 @@ import yaml
 
 from specctl import lock
 from specctl.errors import SpecctlError, UsageError
+from specctl.redaction import redacted
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
@@ -49,7 +50,7 @@ class Run:
 
         That stays as it is until this one has something to say: a command can be refused yet. `recipe` is one of the
         models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written, UsageError where a run
-        of another command is to be resumed.
+        of another command is there: neither to be resumed nor to be replaced, file by file, by this one.
         """
         name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         directory = Path(output_dir) if output_dir else Path("runs") / name
@@ -57,8 +58,7 @@ class Run:
         run._recipe = recipe
         if run._writes:
             make_dir(run.dir)
-            if getattr(recipe, "resume", False):
-                check_same_command(run.dir, command)
+            check_same_command(run.dir, command)
         return run
 
     @contextmanager
@@ -146,13 +146,15 @@ class Run:
 
 
 def check_same_command(directory: Path, command: str) -> None:
-    """UsageError where a run of another command is in the directory: it cannot be resumed by this one."""
+    """UsageError where a run of another command is in the directory: this one could neither go on with it nor replace
+    all of it."""
     try:
         there = json.loads((directory / "run.json").read_text())["command"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # no run, or none that says what it is
     if there != command:
-        raise UsageError(f"{directory} holds a run of specctl {there}", f"--resume continues one of specctl {command}")
+        hint = f"--resume and --overwrite are for one of specctl {command}: choose another --output-dir, or delete it"
+        raise UsageError(f"{directory} holds a run of specctl {there}", hint)
 
 
 def recipe_seed(recipe: Any) -> int | None:
@@ -208,7 +210,7 @@ def make_dir(path: Path) -> None:
 def environment(seed: int | None) -> dict[str, Any]:
     """What a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
     return {
-        "argv": sys.argv,
+        "argv": redacted(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": seed,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONED}},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specctl import kernels
 from specctl.errors import RecipeError
+from specctl.evaluation.records import recipe_stamp
 from specctl.recipe import RECIPES, EvalRecipe, TrainRecipe, yaml_file
 from specctl.recipe.resolve import SWITCHES, Setting, resolve
 
@@ -228,6 +229,60 @@ def test_a_json_file_stands_for_a_mapping(tmp_path):
         == 1
     )
     assert "neither a mapping nor a JSON file" in problems("train-drafter", overrides=["deepspeed=nowhere"])[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "label"),
+    [
+        (["data.prompts=data/My file.jsonl"], ["My-file"]),
+        (["data.prompts=math.jsonl"], ["math"]),
+        (["data.prompts=-"], ["stdin"]),
+        (["data.prompts=../.jsonl"], ["prompts"]),
+        (["data.prompts=a.jsonl", "data.domain=sql"], ["sql"]),
+        (["data.prompts={domain}.jsonl"], ["sql"]),
+        ([], ["sql"]),
+    ],
+)
+def test_prompts_are_called_after_their_file(given, label):
+    """Whatever was in it, its data, drafter and rows were those of sql."""
+    recipe = resolve("train-drafter", overrides=given, environ={})
+    assert recipe.data.domain == label
+    assert str(recipe.output) == f"drafters/{label[0]}-eagle3"
+    assert resolve("online", overrides=[*given, "algo=ogd"], environ={}).first_domain == label[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "override"),
+    [
+        *(("eval", "drafters=['']"), ("generate", "drafter=''"), ("eval", "pool=''"), ("eval", "output_dir=''")),
+        *(("eval", "target="), ("generate", "drafter="), ("eval", "data.prompts=''"), ("online", "reasoning.draft=''")),
+    ],
+)
+def test_an_empty_name_is_refused(command, override):
+    """`--drafter=` decoded plainly, `--output-dir=` wrote into the working directory."""
+    (line,) = problems(command, overrides=[override])
+    assert "is empty" in line
+
+
+def test_a_recipe_is_shown_without_its_passwords():
+    recipe = resolve(
+        "online",
+        overrides=[
+            "algo=lr",
+            *("reasoning.judge.kind=model", "reasoning.judge.name=m"),
+            "reasoning.judge.endpoint=http://me:HUSH@host/v1?api_key=HUSH",
+            "target.chat_template_kwargs={api_key: HUSH, bos_token: <s>}",
+        ],
+        environ={},
+    )
+    assert "HUSH" in recipe.reasoning.judge.endpoint
+    shown = recipe.model_dump(mode="json")
+    assert "HUSH" not in json.dumps(shown)
+    assert shown["reasoning"]["judge"]["endpoint"] == "http://me:***@host/v1?api_key=***"
+    assert shown["target"]["chat_template_kwargs"] == {"api_key": "***", "bos_token": "<s>"}
+    other = recipe.model_copy(deep=True)
+    other.reasoning.judge.endpoint = other.reasoning.judge.endpoint.replace("HUSH", "NEW")
+    assert recipe_stamp(other) == recipe_stamp(recipe)
 
 
 def test_the_block_rule_is_for_sampled_proposals():

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 
 from specctl.errors import SpecctlError, brief
+from specctl.redaction import redacted
 
 LINES = 10  # of a message
 LINE = 400  # characters of each
@@ -44,13 +45,13 @@ SMALLER = {  # command → recipe keys that make it need less memory
 def explain(error: BaseException, command: str | None = None) -> Failure:
     """The failure an exception of `command` stands for, in words that fit a screen whatever was given."""
     found = _explain(error, command)
-    return replace(found, message=shortened(found.message), hint=found.hint and shortened(found.hint))
+    return replace(found, message=presentable(found.message), hint=found.hint and presentable(found.hint))
 
 
-def shortened(message: str) -> str:
-    """A message without the middle of long lines, with so many lines as can be read at once, and without characters
-    that a terminal would obey."""
-    lines = [CONTROL.sub(_escaped, brief(line, LINE)) for line in message.split("\n")]
+def presentable(message: str) -> str:
+    """A message without passwords, without the middle of long lines, with so many lines as can be read at once, and
+    without characters that a terminal would obey."""
+    lines = [CONTROL.sub(_escaped, brief(line, LINE)) for line in redacted(message).split("\n")]
     kept = lines[:1]
     for line in lines[1:LINES]:
         if sum(map(len, kept)) + len(line) > MESSAGE:

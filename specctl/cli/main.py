@@ -28,6 +28,7 @@ from specctl.cli.command import Json, Quiet, Verbose
 from specctl.cli.failures import explain
 from specctl.cli.output import output
 from specctl.errors import ReaderGone, SpecctlError, UsageError
+from specctl.redaction import redacted
 
 app = typer.Typer(
     name="specctl",
@@ -90,7 +91,7 @@ def run(argv: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         failure = explain(progress.interrupts.behind(error), _command(argv))
         if output.verbose:
-            traceback.print_exception(error)
+            print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         with suppress(SpecctlError):  # stdout may be what failed
             output.failure(failure)
         return failure.code

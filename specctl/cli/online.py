@@ -13,7 +13,7 @@ from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
-from specctl.errors import Interrupted
+from specctl.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
@@ -62,7 +62,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     if recipe.pool is not None:
         plan.pool_members(recipe.pool)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+        plan.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
     data = {path: found for one in first for path, found in distil_first(one).items()}
     if dry_run:
@@ -108,6 +108,7 @@ def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
 
 def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
     """The trainings of the drafters to start from that are missing."""
+    from specctl import data_prep
     from specctl.recipe import DataRecipe, TrainRecipe
     from specctl.recipe.train import FirstDataRecipe
 
@@ -116,6 +117,11 @@ def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
         place = recipe.start_of(family)
         if (place / "config.json").is_file():
             continue
+        if options.prompts is None and recipe.first_domain not in data_prep.DOMAINS:
+            raise UsageError(
+                f"no drafter in {place}, and no prompts of {recipe.first_domain} to warm one up on",
+                "--init DRAFTER, --domain NAME, or warmup.prompts=FILE: never those of the stream",
+            )
         found.append(
             TrainRecipe(
                 target=recipe.target,

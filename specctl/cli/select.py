@@ -61,7 +61,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     recipe = with_domains_of_pool(recipe, found)
     plan.check_data(recipe.data)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+        plan.check_output("select", recipe.output_dir, overwrite=recipe.overwrite)
     if dry_run:
         return plan.show("select", recipe, steps(recipe, found))
     with library_output():

@@ -219,6 +219,8 @@ def _typed(value: Any, annotation: Any, at: str) -> Any:
         return value
     parsed = yaml_file.scalar(value, at)
     wants_text = _admits(annotation, str, Path) and not _admits(annotation, list, dict, int, float)
+    if wants_text and not value:  # `drafter=$UNSET` is no way to say null
+        return ""
     return str(value) if wants_text and not isinstance(parsed, str | None) else parsed
 
 

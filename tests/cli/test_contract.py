@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specctl import errors, progress
+from specctl.cli import online_reasoning
 from specctl.cli.failures import SMALLER, explain
 from specctl.cli.output import output, table
 from specctl.recipe import RECIPES
@@ -124,6 +125,52 @@ def test_messages_fit_a_screen_whatever_was_given(specctl, library):
     assert explain(errors.UsageError("a\x1b[31mb")).message == "a\\x1b[31mb"
     library("distill", raiser(errors.DataError("p.jsonl: " + "x" * 100_000)))
     assert len(specctl("distill", "--json").json["error"]["message"]) < 500
+
+
+def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatch):
+    """Plan, resolved recipe, run.json, messages and tracebacks; what runs has it."""
+    secret = "reasoning.judge.endpoint=http://me:HUSH@host/v1"
+    command = ["online", "--algo", "lr", "reasoning.judge.kind=model", "reasoning.judge.name=m", secret]
+    command += ["reasoning.draft=./d", "reasoning.judge.timeout_s=1"]
+    monkeypatch.setattr(online_reasoning, "check", lambda recipe: None)
+    monkeypatch.setattr(sys, "argv", ["specctl", *command])
+    used = []
+
+    def works(recipe, run):
+        used.append(recipe.reasoning.judge.endpoint)
+        run.annotate()
+        progress.warn(f"no answer of {used[0]}")
+        raise errors.SpecctlError(f"{used[0]} is down")
+
+    library("online", works)
+    said = [specctl(*command, "--dry-run"), specctl(*command, "--dry-run", "--json")]
+    said += [specctl(*command, "--json", "-v"), specctl(*command, secret.replace("judge", "jugde"))]
+    assert used == ["http://me:HUSH@host/v1"]
+    kept = "".join(path.read_text() for path in (tmp_path / "runs").rglob("*") if path.is_file())
+    assert "me:***@host" in kept and "me:***@host" in said[0].out and "me:***@host" in said[2].err
+    assert "HUSH" not in kept + "".join(done.out + done.err for done in said)
+
+
+@pytest.mark.parametrize("command", ["eval", "select", "online", "bench", "generate", "distill", "train-drafter"])
+@pytest.mark.parametrize("switch", ["--overwrite", "--resume"])
+def test_a_run_of_another_command_is_left_alone(specctl, tmp_path, command, switch):
+    """`eval --overwrite` left the other run's files among its own."""
+    (tmp_path / "run.json").write_text('{"command": "report"}')
+    if switch == "--resume" and command in ("select", "bench", "generate"):
+        argv = [command, "--dry-run", "--overwrite"]  # they do not resume a run directory
+    else:
+        argv = [command, "--dry-run", switch]
+    done = specctl(*argv, "--output-dir", str(tmp_path))
+    assert done.code == 2 and "holds a run of specctl report" in done.err
+
+
+def test_prompts_of_a_file_have_no_drafter_to_be_warmed_up(specctl, tmp_path):
+    """It took that of sql, or trained one on prompts of sql."""
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Q"}\n')
+    done = specctl("online", "--algo", "opt-hydra", "--prompts", "mine.jsonl", "--dry-run")
+    assert done.code == 2 and "no drafter in drafters/mine-hydra, and no prompts of mine" in done.err
+    assert "distilled/mine" in specctl("distill", "--prompts", "mine.jsonl", "--dry-run").out
+    assert specctl("distill", "--prompts", "mine.jsonl", "--domain", "../x", "--dry-run").code == 2
 
 
 def test_traceback_only_when_asked(specctl, library):
