@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
-from specctl.runs import Run
+from specctl.runs import Run, naming
 
 if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
@@ -121,7 +121,7 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
     run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
     module, name = FUNCTIONS[command]
-    with run.held():
+    with naming(getattr(recipe, "output", run.dir)), run.held():
         result = getattr(importlib.import_module(module), name)(recipe, run)
         document = run.result(dataclasses.asdict(result))
         artefacts.write(document, run.dir)

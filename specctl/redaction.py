@@ -10,7 +10,7 @@ NAMES = (
     r"(?:(?:api|access|auth|secret|private|hf)[_-]?(?:key|token)|(?<![A-Za-z0-9_-])(?:token|secret|password|passwd))"
 )
 
-_IN_ADDRESS = re.compile(r"(?<=://)([^/\s'\"?#:@]*)(:?)[^/\s'\"?#]*@")
+_IN_ADDRESS = re.compile(r"(:/{1,2}(?:[^/\s'\"?#:@]*:)?)[^/\s'\"?#]*@")
 _NAMED = re.compile(
     rf"((?:{NAMES}(?:=|['\"]: ?)|[{{,] ?{NAMES}: ?)['\"]?)[^\s'\"&,}}]+", re.IGNORECASE
 )  # of an address or an override, of JSON, of YAML between braces; not of a sentence
@@ -20,8 +20,8 @@ _KEY = re.compile(NAMES, re.IGNORECASE)
 def redacted(value: Any) -> Any:
     """`http://user:***@host`, `?api_key=***`, `{"token": "***"}`; lists and mappings item by item."""
     if isinstance(value, str):
-        if "://" in value:
-            value = _IN_ADDRESS.sub(lambda found: f"{found[1] if found[2] else ''}{found[2]}{STARS}@", value)
+        if ":/" in value:  # of an address taken for a path one slash is left
+            value = _IN_ADDRESS.sub(rf"\1{STARS}@", value)
         return _NAMED.sub(rf"\1{STARS}", value)
     if isinstance(value, dict):
         return {

@@ -118,7 +118,7 @@ class Run:
         self._begin()
         if self._writes:
             line = to_json({"elapsed_s": round(self.elapsed_s, 3), **fields})
-            with open(self.dir / METRICS, "a", encoding="utf-8") as file:
+            with naming(self.dir / METRICS), open(self.dir / METRICS, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
     def result(self, doc: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +195,17 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What fails within, such as a write to a full disk, names `path` where the operating system names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def make_dir(path: Path) -> None:

@@ -78,7 +78,8 @@ def _explain(error: BaseException, command: str | None) -> Failure:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "make room where --output-dir is, or choose another" if full else None
-        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, 1)
+        code = 2 if error.errno == errno.ENAMETOOLONG else 1  # no file has such a name: it was asked for
+        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, code)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if _out_of_memory(error):
         hint = f"lower or set {', '.join(SMALLER[command])}" if command in SMALLER else None

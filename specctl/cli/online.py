@@ -52,6 +52,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     from specctl import api
     from specctl.adaptation import group
     from specctl.cli import plan
+    from specctl.decoding.loading import check_within_reach
     from specctl.selection import registry
 
     plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
@@ -68,6 +69,8 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
     group.check(recipe.learner_device)
+    if recipe.reasons and recipe.reasoning.draft is not None:
+        check_within_reach(recipe.reasoning.draft)  # before the target takes its time
     with library_output():
         for one in first:
             progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")

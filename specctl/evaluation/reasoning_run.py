@@ -15,7 +15,6 @@ from specctl.adaptation.judge import Judge, make_judge
 from specctl.adaptation.lookahead import Trace
 from specctl.adaptation.reasoning import LEARNING, DraftLM, Reasoning, load_draft_lm
 from specctl.adaptation.stream import PromptStream
-from specctl.decoding.loading import check_within_reach
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import lm, pool
 from specctl.evaluation.reasoning import ModeRow, Rate, acceptance_difference, row
@@ -86,8 +85,6 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
         Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
         SpecctlError: the disk is full.
     """
-    if recipe.reasoning.draft is not None:
-        check_within_reach(recipe.reasoning.draft)  # before the target takes its time
     target = target or load_target(**recipe.target.loading)
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(recipe)}
     draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))

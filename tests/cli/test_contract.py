@@ -119,12 +119,25 @@ def test_what_is_wrong_with_a_command_line_is_said_once(specctl, argv, said):
     assert said in specctl(*argv).err.splitlines()[-1]
 
 
+def test_a_name_that_no_file_can_have_is_a_matter_of_usage(specctl):
+    done = specctl("select", "--pool", "a" * 300, "--dry-run")
+    assert done.code == 2 and "File name too long" in done.err
+
+
 def test_messages_fit_a_screen_whatever_was_given(specctl, library):
     found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(20_000)), "y" * 5000))
     assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) < 500
     assert explain(errors.UsageError("a\x1b[31mb")).message == "a\\x1b[31mb"
     library("distill", raiser(errors.DataError("p.jsonl: " + "x" * 100_000)))
     assert len(specctl("distill", "--json").json["error"]["message"]) < 500
+
+
+@pytest.mark.parametrize(("command", "place"), [("eval", "mine"), ("distill", "distilled/sql")])
+def test_a_full_disk_is_named_where_the_system_names_none(specctl, library, command, place):
+    """A write that fails has no file name: `error: No space left on device`."""
+    library(command, raiser(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    done = specctl(command, *(["--output-dir", "mine"] if command == "eval" else []))
+    assert done.code == 1 and done.err.startswith(f"error: {place}: No space left on device (hint: make room")
 
 
 def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatch):
