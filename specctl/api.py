@@ -20,7 +20,7 @@ from specctl import threads
 from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
-from specctl.runs import Run
+from specctl.runs import Run, naming
 
 if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
@@ -118,7 +118,8 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
     run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
     module, name = FUNCTIONS[command]
-    with threads.chosen(recipe.resources.threads), run.held():
+    place = getattr(recipe, "output", run.dir)
+    with naming(place), threads.chosen(recipe.resources.threads), run.held():
         result = getattr(importlib.import_module(module), name)(recipe, run)
         document = run.result(dataclasses.asdict(result))
         artefacts.write(document, run.dir)

@@ -6,6 +6,14 @@ Each class carries the exit code of the command-line contract. Programming error
 from __future__ import annotations
 
 
+def brief(text: str, longest: int = 200) -> str:
+    """A text for a message: one that is longer than so many characters loses its middle."""
+    if len(text) <= longest:
+        return text
+    ends = (longest - 5) // 2
+    return f"{text[:ends]} […] {text[-ends:]}"
+
+
 class SpecctlError(Exception):
     """A failure with a message for people and, where there is one, the next thing to try (`hint`)."""
 
@@ -48,6 +56,12 @@ class CheckpointError(SpecctlError):
     """A checkpoint is damaged, incomplete, or belongs to another target."""
 
     exit_code = 4
+
+
+class ReaderGone(SpecctlError):
+    """`specctl … | head` has all it wanted: a success."""
+
+    exit_code = 0
 
 
 class Interrupted(SpecctlError):

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from specctl.errors import Interrupted
+from specctl.redaction import redacted
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -162,11 +163,29 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._signal: int | None = None
+        self._ctrl_c = self._early = False
+
+    def expect(self) -> None:
+        """From the first moment on: a signal ends what has not begun. Call once, in the main thread."""
+        self._early = True
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._leave)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `nohup … &` ignores it
+            signal.signal(signal.SIGINT, self._stop)
+
+    def behind(self, error: BaseException) -> BaseException:
+        """The signal that an exception comes from: broken off in their imports, libraries raise others in its place."""
+        if self._ctrl_c:
+            return KeyboardInterrupt("stopped by SIGINT")
+        if self._early and self._signal is not None:
+            return self._interrupted("start it again: nothing had begun")
+        return error
 
     def install(self) -> None:
         """Handle the two signals from now on; call once, in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._note)
+        self._early = False
 
     def requested(self) -> bool:
         """True once a signal arrived: finish the step, save, then call `check`."""
@@ -175,11 +194,23 @@ class Interrupts:
     def check(self) -> None:
         """Raise `Interrupted` (exit code 75) once a signal arrived."""
         if self._signal is not None:
-            raise Interrupted(f"interrupted by {signal.Signals(self._signal).name}", hint="continue with --resume")
+            raise self._interrupted("continue with --resume")
 
     def reset(self) -> None:
         """Forget the signal (for a process that goes on to other work)."""
         self._signal = None
+
+    def _interrupted(self, hint: str) -> Interrupted:
+        assert self._signal is not None
+        return Interrupted(f"interrupted by {signal.Signals(self._signal).name}", hint)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        raise self._interrupted("start it again: nothing had begun")
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._ctrl_c = True
+        raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
@@ -198,6 +229,7 @@ def _silent() -> bool:
 
 
 def _line(message: str) -> None:
+    message = redacted(message)
     if _display.rich is not None:
         _display.rich.console.print(message, markup=False, highlight=False, soft_wrap=True)
     else:

@@ -28,6 +28,7 @@ import yaml
 
 from specctl import lock, threads
 from specctl.errors import SpecctlError, UsageError
+from specctl.redaction import redacted
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
@@ -52,15 +53,14 @@ class Run:
 
         That stays as it is until this one has something to say: a command can be refused yet. `recipe` is one of the
         models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written, UsageError where a run
-        of another command is to be resumed.
+        of another command is there: neither to be resumed nor to be replaced, file by file, by this one.
         """
         directory = Path(output_dir) if output_dir else _new_name(Path("runs"), command)
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
         run._recipe = recipe
         if run._writes:
             make_dir(run.dir)
-            if getattr(recipe, "resume", False):
-                check_same_command(run.dir, command)
+            check_same_command(run.dir, command)
         return run
 
     @contextmanager
@@ -126,7 +126,7 @@ class Run:
         self._begin()
         if self._writes:
             line = to_json({"elapsed_s": round(self.elapsed_s, 3), **fields})
-            with open(self.dir / METRICS, "a", encoding="utf-8") as file:
+            with naming(self.dir / METRICS), open(self.dir / METRICS, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
     def result(self, doc: dict[str, Any]) -> dict[str, Any]:
@@ -176,13 +176,15 @@ def _new_name(runs: Path, command: str) -> Path:
 
 
 def check_same_command(directory: Path, command: str) -> None:
-    """UsageError where a run of another command is in the directory: it cannot be resumed by this one."""
+    """UsageError where a run of another command is in the directory: this one could neither go on with it nor replace
+    all of it."""
     try:
         there = json.loads((directory / "run.json").read_text())["command"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # no run, or none that says what it is
     if there != command:
-        raise UsageError(f"{directory} holds a run of specctl {there}", f"--resume continues one of specctl {command}")
+        hint = f"--resume and --overwrite are for one of specctl {command}: choose another --output-dir, or delete it"
+        raise UsageError(f"{directory} holds a run of specctl {there}", hint)
 
 
 def threads_of(directory: Path) -> int | None:
@@ -200,8 +202,11 @@ def recipe_seed(recipe: Any) -> int | None:
     return section.seed if section else None
 
 
-def to_json(document: Any, indent: int | None = None) -> str:
-    """JSON that every reader accepts: NaN and infinity, which JSON has not, become null; paths become strings."""
+def to_json(document: Any, indent: int | None = None, ascii: bool = False) -> str:
+    """JSON that every reader accepts: NaN and infinity, which JSON has not, become null; paths become strings.
+
+    `ascii`: letters beyond ASCII are escaped.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -210,13 +215,13 @@ def to_json(document: Any, indent: int | None = None) -> str:
             return [plain(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return json.dumps(plain(document), indent=indent, ensure_ascii=False, default=str)
+    return json.dumps(plain(document), indent=indent, ensure_ascii=ascii, default=str)
 
 
 def atomic_write(path: str | Path, content: bytes | str) -> None:
     """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`."""
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content  # names may be no UTF-8
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -255,6 +260,17 @@ def _alive(pid: int) -> bool:
     return True
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What fails within, such as a write to a full disk, names `path` where the operating system names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def make_dir(path: Path) -> None:
     """Create a directory to write into; SpecctlError, not a traceback, when the file system refuses."""
     try:
@@ -268,7 +284,7 @@ def make_dir(path: Path) -> None:
 def environment(seed: int | None) -> dict[str, Any]:
     """What a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
     return {
-        "argv": sys.argv,
+        "argv": redacted(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": seed,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONED}},

@@ -8,9 +8,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specctl import kernels
 from specctl.errors import RecipeError
+from specctl.evaluation.records import recipe_stamp
 from specctl.recipe import RECIPES, EvalRecipe, TrainRecipe, yaml_file
-from specctl.recipe.resolve import Setting, resolve
+from specctl.recipe.resolve import SWITCHES, Setting, resolve
 
 
 def problems(*args, **kwargs) -> list[str]:
@@ -41,7 +43,7 @@ def problems(*args, **kwargs) -> list[str]:
 )
 def test_scalars_are_those_of_yaml_1_2(text, value):
     """YAML 1.1 makes a string of 1e-4, false of no, eight of 010, and seconds of 12:30:00."""
-    read = yaml_file.scalar(text)
+    read = yaml_file.scalar(text, "o")
     assert read == value
     assert type(read) is type(value)
 
@@ -50,7 +52,7 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
 def test_every_float_survives_a_resolved_recipe(number):
     data, _ = yaml_file.load(yaml.safe_dump({"x": number}), "f")
     assert data == {"x": number}
-    assert yaml_file.scalar(repr(number)) == number
+    assert yaml_file.scalar(repr(number), "o") == number
 
 
 def test_all_errors_are_reported_at_once_with_their_lines(tmp_path):
@@ -90,6 +92,64 @@ def test_broken_yaml_names_its_line(tmp_path, text, says):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     assert says in "\n".join(problems("train-drafter", path))
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+"""413 bytes that stand for 9⁹ values."""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (LAUGHS, "more than 10000 values"),
+        (LAUGHS + "? *a8\n: 1\n", "more than 10000 values"),
+        ("target:\n  ? {a: 1}\n  : 1\n", ":2: a key that is no text"),
+        ("x: [" + "a," * 20_000 + "]", "more than 10000 values"),
+        ("x: " + "{a: " * 60 + "1" + "}" * 60, "nested too deeply"),
+        ("x: !!timestamp 2020-01-01\n", ":1: not a value of"),
+        ("#" * (1 << 20) + "\n", "too long for a recipe"),
+        ("sampling:\n  seed: 9223372036854775808\n", ":2: sampling.seed: a whole number beyond 64 bits"),
+        ('target:\n  name: "\\ud800"\n', ":2: target.name: not UTF-8"),
+        ("sampling:\n  temperature: .inf\n", ":2: sampling.temperature: should be a finite number"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_recipe_is_bounded_whatever_its_aliases_stand_for(tmp_path, text, says):
+    """A few hundred bytes took for ever, or made an error of megabytes."""
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    (line,) = problems("generate", path)
+    assert says in line and len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("target.chat_template_kwargs={" + LAUGHS.replace("\n", ", ") + "}", "more than 10000 values"),
+        ("target.chat_template_kwargs=&a {x: *a}", "contains itself"),
+        ("target.chat_template_kwargs={a: 1, a: 2}", "duplicate key"),
+        ("target.chat_template_kwargs" + ".x" * 3000 + "=1", "nested too deeply"),
+        ("target.chat_template_kwargs.x=" + "9" * 4000, "a whole number beyond 64 bits"),
+        ("target.name" + ".x" * 3000 + "=1", "has no keys of its own"),
+        ("." * 3000 + "=1", "unknown key"),
+        ("target.device=" + "x" * 100_000, "should match pattern"),
+        ("target.dtype=" + "x" * 100_000, "should be 'auto'"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_an_override_is_bounded_and_echoed_in_part(override, says):
+    (line,) = problems("generate", overrides=[override])
+    assert says in line and len(line) < 900
+
+
+@pytest.mark.parametrize("content", ["9" * 5000, '{"a":' * 100_000], ids=["digits", "deep"])
+def test_a_json_file_beyond_all_measure(tmp_path, content):
+    path = tmp_path / "ds.json"
+    path.write_text(content)
+    (line,) = problems("train-drafter", overrides=[f"deepspeed={path}"])
+    assert "neither a mapping nor a JSON file" in line
 
 
 def test_a_file_that_is_no_text(tmp_path):
@@ -138,6 +198,14 @@ def test_what_kernels_and_the_loop_read_is_no_recipe_key():
     assert resolve("eval", environ={"SPECCTL_KERNELS": "reference", "SPECCTL_GRAPHS": "0"}) == EvalRecipe()
 
 
+def test_what_they_read_is_checked_before_anything_runs():
+    assert problems("eval", environ={"SPECCTL_KERNELS": "nope", "SPECCTL_GRAPHS": "2"}) == [
+        "SPECCTL_GRAPHS: must be one of 0, 1, eager (got '2')",
+        "SPECCTL_KERNELS: must be one of reference, cpu, triton (got 'nope')",
+    ]
+    assert SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
+
+
 @pytest.mark.parametrize("command", sorted(RECIPES))
 def test_the_resolved_recipe_reads_back(command, tmp_path):
     """`recipe.resolved.yaml` of a run is a recipe that gives the same run."""
@@ -161,6 +229,60 @@ def test_a_json_file_stands_for_a_mapping(tmp_path):
         == 1
     )
     assert "neither a mapping nor a JSON file" in problems("train-drafter", overrides=["deepspeed=nowhere"])[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "label"),
+    [
+        (["data.prompts=data/My file.jsonl"], ["My-file"]),
+        (["data.prompts=math.jsonl"], ["math"]),
+        (["data.prompts=-"], ["stdin"]),
+        (["data.prompts=../.jsonl"], ["prompts"]),
+        (["data.prompts=a.jsonl", "data.domain=sql"], ["sql"]),
+        (["data.prompts={domain}.jsonl"], ["sql"]),
+        ([], ["sql"]),
+    ],
+)
+def test_prompts_are_called_after_their_file(given, label):
+    """Whatever was in it, its data, drafter and rows were those of sql."""
+    recipe = resolve("train-drafter", overrides=given, environ={})
+    assert recipe.data.domain == label
+    assert str(recipe.output) == f"drafters/{label[0]}-eagle3"
+    assert resolve("online", overrides=[*given, "algo=ogd"], environ={}).first_domain == label[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "override"),
+    [
+        *(("eval", "drafters=['']"), ("generate", "drafter=''"), ("eval", "pool=''"), ("eval", "output_dir=''")),
+        *(("eval", "target="), ("generate", "drafter="), ("eval", "data.prompts=''"), ("online", "reasoning.draft=''")),
+    ],
+)
+def test_an_empty_name_is_refused(command, override):
+    """`--drafter=` decoded plainly, `--output-dir=` wrote into the working directory."""
+    (line,) = problems(command, overrides=[override])
+    assert "is empty" in line
+
+
+def test_a_recipe_is_shown_without_its_passwords():
+    recipe = resolve(
+        "online",
+        overrides=[
+            "algo=lr",
+            *("reasoning.judge.kind=model", "reasoning.judge.name=m"),
+            "reasoning.judge.endpoint=http://me:HUSH@host/v1?api_key=HUSH",
+            "target.chat_template_kwargs={api_key: HUSH, bos_token: <s>}",
+        ],
+        environ={},
+    )
+    assert "HUSH" in recipe.reasoning.judge.endpoint
+    shown = recipe.model_dump(mode="json")
+    assert "HUSH" not in json.dumps(shown)
+    assert shown["reasoning"]["judge"]["endpoint"] == "http://me:***@host/v1?api_key=***"
+    assert shown["target"]["chat_template_kwargs"] == {"api_key": "***", "bos_token": "<s>"}
+    other = recipe.model_copy(deep=True)
+    other.reasoning.judge.endpoint = other.reasoning.judge.endpoint.replace("HUSH", "NEW")
+    assert recipe_stamp(other) == recipe_stamp(recipe)
 
 
 def test_the_block_rule_is_for_sampled_proposals():

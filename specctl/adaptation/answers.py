@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from fractions import Fraction
 
 from specctl.errors import UsageError
 
 SHORT = 64  # characters: a reference no longer than that is itself an answer
+LONGEST_NUMBER = 300  # characters; what is longer, or has an exponent of five digits, is compared as text
 CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 512 << 20, 1 << 20  # of a program that is tried
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
-_UNITS = re.compile(r"(?:\\text\{[^}]*\}|[$€£%°]|\\\$|\\%|\\[,;! ])")
+_BEYOND = re.compile(r"e[-+]?[\d_]{5,}", re.IGNORECASE)
+_UNITS = re.compile(r"(?:\\text\{[^{}]*\}|[$€£%°]|\\\$|\\%|\\[,;! ])")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
 _SAID = re.compile(
@@ -30,7 +35,7 @@ resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({FILE_BYTES}, {FILE_BYTES}))
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 """
-"""Set by the program's own process before anything of it runs; they cannot be raised again."""
+"""Set by the program's own process before anything of it runs: limits of each process, which only root can raise."""
 
 
 def extract(text: str) -> str | None:
@@ -60,14 +65,22 @@ def normalise(answer: str) -> str | Fraction:
     choice = _CHOICE.fullmatch(plain)
     if choice:
         return choice[1]
-    try:
-        return Fraction(plain.replace(",", "").replace(" ", ""))
-    except (ValueError, ZeroDivisionError):
-        pass
-    numbers = _NUMBER.findall(plain)
+    value = number(plain.replace(" ", ""))
+    numbers = _NUMBER.findall(plain) if value is None else []
     if len(numbers) == 1 and not re.search(r"[A-Za-z]{2,}.*\d", plain):  # "18 dollars a day", not "x2 apples"
-        return Fraction(numbers[0].replace(",", ""))
-    return re.sub(r"\s+", " ", plain).casefold()
+        value = number(numbers[0])
+    return re.sub(r"\s+", " ", plain).casefold() if value is None else value
+
+
+def number(text: str) -> Fraction | None:
+    """What a decimal number or a fraction stands for; None for other texts, and for numbers beyond all measure, which
+    a model in a loop writes: `1e99999999` takes hours and gigabytes."""
+    if len(text) > LONGEST_NUMBER or _BEYOND.search(text):
+        return None
+    try:
+        return Fraction(text.replace(",", ""))
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def same(one: str | None, other: str | None) -> bool:
@@ -90,8 +103,11 @@ def correct(response: str, reference: str | None, *, allow_code_execution: bool 
 
 def passes(response: str, tests: str, *, allowed: bool) -> bool:
     """Whether the last program of a response passes `tests`, in a process of its own: isolated from our environment,
-    in an empty directory, with bounded time, memory and files. No sandbox: the network is not closed to it. What tells
-    is a word printed behind the tests: a program that exits before them has not passed.
+    in an empty directory, with bounded time, memory and files. What tells is a word printed behind the tests: a program
+    that exits before them has not passed.
+
+    No sandbox: the network is not closed to it. It cannot start processes, unless it runs as root, whom RLIMIT_NPROC
+    does not bind: those end with it, but for one that makes a session of its own.
 
     Raises UsageError unless running programs of a model is explicitly `allowed`.
     """
@@ -102,20 +118,27 @@ def passes(response: str, tests: str, *, allowed: bool) -> bool:
     passed = secrets.token_hex(8)
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as printed:
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-I", "-c", f"{LIMITS}\n{program}\n{tests}\nprint({passed!r})"],
                 cwd=empty,
                 env={},
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.DEVNULL,
-                timeout=2 * CPU_S,
-                check=False,
+                start_new_session=True,
             )
-        except (subprocess.TimeoutExpired, OSError, ValueError):  # ValueError: a NUL in the program
+        except (OSError, ValueError):  # ValueError: a NUL in the program
             return False
+        try:
+            process.wait(2 * CPU_S)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            process.wait()
         printed.seek(0)
-        return done.returncode == 0 and printed.read().rstrip().endswith(passed.encode())
+        return process.returncode == 0 and printed.read().rstrip().endswith(passed.encode())
 
 
 def _boxed(text: str) -> str | None:

@@ -11,15 +11,17 @@ import os
 import re
 import time
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import torch
 
-from specctl.decoding.loading import first_line, location, pick_device
+from specctl.adaptation import answers
+from specctl.decoding.loading import check_within_reach, first_line, location, pick_device
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
@@ -103,7 +105,8 @@ def fold(text: str) -> str:
 
 
 def _plain(number: str) -> str:
-    return str(Fraction(number.replace(",", "")))
+    value = answers.number(number)
+    return number if value is None else str(value)
 
 
 def make_judge(recipe: JudgeRecipe, device: str = "auto") -> Judge:
@@ -125,6 +128,7 @@ class Encoder:
 
         self.recipe, self.device = recipe, pick_device(device)
         try:
+            check_within_reach(str(recipe.name), recipe.revision)
             where, options = location(str(recipe.name)), {"revision": recipe.revision, "trust_remote_code": False}
             self.tokenizer = AutoTokenizer.from_pretrained(where, **options)
             self.model = AutoModel.from_pretrained(where, use_safetensors=True, **options).to(self.device).eval()
@@ -204,8 +208,11 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(recipe.key_variable):
             headers["Authorization"] = f"Bearer {key}"
-        address = f"{str(recipe.endpoint).rstrip('/')}/chat/completions"
-        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        address = urlsplit(f"{str(recipe.endpoint).rstrip('/')}/chat/completions")
+        person, at, host = address.netloc.rpartition("@")
+        if at:  # http://user:password@host, which urllib takes for a port
+            headers["Authorization"] = f"Basic {b64encode(unquote_to_bytes(person)).decode()}"
+        request = urllib.request.Request(address._replace(netloc=host).geturl(), json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=recipe.timeout_s) as reply:
             said = b""
             while piece := reply.read1(LONGEST_REPLY):

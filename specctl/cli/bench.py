@@ -73,7 +73,7 @@ def bench(recipe: BenchRecipe, dry_run: bool) -> None:
     plan.check_drafters(recipe.drafters)
     plan.check_data(recipe.data)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+        plan.check_output("bench", recipe.output_dir, overwrite=recipe.overwrite)
     if dry_run:
         return plan.show("bench", recipe, steps(recipe))
     with library_output():

@@ -44,7 +44,7 @@ def check_store(recipe: DistillRecipe) -> None:
     from specctl.cli import plan
 
     shared = recipe.shard != "0/1"
-    plan.check_output(recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
+    plan.check_output("distill", recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
 
 
 def steps(recipe: DistillRecipe) -> list[str]:

@@ -50,12 +50,10 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
         recipe = with_domains_of_drafters(recipe)
     plan.check_data(recipe.data)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+        plan.check_output("eval", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir and recipe.resume:
         from specctl.evaluation.records import check_stamp, recipe_stamp
-        from specctl.runs import check_same_command
 
-        check_same_command(recipe.output_dir, "eval")
         check_stamp(recipe.output_dir, recipe_stamp(recipe))
     if dry_run:
         return plan.show("eval", recipe, steps(recipe, [*recipe.drafters, *members]))

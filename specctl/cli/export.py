@@ -30,7 +30,7 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
     if recipe.drafter is None:
         raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
     plan.check_directory(str(recipe.drafter))
-    plan.check_output(recipe.output, overwrite=recipe.overwrite)
+    plan.check_output("export", recipe.output, overwrite=recipe.overwrite)
     if dry_run:
         return plan.show("export", recipe, steps(recipe))
     with library_output():

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
-from specctl.errors import SpecctlError
+from specctl.errors import SpecctlError, brief
+from specctl.redaction import redacted
+
+LINES = 10  # of a message
+LINE = 400  # characters of each
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+MESSAGE = 1500  # characters of all lines, the first of which is always shown
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,30 @@ SMALLER = {  # command → recipe keys that make it need less memory
 
 
 def explain(error: BaseException, command: str | None = None) -> Failure:
-    """The failure an exception of `command` stands for. Errors of our own carry everything, the rest is put into words
-    here."""
+    """The failure an exception of `command` stands for, in words that fit a screen whatever was given."""
+    found = _explain(error, command)
+    return replace(found, message=presentable(found.message), hint=found.hint and presentable(found.hint))
+
+
+def presentable(message: str) -> str:
+    """A message without passwords, without the middle of long lines, with so many lines as can be read at once, and
+    without characters that a terminal would obey."""
+    lines = [CONTROL.sub(_escaped, brief(line, LINE)) for line in redacted(message).split("\n")]
+    kept = lines[:1]
+    for line in lines[1:LINES]:
+        if sum(map(len, kept)) + len(line) > MESSAGE:
+            break
+        kept.append(line)
+    more = len(lines) - len(kept)
+    return "\n".join(kept + [f"and {more} more"] * bool(more))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\x{ord(found[0]):02x}"
+
+
+def _explain(error: BaseException, command: str | None) -> Failure:
+    """Errors of our own carry everything, the rest is put into words here."""
     if isinstance(error, SpecctlError):
         return Failure(type(error).__name__, error.message, error.hint, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -49,7 +78,8 @@ def explain(error: BaseException, command: str | None = None) -> Failure:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "make room where --output-dir is, or choose another" if full else None
-        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, 1)
+        code = 2 if error.errno == errno.ENAMETOOLONG else 1  # no file has such a name: it was asked for
+        return Failure(type(error).__name__, f"{where}{error.strerror}", hint, code)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if _out_of_memory(error):
         hint = f"lower or set {', '.join(SMALLER[command])}" if command in SMALLER else None

@@ -37,7 +37,7 @@ def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
     if recipe.drafter:
         plan.check_drafters([recipe.drafter])
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, overwrite=recipe.overwrite)
+        plan.check_output("generate", recipe.output_dir, overwrite=recipe.overwrite)
     recipe = recipe.model_copy(update={"prompt": prompt_of(recipe)})
     if dry_run:
         return plan.show("generate", recipe, steps(recipe))

@@ -35,7 +35,7 @@ def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
     if not (recipe.head / "config.json").is_file():
         raise CheckpointError(f"{recipe.head} has no config.json", hint="a head is config.json and weights")
     plan.check_data(recipe.data)
-    plan.check_output(recipe.output, overwrite=recipe.overwrite)
+    plan.check_output("import", recipe.output, overwrite=recipe.overwrite)
     if dry_run:
         return plan.show("import", recipe, steps(recipe))
     with library_output():

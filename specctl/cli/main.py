@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
+from contextlib import suppress
 
 import typer
 
-from specctl import __version__
+from specctl import __version__, progress
 from specctl.cli import (
     bench,
     distill,
@@ -27,7 +27,8 @@ from specctl.cli import (
 from specctl.cli.command import Json, Quiet, Verbose
 from specctl.cli.failures import explain
 from specctl.cli.output import output
-from specctl.errors import UsageError
+from specctl.errors import ReaderGone, SpecctlError, UsageError
+from specctl.redaction import redacted
 
 app = typer.Typer(
     name="specctl",
@@ -76,27 +77,25 @@ def run(argv: list[str]) -> int:
     """Run one command line; returns its exit code, and has told stderr why when that is not 0."""
     output.reset(argv)
     try:
+        if sys.flags.optimize > 1:
+            raise UsageError("transformers reads the docstrings that PYTHONOPTIMIZE=2 (python -OO) strips")
         code = app(argv, prog_name="specctl", standalone_mode=False)
         if code == 130:  # Typer has caught Ctrl-C and said nothing
             raise KeyboardInterrupt
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:
-        return _reader_gone()
+    except ReaderGone as gone:
+        return gone.exit_code
     except SystemExit as stop:
-        return _reader_gone() if isinstance(stop.__context__, BrokenPipeError) else int(stop.code or 0)
+        return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
-        failure = explain(error, next((word for word in argv if not word.startswith("-")), None))
+        failure = explain(progress.interrupts.behind(error), _command(argv))
         if output.verbose:
-            traceback.print_exception(error)
-        try:
+            print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        with suppress(SpecctlError):  # stdout may be what failed
             output.failure(failure)
-        except BrokenPipeError:
-            _reader_gone()
         return failure.code
 
 
-def _reader_gone() -> int:
-    """`specctl … | head` has all it wanted: a success. The null device spares the flush at exit a second error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+def _command(argv: list[str]) -> str | None:
+    return next((word for word in argv if not word.startswith("-")), None)

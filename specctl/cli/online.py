@@ -13,7 +13,7 @@ from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
-from specctl.errors import Interrupted
+from specctl.errors import Interrupted, UsageError
 from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     from specctl import api
     from specctl.adaptation import group
     from specctl.cli import plan
+    from specctl.decoding.loading import check_within_reach
     from specctl.selection import registry
 
     plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
@@ -64,12 +65,14 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     if recipe.pool is not None:
         plan.pool_members(recipe.pool)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+        plan.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
     data = {path: found for one in first for path, found in distil_first(one).items()}
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
     group.check(recipe.learner_device)
+    if recipe.reasons and recipe.reasoning.draft is not None:
+        check_within_reach(recipe.reasoning.draft)  # before the target takes its time
     with library_output():
         for one in first:
             progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
@@ -110,6 +113,7 @@ def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
 
 def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
     """The trainings of the drafters to start from that are missing."""
+    from specctl import data_prep
     from specctl.recipe import DataRecipe, TrainRecipe
     from specctl.recipe.train import FirstDataRecipe
 
@@ -118,6 +122,11 @@ def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
         place = recipe.start_of(family)
         if (place / "config.json").is_file():
             continue
+        if options.prompts is None and recipe.first_domain not in data_prep.DOMAINS:
+            raise UsageError(
+                f"no drafter in {place}, and no prompts of {recipe.first_domain} to warm one up on",
+                "--init DRAFTER, --domain NAME, or warmup.prompts=FILE: never those of the stream",
+            )
         found.append(
             TrainRecipe(
                 target=recipe.target,

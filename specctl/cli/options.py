@@ -40,7 +40,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _names(values: list[str]) -> list[str]:
-    return [name for value in values for name in value.split(",") if name]
+    return [name for value in values for name in value.split(",")]
 
 
 def _none_or_names(text: str) -> list[str]:

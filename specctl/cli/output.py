@@ -69,7 +69,8 @@ class Output:
     def _print_json(self, document: dict[str, Any]) -> None:
         from specctl.runs import to_json
 
-        self._print(to_json(document, indent=2))
+        utf8 = (sys.stdout.encoding or "").lower().startswith("utf")
+        self._print(to_json(document, indent=2, ascii=not utf8))
 
     def _print_rich(self, shown: RenderableType) -> None:
         """Colours and the terminal's width on a terminal; elsewhere plain lines, never wrapped, cut or padded."""

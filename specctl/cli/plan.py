@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from specctl.cli.output import cell, output
 from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
+from specctl.redaction import redacted
+from specctl.runs import check_same_command
+
+LABEL = r"\w[\w.-]*"  # it names directories
 
 
 def check_data(data: DataRecipe) -> None:
@@ -18,8 +23,12 @@ def check_data(data: DataRecipe) -> None:
     from specctl import data_prep
     from specctl.distillation.prompts import check_files
 
-    for name in data.domain if data.source != "unconditional" else ():
-        data_prep.get(name)
+    for name in data.domain:
+        if data.prompts is not None:
+            if not re.fullmatch(LABEL, name):
+                raise UsageError(f"domain {name!r} is no name for prompts: letters, digits, . - _")
+        elif data.source != "unconditional":
+            data_prep.get(name)
     check_files(data)
 
 
@@ -79,8 +88,8 @@ def pool_members(pool: Path) -> list[str]:
     return [str(path) for path in find_pool(pool)]
 
 
-def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Nothing is in the way at `path`, and it can be written. Raises UsageError, SpecctlError.
+def check_output(command: str, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Nothing is in the way of `command` at `path`, and it can be written. Raises UsageError, SpecctlError.
 
     Under torchrun the first process checks: the others may find what it has made a moment ago.
     """
@@ -90,6 +99,7 @@ def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -
         raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")
     if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
         raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it where the command can")
+    check_same_command(path, command)
     parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not parent.is_dir():
         raise UsageError(f"{parent} is a file, not a directory", hint="choose another --output-dir")
@@ -100,7 +110,7 @@ def check_output(path: Path, *, resume: bool = False, overwrite: bool = False) -
 def show(command: str, recipe: CommandRecipe, steps: list[str], **more: Any) -> None:
     """The answer to --dry-run: what would be done, the recipe with everything filled in, and `more` for --json."""
     resolved = recipe.model_dump(mode="json")
-    document = {"command": command, "dry_run": True, "steps": steps, **more, "recipe": resolved}
+    document = {"command": command, "dry_run": True, "steps": redacted(steps), **more, "recipe": resolved}
     output.result(document, _plan, brief=command)
 
 

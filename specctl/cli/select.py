@@ -65,7 +65,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     if recipe.record:  # before its run directory: whoever is told of that one alone would overwrite both
         recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
-        plan.check_output(recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+        plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     if dry_run:
         return plan.show("select", recipe, steps(recipe, found))
     with library_output():

@@ -50,7 +50,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     if general is not None and not (general.output / "config.json").is_file():  # one that is there serves again
         recipes.insert(0, general)
     for one in recipes:
-        plan.check_output(one.output, resume=recipe.resume, overwrite=recipe.overwrite)
+        plan.check_output("train-drafter", one.output, resume=recipe.resume, overwrite=recipe.overwrite)
     first = {path: data for one in recipes for path, data in distil_first(one).items()}
     if recipe.distilled is None:
         tell_what_is_there(recipe, [path for one in recipes for path in one.sources if path not in first])

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from collections.abc import Mapping
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
 from specctl.decoding.support import unusable, why_unusable
 from specctl.errors import CheckpointError, UsageError
 
+HUB_S = 2.0  # seconds for the hub's answer to a connection
 ATTENTION = (None, "eager", "sdpa")
 """What a configuration may choose: of transformers' own, what takes a mask of any shape."""
 LONGEST_LINE = 300  # characters of another library's message
@@ -81,6 +85,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    check_within_reach(name, revision)
     where = location(name)
     if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
         raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
@@ -127,6 +132,29 @@ def first_line(error: BaseException) -> str:
 def is_hub_id(name: str) -> bool:
     """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory here."""
     return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+
+
+def check_within_reach(name: str, revision: str | None = None) -> None:
+    """CheckpointError for an id that is not in the cache while the hub cannot be reached: `huggingface_hub` would try
+    for minutes. A proxy is left to it."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    hub = urlsplit(constants.ENDPOINT)
+    if not is_hub_id(name) or constants.HF_HUB_OFFLINE or hub.scheme in getproxies():
+        return
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return
+        socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_S).close()
+    except HFValidationError:
+        return  # no id at all, which transformers says
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} is neither a directory nor in the Hugging Face cache, and {hub.hostname} cannot be reached "
+            f"({error.strerror or error})",
+            f"give a directory, or run `hf download {name}` where there is a network",
+        ) from error
 
 
 def location(name: str) -> str:

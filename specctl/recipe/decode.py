@@ -12,6 +12,7 @@ from specctl.recipe.sections import (
     DataRecipe,
     DraftingRecipe,
     LocalPath,
+    Name,
     Names,
     ResumableRecipe,
     SamplingRecipe,
@@ -30,7 +31,7 @@ class EvalRecipe(ResumableRecipe):
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
-    drafters: list[str] = []  # drafter directories, or the name of a family without weights: lookup, suffix
+    drafters: list[Name] = []  # drafter directories, or the name of a family without weights: lookup, suffix
     pool: LocalPath | None = None  # directory of drafter directories
     matrix: bool = False
     metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # in the cells of the matrix
@@ -59,7 +60,7 @@ class GenerateRecipe(CommandRecipe):
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     prompt: str | None = None
-    drafter: str | None = None
+    drafter: Name | None = None
     save_outputs: bool = False
     overwrite: bool = False
 
@@ -88,7 +89,7 @@ class SelectRecipe(CommandRecipe):
     drafting: DraftingRecipe = DraftingRecipe()
     algo: Annotated[Names, Field(min_length=1)] = ["hedgespec"]  # one policy, or several side by side
     pool: LocalPath | None = None  # None = ./drafters where that is there
-    drafters: list[str] = []  # further members: directories, or lookup, suffix
+    drafters: list[Name] = []  # further members: directories, or lookup, suffix
     strict: bool = False  # refuse a pool with a member that cannot be used, instead of leaving it out
     arms: ArmRecipe = ArmRecipe()
     policy: PolicyRecipe = PolicyRecipe()
@@ -100,7 +101,7 @@ class SelectRecipe(CommandRecipe):
     order: Literal["mixed", "blocks", "shift"] = "mixed"
     # fixed: every arm by itself; recompute: the policies once more, without what catch_up=streaming saves and loses
     baselines: list[Literal["vanilla", "fixed", "draft-all", "recompute"]] = ["vanilla"]
-    rivals: list[str] = []  # drafters measured by themselves that are no arms, such as a generalist
+    rivals: list[Name] = []  # drafters measured by themselves that are no arms, such as a generalist
     batch: PositiveInt = 1  # sequences at a time, each with a choice of its own
     split: Literal["train", "test"] = "test"
     limit: PositiveInt | None = 40  # prompts per domain; of a file with more, a sample
@@ -151,7 +152,7 @@ class BenchRecipe(CommandRecipe):
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
-    drafters: list[str] = ["lookup"]
+    drafters: list[Name] = ["lookup"]
     limit: PositiveInt = 16  # prompts
     batches: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]
     draft_lengths: list[PositiveInt] = []  # nodes of a draft; besides each drafter's own default

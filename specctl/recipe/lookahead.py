@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.recipe.sections import Fraction, PositiveFloat, Section
+from specctl.recipe.sections import Fraction, Name, PositiveFloat, Section
 
 ReasoningMode = Literal["target", "draft", "lr", "osd-lr", "online-lr"]
 LearningMode = Literal["osd-lr", "online-lr"]
@@ -25,10 +25,10 @@ class JudgeRecipe(Section):
     kind: Literal["exact", "embedding", "model"] = "exact"
     # embedding: a local sentence encoder; model: a chat model, by Hugging Face id or directory, or the name under which
     # `endpoint` serves one
-    name: str | None = None
-    revision: str | None = None
-    endpoint: str | None = None  # OpenAI-compatible, such as http://localhost:8000/v1
-    key_variable: str = "OPENAI_API_KEY"  # environment variable with the endpoint's key
+    name: Name | None = None
+    revision: Name | None = None
+    endpoint: Name | None = None  # OpenAI-compatible, such as http://localhost:8000/v1
+    key_variable: Name = "OPENAI_API_KEY"  # environment variable with the endpoint's key
     threshold: Fraction = 0.95  # embedding: cosine from which on two steps are aligned
     timeout_s: PositiveFloat = 30.0  # of one request
     max_tokens: PositiveInt = 16  # of a ruling
@@ -63,8 +63,8 @@ class LookaheadRecipe(Section):
 
     # The LM that drafts steps: a drafter directory of family lm, or any causal LM by Hugging Face id or directory.
     # None = ./drafters/<domain>-lm, warmed up if missing.
-    draft: str | None = None
-    drafter: str | None = None  # speculates on tokens inside the target's steps: a directory, lookup or suffix
+    draft: Name | None = None
+    drafter: Name | None = None  # speculates on tokens inside the target's steps: a directory, lookup or suffix
     baselines: list[Literal["target", "draft", "lr"]] = ["target", "draft", "lr"]  # modes measured beside the algos
     delimiter: Annotated[str, Field(min_length=1)] | None = None  # ends a step
     # Steps that are drafted ahead; auto: as many as pay, of what is measured along the stream, or none.

@@ -14,6 +14,7 @@ from specctl.recipe.sections import (
     DataRecipe,
     DraftingRecipe,
     LocalPath,
+    Name,
     Names,
     PositiveFloat,
     ResumableRecipe,
@@ -51,8 +52,8 @@ ONE = ("temperature", "top_k", "top_p", "seed")
 class WarmupRecipe(Section):
     """How the drafter that a stream starts with is trained, where there is none: offline, on one domain."""
 
-    domain: str | None = None  # None = the stream's first
-    prompts: str | None = None  # file of its prompts, None = the domain's generator: never those of the stream
+    domain: Name | None = None  # None = the stream's first
+    prompts: Name | None = None  # file of its prompts, None = the domain's generator: never those of the stream
     responses: PositiveInt = 1000
     minutes: PositiveFloat | None = None  # of training
 

@@ -17,13 +17,16 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from specctl.errors import RecipeError
+from specctl.errors import RecipeError, brief
 from specctl.recipe import RECIPES, CommandRecipe, Section, yaml_file
 from specctl.recipe.yaml_file import KeyPath
 
 ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of recipes, DeepSpeed configurations, Slurm scripts
-NOT_RECIPE_KEYS = {"SPECCTL_KERNELS", "SPECCTL_GRAPHS"}  # read by the kernels' dispatch and the decoding loop
+LONGEST = 1 << 20  # characters of a file
+NEAREST_NAMES = 10  # problems beyond these come without a suggestion: each is looked for in all names
+SWITCHES = {"SPECCTL_KERNELS": ("reference", "cpu", "triton"), "SPECCTL_GRAPHS": ("0", "1", "eager")}
+"""Variables that are no recipe keys, and their values: the kernels' dispatch and the decoding loop read them."""
 
 
 class Setting(NamedTuple):
@@ -48,7 +51,7 @@ def resolve(
     """The recipe of `command` with every layer applied. RecipeError lists every problem as `origin: key: problem`."""
     model = RECIPES[command]
     problems: list[str] = []
-    settings = list(_from_environment(model, os.environ if environ is None else environ))
+    settings = list(_from_environment(model, os.environ if environ is None else environ, problems))
     if recipe is not None:
         settings += _from_file(command, recipe, problems)
     settings += _from_overrides(overrides, problems)
@@ -89,9 +92,13 @@ def read(name: str | Path) -> tuple[str, str]:
     """(text, label for messages) of a file given by path or by the name of a shipped one."""
     if Path(name).is_file():
         try:
-            return Path(name).read_text(encoding="utf-8"), str(name)
+            with open(name, encoding="utf-8") as file:
+                text = file.read(LONGEST + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{name}: cannot be read as text: {error}") from error
+        if len(text) > LONGEST:
+            raise RecipeError(f"{name}: too long for a recipe, over {LONGEST >> 20} MiB")
+        return text, str(name)
     known = shipped()
     key = str(name)
     for suffix in SUFFIXES:
@@ -126,12 +133,15 @@ def dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def _from_environment(model: type[Section], environ: Mapping[str, str]) -> Iterator[Setting]:
+def _from_environment(model: type[Section], environ: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
     """A variable that fits another command only is none of this command's business; an unknown one is an error."""
     others = {field for other in RECIPES.values() for field in other.model_fields} - set(model.model_fields)
     for name, value in sorted(environ.items()):
         path = tuple(name.removeprefix(ENVIRONMENT).lower().split("__"))
-        if name.startswith(ENVIRONMENT) and name not in NOT_RECIPE_KEYS and path[0] not in others:
+        if name in SWITCHES:
+            if value and value not in SWITCHES[name]:
+                problems.append(f"{name}: must be one of {', '.join(SWITCHES[name])} (got {brief(repr(value))})")
+        elif name.startswith(ENVIRONMENT) and path[0] not in others:
             yield Setting(path, _Text(value), name)
 
 
@@ -160,7 +170,7 @@ def _from_overrides(overrides: Iterable[str], problems: list[str]) -> Iterator[S
         if not equals or not key:
             problems.append(f"{override}: an override is written key.sub=value")
         else:
-            yield Setting(tuple(key.split(".")), _Text(value), override)
+            yield Setting(tuple(key.split(".")), _Text(value), brief(override))
 
 
 def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iterator[Setting]:
@@ -169,7 +179,7 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
     for depth, key in enumerate(setting.path):
         field = section.model_fields.get(key)
         if field is None:
-            near = _nearest(dotted(setting.path), _keys(model))
+            near = _nearest(dotted(setting.path), _keys(model)) if len(problems) < NEAREST_NAMES else ""
             problems.append(f"{_at(setting.origin, setting.path)}: unknown key{near}")
             return
         here, rest = setting.path[: depth + 1], setting.path[depth + 1 :]
@@ -177,11 +187,20 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
             section = field.annotation
             continue
         if rest and not _admits(field.annotation, dict):
-            problems.append(f"{_at(setting.origin, here)}: has no keys of its own (got {dotted(rest)!r})")
+            problems.append(f"{_at(setting.origin, here)}: has no keys of its own (got {brief(repr(dotted(rest)))})")
             return
-        value = _typed(setting.value, dict[str, Any] if rest else field.annotation)
-        if not rest and isinstance(value, str) and _admits(field.annotation, dict):
-            value = _mapping(value, setting, problems)
+        at = _at(setting.origin, here)
+        try:
+            value = _typed(setting.value, dict[str, Any] if rest else field.annotation, at)
+            if not rest and isinstance(value, str) and _admits(field.annotation, dict):
+                value = _mapping(value, at)
+        except RecipeError as error:
+            problems.append(error.message)
+            return
+        reason = "nested too deeply" if len(rest) > yaml_file.DEEPEST else _unfit(value)
+        if reason and here != ("prompt",):  # `generate` rejects that as data
+            problems.append(f"{at}: {reason}")
+            return
         for part in reversed(rest):
             value = {part: value}
         yield Setting(here, value, setting.origin)
@@ -194,22 +213,37 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
     problems.append(f"{_at(setting.origin, setting.path)}: needs one of {', '.join(section.model_fields)}")
 
 
-def _typed(value: Any, annotation: Any) -> Any:
+def _typed(value: Any, annotation: Any, at: str) -> Any:
     """Read a command line's text as YAML, unless the field wants text (a revision 1234 stays a string)."""
     if not isinstance(value, _Text):
         return value
-    parsed = yaml_file.scalar(value)
+    parsed = yaml_file.scalar(value, at)
     wants_text = _admits(annotation, str, Path) and not _admits(annotation, list, dict, int, float)
+    if wants_text and not value:  # `drafter=$UNSET` is no way to say null
+        return ""
     return str(value) if wants_text and not isinstance(parsed, str | None) else parsed
 
 
-def _mapping(text: str, setting: Setting, problems: list[str]) -> Any:
+def _mapping(text: str, at: str) -> Any:
     """A mapping written as the path of a JSON file or the name of a shipped one (`deepspeed=deepspeed/zero2`)."""
     try:
         return json.loads(read(text)[0])
-    except (RecipeError, json.JSONDecodeError) as error:
-        problems.append(f"{_at(setting.origin, setting.path)}: neither a mapping nor a JSON file: {error}")
-        return {}
+    except (RecipeError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{at}: neither a mapping nor a JSON file: {error}") from error
+
+
+def _unfit(value: Any, depth: int = 0) -> str | None:
+    """Why no key takes a value, whatever its type: tensors, files and reports could not hold it. None where one may."""
+    if depth > yaml_file.DEEPEST:
+        return "nested too deeply"
+    if isinstance(value, dict | list):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next(filter(None, (_unfit(part, depth + 1) for part in parts)), None)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "a whole number beyond 64 bits"
+    if isinstance(value, str | Path) and any("\ud800" <= char <= "\udfff" for char in str(value)):
+        return "not UTF-8"
+    return None
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -268,7 +302,7 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
     origin = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), fallback)
     problem = error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
     given = error["input"]
-    got = "" if isinstance(given, dict | Section) else f" (got {given!r})"
+    got = "" if isinstance(given, dict | Section) else f" (got {brief(repr(given))})"
     near = ""
     if error["type"] == "literal_error" and isinstance(given, str):
         near = _nearest(given, [part for part in error["ctx"]["expected"].split("'") if part.isidentifier()])
@@ -277,6 +311,6 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
 
 def _at(origin: str, path: KeyPath) -> str:
     """`origin: key`, or the origin alone where it spells the key: `--arch`, `optimizer.lr=abc`."""
-    key = dotted(path)
+    key = brief(dotted(path))
     spelt = key in ("", origin.removeprefix("--").replace("-", "_")) or origin.startswith(f"{key}=")
     return origin if spelt else f"{origin}: {key}"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from specctl.recipe.sections import Fraction, PositiveFloat, Section
+from specctl.recipe.sections import Fraction, Name, PositiveFloat, Section
 
 Perturbation = Literal["swap", "drop", "insert", "words", "paraphrase", "wrap", "prefix", "suffix"]
 HEAD_SIZE = 32
@@ -18,11 +18,11 @@ class RouterRecipe(Section):
     `perturbations` are the changes of the held-out prompts under which it is measured, each with its strength.
     """
 
-    prompts: str | None = None  # JSONL to train on, {domain} in its name; None = prompts of the domains' generators
+    prompts: Name | None = None  # JSONL to train on, {domain} in its name; None = prompts of the domains' generators
     limit: PositiveInt = 300  # prompts of each domain
     weight: PositiveInt = 8  # warm start: tokens that its opinion counts for
-    model: str | None = None  # a Hugging Face id or a directory of a BERT-style encoder; None = from scratch
-    revision: str | None = None
+    model: Name | None = None  # a Hugging Face id or a directory of a BERT-style encoder; None = from scratch
+    revision: Name | None = None
     layers: PositiveInt = 2  # from scratch
     hidden_size: Annotated[int, Field(gt=0, multiple_of=HEAD_SIZE)] = 128  # from scratch
     lr: PositiveFloat | None = None  # None = 2e-5 for a pretrained encoder, 1e-3 from scratch

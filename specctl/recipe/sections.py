@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from specctl.redaction import redacted
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -13,7 +26,17 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-LocalPath = Annotated[Path, Field(strict=False)]
+def _named(value: Any) -> Any:
+    if value == "":
+        raise ValueError("is empty")
+    return value
+
+
+Name = Annotated[str, BeforeValidator(_named)]
+"""A model, a file, an address: an option that is given says one."""
+
+
+LocalPath = Annotated[Path, BeforeValidator(_named), Field(strict=False)]
 
 
 Gpu = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090", "cpu"]
@@ -30,14 +53,19 @@ Names = Annotated[list[str], BeforeValidator(_split)]
 class Section(BaseModel):
     """Unknown keys are errors, and nothing is converted silently (YAML is typed)."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_passwords(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """As JSON a recipe is shown, kept, and compared with an earlier run's: a new password resumes it, too."""
+        return redacted(inner(self))
 
 
 class TargetRecipe(Section):
     """The model that is accelerated: `builtin`, a Hugging Face id, or a local directory."""
 
-    name: str = "builtin"
-    revision: str | None = None
+    name: Name = "builtin"
+    revision: Name | None = None
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process' GPUs
@@ -59,11 +87,17 @@ class TargetRecipe(Section):
         return self.model_dump(exclude={"chat_template_kwargs"})
 
 
+def label_of(prompts: str) -> str:
+    """What a prompts file is called where no domain is named: `data/My file.jsonl` → `My-file`, `-` → `stdin`."""
+    stem = "stdin" if prompts == "-" else Path(prompts).name.split(".")[0]
+    return re.sub(r"[^\w-]+", "-", stem).strip("-_")[:60] or "prompts"
+
+
 class DataRecipe(Section):
     """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
 
-    domain: Annotated[Names, Field(min_length=1)] = ["sql"]
-    prompts: str | None = None  # JSONL file, one per domain with `{domain}` in its name, or "-" for stdin
+    domain: Annotated[Names, Field(min_length=1)] = ["sql"]  # of a prompts file: its name, unless one is given
+    prompts: Name | None = None  # JSONL file, one per domain with `{domain}` in its name, or "-" for stdin
     source: Literal["auto", "generator", "public", "unconditional"] = (
         "auto"  # unconditional: whatever the target writes
     )
@@ -77,6 +111,8 @@ class DataRecipe(Section):
             if self.prompts is not None:
                 raise ValueError("unconditional samples have no prompts")
             self.domain = ["unconditional"]
+        elif self.prompts is not None and "{domain}" not in self.prompts and "domain" not in self.model_fields_set:
+            self.domain = [label_of(self.prompts)]
         return self
 
     def prompts_of(self, domain: str) -> str | None:

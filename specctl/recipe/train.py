@@ -11,6 +11,7 @@ from specctl.recipe.sections import (
     DataRecipe,
     Fraction,
     LocalPath,
+    Name,
     Names,
     PositiveFloat,
     Section,
@@ -24,8 +25,8 @@ Arch = Literal["eagle", "eagle3", "hydra", "medusa", "lm", "retrieval"]
 class DrafterRecipe(Section):
     """Size of a new draft head; None = what the architecture derives from the target."""
 
-    preset: str | None = None
-    base: str | None = None  # lm: a published causal LM with the target's vocabulary to start from
+    preset: Name | None = None
+    base: Name | None = None  # lm: a published causal LM with the target's vocabulary to start from
     hidden_size: PositiveInt | None = None
     intermediate_size: PositiveInt | None = None
     num_heads: PositiveInt | None = None

@@ -13,6 +13,9 @@ import yaml
 from specctl.errors import RecipeError
 
 KeyPath = tuple[str | int, ...]
+MOST_VALUES = 10_000  # of a document, an alias counted as all that it stands for: 400 bytes can mean 9⁹ values
+DEEPEST = 50  # levels
+SCALARS = str | int | float | None  # dates and bytes are for explicit tags, and for no key of a recipe
 MISFITS = (
     ValueError,
     LookupError,
@@ -21,7 +24,16 @@ MISFITS = (
 
 
 class _Loader(yaml.SafeLoader):
+    """PyYAML's, with YAML 1.2's idea of what a plain scalar is; it gives up on documents of too many nodes."""
+
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+    nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.nodes += 1
+        if self.nodes > 2 * MOST_VALUES:  # keys are nodes, too
+            raise _too_many(self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
 
 for _tag, _pattern, _first in (
@@ -36,64 +48,106 @@ for _tag, _pattern, _first in (
 
 def load(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Parse a recipe: (its mapping, the 1-based line of every key path). RecipeError names `source:line`."""
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return {}, {}
-        if not isinstance(node, yaml.MappingNode):
-            raise RecipeError(f"{source}:{node.start_mark.line + 1}: a recipe is a mapping of keys to values")
-        lines: dict[KeyPath, int] = {}
-        problems: list[str] = []
-        data = _build(loader, node, (), lines, problems, source, set())
-    except yaml.YAMLError as error:
-        raise RecipeError(_describe(error, source)) from error
-    except RecursionError:
-        raise RecipeError(f"{source}: nested too deeply") from None
-    if problems:
-        raise RecipeError("\n".join(problems))
-    return data, lines
+    document = _Document(text, source)
+    data = document.read()
+    if data is None:
+        return {}, {}
+    if not isinstance(data, dict):
+        raise RecipeError(f"{source}:{document.begins}: a recipe is a mapping of keys to values")
+    if document.problems:
+        raise RecipeError("\n".join(document.problems))
+    return data, document.lines
 
 
-def scalar(text: str) -> Any:
-    """The value of one override or environment variable (`1e-4`, `true`, `[0, 0.7]`); what is not YAML is a string."""
+def scalar(text: str, source: str) -> Any:
+    """The value of one override or environment variable (`1e-4`, `true`, `[0, 0.7]`); what is not YAML is a string.
+
+    RecipeError names `source` where it is YAML, but means too much, contains itself, or has a key twice.
+    """
+    document = _Document(text, source)
     try:
-        return _Loader(text).get_single_data()
-    except (yaml.YAMLError, *MISFITS, RecursionError):
+        value = document.read()
+    except NotYaml:
         return text
+    if document.problems:
+        raise RecipeError("\n".join(document.problems))
+    return value
 
 
-def _build(
-    loader: _Loader,
-    node: yaml.Node,
-    path: KeyPath,
-    lines: dict[KeyPath, int],
-    problems: list[str],
-    source: str,
-    parents: set[int],
-) -> Any:
-    if id(node) in parents:
-        raise yaml.constructor.ConstructorError(None, None, "a value that contains itself", node.start_mark)
-    below = parents | {id(node)}
-    if isinstance(node, yaml.SequenceNode):
-        items = enumerate(node.value)
-        return [_build(loader, item, (*path, i), lines, problems, source, below) for i, item in items]
-    if not isinstance(node, yaml.MappingNode):
+class NotYaml(RecipeError):
+    """A text that breaks the rules of YAML, or has a tag that does not fit."""
+
+
+class _Document:
+    """The values of a document, with the line of every key, and what is wrong with them."""
+
+    def __init__(self, text: str, source: str):
+        self.text, self.source = text, source
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[str] = []
+        self.begins = 1  # line
+        self._values = 0
+
+    def read(self) -> Any:
+        """Raises NotYaml, RecipeError."""
         try:
-            return loader.construct_object(node, deep=True)
+            self._loader = _Loader(self.text)
+            node = self._loader.get_single_node()
+            if node is None:
+                return None
+            self.begins = node.start_mark.line + 1
+            return self._build(node, (), frozenset())
+        except _Unreasonable as error:
+            raise RecipeError(_describe(error, self.source)) from error
+        except yaml.YAMLError as error:
+            raise NotYaml(_describe(error, self.source)) from error
+        except RecursionError:
+            raise NotYaml(f"{self.source}: nested too deeply") from None
+
+    def _build(self, node: yaml.Node, path: KeyPath, parents: frozenset[int]) -> Any:
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise _too_many(node.start_mark)
+        if id(node) in parents:
+            raise _Unreasonable(None, None, "a value that contains itself", node.start_mark)
+        if len(parents) > DEEPEST:
+            raise _Unreasonable(None, None, f"nested too deeply, over {DEEPEST} levels", node.start_mark)
+        below = parents | {id(node)}
+        if isinstance(node, yaml.SequenceNode):
+            return [self._build(item, (*path, i), below) for i, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            return self._scalar(node)
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key_node.start_mark)
+            key, line = key_node.value, key_node.start_mark.line + 1
+            here = (*path, key)
+            if key in mapping:
+                name = ".".join(map(str, here))
+                first = self.lines[here]
+                self.problems.append(f"{self.source}:{line}: {name}: duplicate key, first given in line {first}")
+                continue
+            self.lines[here] = line
+            mapping[key] = self._build(value_node, here, below)
+        return mapping
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        try:
+            value = self._loader.construct_object(node, deep=True)
+            if isinstance(value, SCALARS):
+                return value
         except MISFITS:
-            raise yaml.constructor.ConstructorError(None, None, f"not a value of {node.tag}", node.start_mark) from None
-    mapping: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key, line = str(getattr(key_node, "value", "")), key_node.start_mark.line + 1
-        here = (*path, key)
-        if key in mapping:
-            name = ".".join(map(str, here))
-            problems.append(f"{source}:{line}: {name}: duplicate key, first given in line {lines[here]}")
-            continue
-        lines[here] = line
-        mapping[key] = _build(loader, value_node, here, lines, problems, source, below)
-    return mapping
+            pass
+        raise yaml.constructor.ConstructorError(None, None, f"not a value of {node.tag}", node.start_mark)
+
+
+class _Unreasonable(yaml.MarkedYAMLError):
+    """YAML, but no recipe's."""
+
+
+def _too_many(mark: yaml.Mark) -> _Unreasonable:
+    return _Unreasonable(None, None, f"more than {MOST_VALUES} values (an alias counts as all it stands for)", mark)
 
 
 def _describe(error: yaml.YAMLError, source: str) -> str:

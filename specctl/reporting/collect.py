@@ -10,9 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from specctl.errors import SpecctlError, UsageError
+from specctl.errors import RecipeError, SpecctlError, UsageError
+from specctl.recipe import yaml_file
 from specctl.reporting.tables import doubts
 
 RUNS = Path("runs")
@@ -42,8 +41,8 @@ class RunRecord:
     def keys(self) -> dict[str, Any]:
         """The recipe as `{"sampling.seed": 0, …}`; empty where it cannot be read."""
         try:
-            return dict(flat(yaml.safe_load(self.recipe) or {}))
-        except (yaml.YAMLError, AttributeError):
+            return dict(flat(yaml_file.load(self.recipe, "recipe.resolved.yaml")[0]))
+        except RecipeError:
             self.notes.append("recipe.resolved.yaml is not a recipe")
             return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,13 +75,23 @@ def text(value: Any) -> str:
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Values as they are, unrounded; nothing is an empty cell, a list its items with `;` between them."""
+    """Values as they are, unrounded; nothing is an empty cell, a list its items with `;` between them.
+
+    A text that a spreadsheet would compute has an apostrophe in front of it.
+    """
     made = io.StringIO()
     writer = csv.writer(made, lineterminator="\n")
-    writer.writerow(columns)
-    for row in rows:
-        writer.writerow([";".join(map(str, value)) if isinstance(value, list) else value for value in row])
+    for row in (columns, *rows):
+        plain = [";".join(map(str, value)) if isinstance(value, list) else value for value in row]
+        writer.writerow([f"'{value}" if isinstance(value, str) and _computed(value) else value for value in plain])
     return made.getvalue()
+
+
+def _computed(text: str) -> bool:
+    """Whether a spreadsheet takes a text for a formula; `-3;-4` and `-1.5` are numbers, whoever wrote them."""
+    if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return False
+    return re.fullmatch(r"[-+\d.;e]+", text) is None
 
 
 def matrix_csv(matrix: dict[str, Any]) -> str:

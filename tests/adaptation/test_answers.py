@@ -1,7 +1,11 @@
 """Answers: found where they are marked, compared as what they mean; programs run only where that is allowed."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from specctl.adaptation import answers
 from specctl.adaptation.answers import correct, extract, normalise, passes, same
 from specctl.errors import UsageError
 
@@ -54,6 +58,22 @@ def test_different_answers(one, other):
     assert not same(one, other)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("1e99999999", "-1E+99999999", "1e-99999999", "1e9_999_999_9", "1e99999999/3", r"\frac{1e99999999}{3}"),
+        *("9" * 4301, "0." + "9" * 4301, "9" * 5000 + " dollars", "1/" + "9" * 5000, "1" + ",111" * 2000),
+        "\\text{" * 20_000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_number_beyond_all_measure_is_text(answer):
+    """A model in a loop writes them: Python would compute for hours, or refuse with a ValueError."""
+    assert isinstance(normalise(answer), str)
+    assert correct(rf"\boxed{{{answer}}}", "5") is False
+    assert same(answer, answer)
+
+
 def test_a_reference_without_an_answer_tells_nothing():
     assert correct("#### 3", None) is None
     assert correct("#### 3", "A long explanation that says why, and never says what. " * 3) is None
@@ -83,3 +103,15 @@ def test_programs_of_a_model_need_leave():
 def test_a_program_is_judged_by_its_tests(program, passed):
     """A program that leaves before its tests has exit code 0, too."""
     assert passes(program, "assert double(2) == 4", allowed=True) is passed
+
+
+def test_a_program_leaves_no_process_behind(tmp_path, monkeypatch):
+    """Only the program itself was killed; what it had started went on for as long as it liked."""
+    monkeypatch.setattr(answers, "LIMITS", "")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    program = f"import os, time\nheld = open({str(fifo)!r}, 'w')\nif os.fork() == 0:\n    time.sleep(60)\n"
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(fifo.read_bytes)  # ends when nobody holds the other end
+        assert passes(program, "", allowed=True)
+        assert reading.result(10) == b""

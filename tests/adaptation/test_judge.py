@@ -1,5 +1,6 @@
 """Judges: what needs none, what is asked once, and everything a judge can fail at counts as unaligned."""
 
+import base64
 import json
 import shutil
 import threading
@@ -27,7 +28,9 @@ PAIRS = Path(__file__).with_name("judged_pairs.json")
         ("It is 2.50 m", "It is 2.5 m;"),
         ("4 × 5 = 20", "4 * 5 = 20\n"),
         ("", "\n"),
+        ("It is " + "9" * 5000, "it is " + "9" * 5000 + "."),  # more digits than Python reads
     ],
+    ids=lambda text: text[:20],
 )
 def test_folded_steps_are_equal(one, other):
     assert fold(one) == fold(other)
@@ -85,6 +88,7 @@ def server():
     def serve(body, status=200, silent=False):
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
+                serve.headers.append(self.headers)
                 serve.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 if silent:
                     release.wait(5)
@@ -102,7 +106,7 @@ def server():
         servers.append(running)
         return f"http://127.0.0.1:{running.server_port}/v1"
 
-    serve.requests, release = [], threading.Event()
+    serve.requests, serve.headers, release = [], [], threading.Event()
     yield serve
     release.set()
     for running in servers:
@@ -124,6 +128,13 @@ def test_a_served_judge_rules(server):
     (request,) = server.requests
     assert request["model"] == "m" and request["temperature"] == 0
     assert "It is 4" in request["messages"][0]["content"] and "We get 4" in request["messages"][0]["content"]
+
+
+def test_a_password_in_the_address_is_sent_as_one(server):
+    """urllib takes it for a port, and the judge was never heard."""
+    address = server(reply("[aligned]")).replace("://", "://me:p%40ss@")
+    assert served(address)([("a", "b")]) == [True]
+    assert server.headers[0]["Authorization"] == "Basic " + base64.b64encode(b"me:p@ss").decode()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specctl import errors, progress
+from specctl.cli import online_reasoning
 from specctl.cli.failures import SMALLER, explain
 from specctl.cli.output import output, table
 from specctl.recipe import RECIPES
@@ -115,6 +117,73 @@ def test_a_hint_stands_behind_all_lines_of_a_message(specctl, library):
 )
 def test_what_is_wrong_with_a_command_line_is_said_once(specctl, argv, said):
     assert said in specctl(*argv).err.splitlines()[-1]
+
+
+def test_a_name_that_no_file_can_have_is_a_matter_of_usage(specctl):
+    done = specctl("select", "--pool", "a" * 300, "--dry-run")
+    assert done.code == 2 and "File name too long" in done.err
+
+
+def test_messages_fit_a_screen_whatever_was_given(specctl, library):
+    found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(20_000)), "y" * 5000))
+    assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) < 500
+    assert explain(errors.UsageError("a\x1b[31mb")).message == "a\\x1b[31mb"
+    library("distill", raiser(errors.DataError("p.jsonl: " + "x" * 100_000)))
+    assert len(specctl("distill", "--json").json["error"]["message"]) < 500
+
+
+@pytest.mark.parametrize(("command", "place"), [("eval", "mine"), ("distill", "distilled/sql")])
+def test_a_full_disk_is_named_where_the_system_names_none(specctl, library, command, place):
+    """A write that fails has no file name: `error: No space left on device`."""
+    library(command, raiser(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    done = specctl(command, *(["--output-dir", "mine"] if command == "eval" else []))
+    assert done.code == 1 and done.err.startswith(f"error: {place}: No space left on device (hint: make room")
+
+
+def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatch):
+    """Plan, resolved recipe, run.json, messages and tracebacks; what runs has it."""
+    secret = "reasoning.judge.endpoint=http://me:HUSH@host/v1"
+    command = ["online", "--algo", "lr", "reasoning.judge.kind=model", "reasoning.judge.name=m", secret]
+    command += ["reasoning.draft=./d", "reasoning.judge.timeout_s=1"]
+    monkeypatch.setattr(online_reasoning, "check", lambda recipe: None)
+    monkeypatch.setattr(sys, "argv", ["specctl", *command])
+    used = []
+
+    def works(recipe, run):
+        used.append(recipe.reasoning.judge.endpoint)
+        run.annotate()
+        progress.warn(f"no answer of {used[0]}")
+        raise errors.SpecctlError(f"{used[0]} is down")
+
+    library("online", works)
+    said = [specctl(*command, "--dry-run"), specctl(*command, "--dry-run", "--json")]
+    said += [specctl(*command, "--json", "-v"), specctl(*command, secret.replace("judge", "jugde"))]
+    assert used == ["http://me:HUSH@host/v1"]
+    kept = "".join(path.read_text() for path in (tmp_path / "runs").rglob("*") if path.is_file())
+    assert "me:***@host" in kept and "me:***@host" in said[0].out and "me:***@host" in said[2].err
+    assert "HUSH" not in kept + "".join(done.out + done.err for done in said)
+
+
+@pytest.mark.parametrize("command", ["eval", "select", "online", "bench", "generate", "distill", "train-drafter"])
+@pytest.mark.parametrize("switch", ["--overwrite", "--resume"])
+def test_a_run_of_another_command_is_left_alone(specctl, tmp_path, command, switch):
+    """`eval --overwrite` left the other run's files among its own."""
+    (tmp_path / "run.json").write_text('{"command": "report"}')
+    if switch == "--resume" and command in ("select", "bench", "generate"):
+        argv = [command, "--dry-run", "--overwrite"]  # they do not resume a run directory
+    else:
+        argv = [command, "--dry-run", switch]
+    done = specctl(*argv, "--output-dir", str(tmp_path))
+    assert done.code == 2 and "holds a run of specctl report" in done.err
+
+
+def test_prompts_of_a_file_have_no_drafter_to_be_warmed_up(specctl, tmp_path):
+    """It took that of sql, or trained one on prompts of sql."""
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Q"}\n')
+    done = specctl("online", "--algo", "opt-hydra", "--prompts", "mine.jsonl", "--dry-run")
+    assert done.code == 2 and "no drafter in drafters/mine-hydra, and no prompts of mine" in done.err
+    assert "distilled/mine" in specctl("distill", "--prompts", "mine.jsonl", "--dry-run").out
+    assert specctl("distill", "--prompts", "mine.jsonl", "--domain", "../x", "--dry-run").code == 2
 
 
 def test_traceback_only_when_asked(specctl, library):
@@ -231,6 +300,61 @@ def test_a_closed_pipe_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+def ended(command: str, **environ: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `specctl` in a shell of its own."""
+    shown = [sys.executable, "-m", "specctl"]
+    done = subprocess.run(
+        ["bash", "-c", f"{' '.join(shown)} {command}"], capture_output=True, text=True, env={**os.environ, **environ}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["domains ls --json", "--help", "domains show nope --json"])
+def test_a_full_stdout_is_told_in_one_line(command):
+    """The failure was printed to the same full stdout, which made a traceback."""
+    code, _, said = ended(f"{command} > /dev/full")
+    assert code == (2 if "nope" in command else 1)
+    assert len(said.splitlines()) == 1 and said.startswith("error: ")
+
+
+def test_work_goes_on_where_stderr_is_full():
+    assert ended("eval --dry-run --json -v 2> /dev/full")[0] == 0
+
+
+def test_texts_that_stdout_cannot_spell_are_escaped():
+    code, shown, _ = ended("generate 'naïve 😀' --dry-run --json", PYTHONIOENCODING="ascii")
+    assert code == 0 and shown.isascii()
+    assert json.loads(shown)["recipe"]["prompt"] == "naïve 😀"
+    code, shown, _ = ended("report $'\\xff' --json")
+    assert (code, json.loads(shown)["error"]["message"]) == (2, "\udcff is not a directory")
+
+
+def test_docstrings_are_needed():
+    code, _, said = ended("domains ls", PYTHONOPTIMIZE="2")
+    assert code == 2 and said.startswith("error: ") and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
+@pytest.mark.parametrize("module", ["specctl.cli.main", "specctl.recipe.resolve"])
+def test_a_signal_while_libraries_are_imported(tmp_path, module, number, code):
+    """Broken off in an import, transformers says that it could not import something: exit code 1."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            try:\n"
+        f"                os.kill(os.getpid(), signal.{number})\n"
+        "            except BaseException as error:\n"
+        "                raise ModuleNotFoundError('could not import') from error\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    search = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    found, _, said = ended("eval --dry-run", PYTHONPATH=search)
+    assert found == code
+    assert len(said.splitlines()) == 1 and said.startswith("error: ")
 
 
 @pytest.mark.parametrize(("closed", "printed"), [("<&- >&-", ""), ("2>&-", "specctl")])

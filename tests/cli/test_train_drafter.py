@@ -51,7 +51,7 @@ def test_what_has_no_say_in_data_that_is_there_is_told(specctl, calls, distilled
     meta = tmp_path / "distilled/sql/meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"target": {"name": "other"}}))
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Q"}\n')
-    done = specctl("train-drafter", "--prompts", "mine.jsonl", "distill.responses=7")
+    done = specctl("train-drafter", "--domain", "sql", "--prompts", "mine.jsonl", "distill.responses=7")
     assert done.code == 0 and [command for command, _ in calls] == ["train-drafter"]
     assert "data.prompts, distill.responses" in done.err and "specctl distill" in done.err
     assert "what target other wrote, not builtin" in done.err

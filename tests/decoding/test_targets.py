@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from specctl.decoding import lean
+from specctl.decoding import lean, loading
 from specctl.decoding.cache import plan_rows
 from specctl.decoding.loading import DTYPES, load_config, load_model, load_tokenizer
 from specctl.decoding.loop import decode
@@ -409,3 +409,14 @@ def test_the_teacher_of_distillation_is_the_target(tmp_path, name):
         some = torch.tensor([7, 3, 90])  # as a draft vocabulary is
         p = Teacher(states, target.head_weight[some], target.squash.of(some)).known(torch.arange(5))
         torch.testing.assert_close(p, q[:, some].softmax(-1), rtol=1e-4, atol=1e-7)
+
+
+def test_an_unknown_id_is_told_at_once_where_the_hub_cannot_be_reached(monkeypatch):
+    """huggingface_hub tried six times for every file, for more than a minute."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "getproxies", dict)
+    with pytest.raises(CheckpointError, match=r"nobody/unknown is neither .* 127.0.0.1 cannot be reached"):
+        loading.load_config("nobody/unknown")

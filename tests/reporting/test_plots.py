@@ -1,5 +1,7 @@
 """The heat map, checked by what is on the figure, not by its pixels."""
 
+import csv
+import io
 import struct
 import sys
 
@@ -8,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from specctl.reporting import artefacts, plots
+from specctl.reporting.tables import to_csv
 
 MATRIX = {
     "metric": "mat",
@@ -113,3 +116,11 @@ def test_a_document_with_a_matrix_gets_its_files(tmp_path):
 def test_other_documents_get_none(tmp_path, document):
     artefacts.write(document, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_cell_of_a_table_is_a_formula():
+    """A drafter's name is its author's: spreadsheets compute what begins with = + - @."""
+    cells = ["=1+1", "+a", "-a", "@a", "\t=1", "\r=1", "-1.5", "-3;4e-5", "a=b", -2.5, None, ["-x", "y"]]
+    (head, row) = csv.reader(io.StringIO(to_csv(["=name"] + ["x"] * 11, [cells]), newline=""))
+    assert head[0] == "'=name"
+    assert row == [*(f"'{text}" for text in cells[:6]), "-1.5", "-3;4e-5", "a=b", "-2.5", "", "'-x;y"]

@@ -1,0 +1,35 @@
+"""Passwords and keys, left out of what is shown or kept: plans, resolved recipes, reports, messages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+STARS = "***"
+NAMES = (
+    r"(?:(?:api|access|auth|secret|private|hf)[_-]?(?:key|token)|(?<![A-Za-z0-9_-])(?:token|secret|password|passwd))"
+)
+
+_IN_ADDRESS = re.compile(r"(:/{1,2}(?:[^/\s'\"?#:@]*:)?)[^/\s'\"?#]*@")
+_NAMED = re.compile(
+    rf"((?:{NAMES}(?:=|['\"]: ?)|[{{,] ?{NAMES}: ?)['\"]?)[^\s'\"&,}}]+", re.IGNORECASE
+)  # of an address or an override, of JSON, of YAML between braces; not of a sentence
+_KEY = re.compile(NAMES, re.IGNORECASE)
+
+
+def redacted(value: Any) -> Any:
+    """`http://user:***@host`, `?api_key=***`, `{"token": "***"}`; lists and mappings item by item."""
+    if isinstance(value, str):
+        if ":/" in value:  # of an address taken for a path one slash is left
+            value = _IN_ADDRESS.sub(rf"\1{STARS}@", value)
+        return _NAMED.sub(rf"\1{STARS}", value)
+    if isinstance(value, dict):
+        return {
+            key: STARS if isinstance(item, str) and item and _secret(key) else redacted(item)
+            for key, item in value.items()
+        }
+    return [redacted(item) for item in value] if isinstance(value, list) else value
+
+
+def _secret(key: Any) -> bool:
+    return isinstance(key, str) and _KEY.fullmatch(key) is not None
