@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -22,7 +22,7 @@ from specctl.selection.lengths import shortened
 from specctl.selection.replay import Replay, draft_all, oracle, replay
 from specctl.selection.rules import rules_for
 from specctl.selection.table_file import read_table
-from specctl.selection.trace import Table
+from specctl.selection.trace import Table, of_arms
 
 SUBSETS = 6  # of each pool size
 
@@ -88,7 +88,7 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
     """
     assert recipe.replay is not None
     table = read_table(recipe.replay)
-    table = of_arms(table, [table.arms.index(name) for name in chosen(recipe, table.arms)])
+    table = of_arms(table, chosen(recipe, table.arms))
     if recipe.arms.draft_nodes:
         table = shortened(table, recipe.arms.draft_nodes)
     yardstick = Hindsight(table)
@@ -169,21 +169,10 @@ def _sizes(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
     draw = random.Random(recipe.sampling.seed)
     arms = range(len(table.arms))
     subsets = {tuple(sorted(draw.sample(arms, min(count, len(arms))))) for _ in range(SUBSETS)}
-    yardsticks = [Hindsight(of_arms(table, subset)) for subset in sorted(subsets)]
+    yardsticks = [Hindsight(of_arms(table, [table.arms[arm] for arm in subset])) for subset in sorted(subsets)]
     found = []
     for name in recipe.algo:
         done = [regret.summarize(_played(recipe, name, one), one) for one in yardsticks]
         shares = fmean(one.oracle_share for one in done)
         found.append(PoolSize(count, name, fmean(one.mat for one in done), shares))
     return [*found, PoolSize(count, "oracle", fmean(one.oracle_mat for one in done), 1.0)]
-
-
-def of_arms(table: Table, arms: Sequence[int]) -> Table:
-    """The table of some of the arms."""
-    chosen = list(arms)
-    traces = [
-        replace(t, **{name: getattr(t, name)[chosen] for name in ("accepted", "drafted", "gamma", "overlap", "hit")})
-        for t in table.traces
-    ]
-    step_s = table.step_s[[0, *(1 + arm for arm in chosen)]]
-    return Table([table.arms[arm] for arm in chosen], table.depth, traces, table.draft_s[chosen], step_s)

@@ -104,7 +104,8 @@ def select(
     target = target or load_target(**recipe.target.loading)
     stream = sessions(prepare(recipe, target, prompts, rejections), recipe)
     drafters = drafters or load_pool(recipe, target, paths)
-    places = {name: path for path, name in named(paths).items() if name in drafters}
+    place_of = {name: path for path, name in named(paths).items()}
+    places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
 
     def begin() -> None:
         """From here on an earlier run gives way."""

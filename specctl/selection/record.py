@@ -31,6 +31,7 @@ from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.errors import UsageError
 from specctl.selection import feedback
+from specctl.selection.arms import reach
 from specctl.selection.combined import Guarded, taps_of
 from specctl.selection.recording import Recording
 from specctl.selection.table_file import Header, Recorded, read_table
@@ -129,7 +130,7 @@ def record(
     the `failures` of its arm.
 
     Args:
-        depth: K, at least the depth of every draft.
+        depth: K, at least the depth of every draft; what an arm can reach is cut to it.
         exact: fixed shapes, as in `decode`.
         path: where the table is kept; None = nowhere. A recording that was cut short leaves its pieces beside it, and
             `resume` goes on from them.
@@ -166,7 +167,8 @@ def record(
             bar.update()
         for arm, failures in zip(arms, scorer.failures, strict=True):
             arm.failures += failures
-        return recording.finish(_costs(target, len(arms), recording.rows))
+        reached = [min(reach(arm.drafter), depth) for arm in arms]
+        return recording.finish({**_costs(target, len(arms), recording.rows), "reach": reached})
 
 
 def _recorded(

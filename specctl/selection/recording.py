@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -71,9 +71,9 @@ class Recording:
         if time.monotonic() - self._kept_at > KEEP_EVERY_S:
             self._keep()
 
-    def finish(self, costs: Mapping[str, list[float]]) -> Table:
+    def finish(self, costs: Mapping[str, Sequence[float]]) -> Table:
         """Write the table, if there is a place for it."""
-        header = replace(self.header, costs=dict(costs))
+        header = replace(self.header, costs={name: list(values) for name, values in costs.items()})
         if self.path is not None:
             write(self.path, header, self.rows)
             self._unkept.clear()

@@ -56,7 +56,7 @@ class Header:
     Attributes:
         arms, depth: as in `Table`.
         stamp: what the table was made of: target, drafters, sampling, stream, …
-        costs: `draft_s` and `step_s` of a whole table; a piece of one has none.
+        costs: `draft_s`, `step_s` and `reach` of a whole table; a piece of one has none.
     """
 
     arms: list[str]
@@ -163,7 +163,7 @@ def _digest(text: str, rows: list[Recorded]) -> str:
 
 def table_of(header: Header, rows: list[Recorded]) -> Table:
     """A whole file's table."""
-    costs = {name: np.array(header.costs[name]) for name in ("draft_s", "step_s")}
+    costs = {name: np.array(header.costs[name]) for name in ("draft_s", "step_s", "reach") if name in header.costs}
     return Table(arms=header.arms, depth=header.depth, traces=[row.trace for row in rows], **costs)
 
 

@@ -10,17 +10,21 @@ import pytest
 from pydantic import ValidationError
 
 from specctl import progress
-from specctl.distillation.prompts import Prompt
+from specctl.distillation.prompts import Prompt, Rejections
 from specctl.drafters.lm_drafter import LMDrafter
 from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.evaluation.measure import Case
+from specctl.evaluation.replaying import replay_table
+from specctl.evaluation.routing import _examples
 from specctl.evaluation.selecting import select
 from specctl.evaluation.stage import Stage, sessions, turns
 from specctl.recipe import DataRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.runs import Run
+from specctl.selection.router_training import rounds_alone
+from specctl.selection.table_file import read_table
 from tests.evaluation.streams import contents
 from tests.lossless.drafters import own_weights
 
@@ -372,6 +376,35 @@ def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
     with pytest.raises(UsageError, match=r"no gold in the pool.*"):
         made = recipe(prompts, replay=table, arms={"names": ["gold"]})
         selected(tmp_path / "b", made, target, pool, rounds=False)
+
+
+def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
+    """Rewards are shares of K: with that of an arm that was left out a replay would play another game than live."""
+    deep = {**pool, "suffix": Suffix(depth=9, nodes=9, children=1)}
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", recipe(prompts, record=table), target, deep, rounds=False)
+    some = {"names": ["lookup", "good"]}
+    options = dict(algo=["ucbspec"], arms=some, reset="session")
+    live, _, _ = selected(tmp_path, recipe(prompts, **options), target, {n: pool[n] for n in some["names"]})
+    again = replay_table(recipe(prompts, replay=table, **options))
+    assert again.table.depth == 4 and read_table(table).depth == 9
+    assert (live.rounds, live.pulls) == (again.rows[0].rounds, again.rows[0].pulls)
+
+
+@pytest.mark.parametrize("order", [["suffix", "good"], ["good", "lookup", "suffix"]])
+def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
+    """Labels of hindsight against what every arm needed, by name."""
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, router={"labels": "hindsight", "prompts": str(prompts)})
+    paths = dict.fromkeys(order, "lookup")
+    examples = _examples(made, paths, Rejections(tmp_path / "rejected.jsonl", 0.0))
+    assert len(examples) == len(QUESTIONS)
+    whole = read_table(table)
+    best = {order[example.arm] for example in examples}
+    alone = {arm: [int(rounds_alone(t.accepted)[whole.arms.index(arm)]) for t in whole.traces] for arm in order}
+    assert best == {min(order, key=lambda arm: alone[arm][n]) for n in range(len(QUESTIONS))}
+    with pytest.raises(CheckpointError, match="no arm gold"):
+        _examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))
 
 
 class Oracle:

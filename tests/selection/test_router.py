@@ -281,7 +281,18 @@ def test_labels_by_hindsight():
     assert rounds_alone(a.accepted).tolist() == [3, 2]
     even = trace("b", [[1, 0, 1, 0], [1, 0, 1, 0]])
     table = Table(["x", "y"], 2, [a, even], np.zeros(2), np.zeros(3))
-    assert label_by_hindsight(table) == {"a": 1, "b": 0}
+    assert label_by_hindsight(table, ["x", "y"]) == {"a": 1, "b": 0}
+
+
+@pytest.mark.parametrize("pool", [["suffix", "lookup"], ["lookup", "suffix"], ["lookup", "sql"], ["lookup"]])
+def test_labels_by_hindsight_are_names(pool):
+    """The pool may be ordered otherwise than the table, or be a part of it: an arm is taught, not its place."""
+    one = trace("a", [[2, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])  # rounds: 1, 3, 2, 3
+    arms = ["ofa", "sql", "lookup", "suffix"]
+    table = Table(arms, 2, [one], np.zeros(4), np.zeros(5))
+    assert pool[label_by_hindsight(table, pool)["a"]] == "lookup"
+    with pytest.raises(CheckpointError, match="no arm math"):
+        label_by_hindsight(table, [*pool, "math"])
 
 
 def test_prior():
