@@ -47,12 +47,23 @@ class SelectResult:
     `mode` is live, replay or record. `oracle_mat` is the mat of playing each game's best arm from reset to reset; it,
     `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
     replay means over its games, by token since the reset.
+
+    Attributes:
+        seeds: how often everything was played, each time with other draws.
+        yardstick: what the best arm of a game is best in, mat or throughput.
+        intervals_over: what is drawn anew for the intervals.
+        speeds: what they are: measured, or modelled by what the table knows the costs of.
+        table, table_sha256: that was recorded or replayed.
     """
 
     mode: str
     algo: str
     arms: list[str]
     reset: str
+    seeds: int
+    yardstick: str
+    intervals_over: str
+    speeds: str
     queries: int
     sessions: int
     rounds: int
@@ -72,6 +83,7 @@ class SelectResult:
     lossless: Losslessness
     rejected: int
     table: str | None = None
+    table_sha256: str | None = None
     router: RouterReport | None = None
 
 
@@ -151,6 +163,7 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",
+        recipe.game.yardstick,
     )
     policies = [stage.row(stream, name) for name in [*recipe.algo, *(n for n in names if n not in recipe.algo)]]
     return SelectResult(
@@ -158,6 +171,10 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
         mode="live",
         arms=[arm.name for arm in stage.arms],
         reset=recipe.reset,
+        seeds=len(recipe.seeds),
+        yardstick=recipe.game.yardstick,
+        intervals_over=f"{len(stage.stream)} sessions",
+        speeds="measured",
         queries=len(questions),
         sessions=len(stage.stream),
         oracle_mat=stream.oracle_mat,
@@ -195,12 +212,18 @@ def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:
 def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
     own = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
+    unit = {"query": "queries", "session": "sessions", "stream": "streams"}[recipe.reset]
+    overheads = ", reading up and scoring" if done.table.overheads else " alone"
     return SelectResult(
         **_own(own),
         mode="replay",
         arms=done.table.arms,
         reset=recipe.reset,
-        queries=len(done.table.traces),
+        seeds=len(recipe.seeds),
+        yardstick=recipe.game.yardstick,
+        intervals_over=f"{len(recipe.seeds)} seeds × {done.games} {unit}",
+        speeds=f"modelled: rounds{overheads}",
+        queries=len(recipe.seeds) * len(done.table.traces),
         sessions=len(games),
         oracle_mat=done.oracle_mat,
         per_domain=[DomainMat(domain, mat) for domain, mat in done.per_domain.get(own.algo, {}).items()],
@@ -211,4 +234,5 @@ def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
         lossless=Losslessness(),
         rejected=0,
         table=str(recipe.replay or recipe.record),
+        table_sha256=done.table.digest,
     )

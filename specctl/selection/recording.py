@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from specctl.distillation.lock import WriterLock
 from specctl.errors import DataError, UsageError
@@ -71,9 +71,9 @@ class Recording:
         if time.monotonic() - self._kept_at > KEEP_EVERY_S:
             self._keep()
 
-    def finish(self, costs: Mapping[str, Sequence[float]]) -> Table:
+    def finish(self, costs: Mapping[str, list[Any]]) -> Table:
         """Write the table, if there is a place for it."""
-        header = replace(self.header, costs={name: list(values) for name, values in costs.items()})
+        header = replace(self.header, costs=dict(costs))
         if self.path is not None:
             write(self.path, header, self.rows)
             self._unkept.clear()

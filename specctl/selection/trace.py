@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.errors import CheckpointError
+from specctl.selection.overheads import Overheads
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Trace:
     Attributes:
         query, domain: the prompt's id and domain. Traces of a stream keep its order.
         session: of the stream in which it was recorded; None in tables that do not say.
+        prompt: its tokens; None in tables that do not say.
         accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens stand; a round then commits one
             more, at most T − t.
         drafted: [N, T] how deep that draft is.
@@ -39,6 +41,7 @@ class Trace:
     hit: NDArray[np.bool_]
     ended: bool
     session: int | None = None
+    prompt: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -55,6 +58,8 @@ class Table:
         draft_s: [N] mean seconds of one proposal.
         step_s: seconds of a target step with one row, and with the rows of each arm's mean draft: [N + 1].
         reach: [N] tokens of the longest draft that each arm can make; None in tables that do not say.
+        overheads: what reading up and scoring take; None in tables that do not say.
+        digest: of the file that it was read from.
     """
 
     arms: list[str]
@@ -63,6 +68,8 @@ class Table:
     draft_s: NDArray[np.float64]
     step_s: NDArray[np.float64]
     reach: NDArray[np.int64] | None = None
+    overheads: Overheads | None = None
+    digest: str | None = None
 
 
 def of_arms(table: Table, names: Sequence[str]) -> Table:
@@ -95,4 +102,5 @@ def of_arms(table: Table, names: Sequence[str]) -> Table:
         draft_s=table.draft_s[arms],
         step_s=table.step_s[[0, *(1 + arm for arm in arms)]],
         reach=None if table.reach is None else reach,
+        overheads=table.overheads and table.overheads.of_arms(arms),
     )

@@ -1,6 +1,7 @@
 """`select` end to end on a few prompts of the built-in target."""
 
 import dataclasses
+import hashlib
 import json
 import signal
 
@@ -10,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from specctl import progress
+from specctl.decoding.loop import Decoded
 from specctl.distillation.prompts import Prompt, Rejections
 from specctl.drafters.lm_drafter import LMDrafter
 from specctl.drafters.lm_drafter import Shape as LMShape
@@ -17,11 +19,12 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.evaluation.measure import Case
+from specctl.evaluation.policy_rows import Stream
 from specctl.evaluation.replaying import replay_table
 from specctl.evaluation.routing import _examples
 from specctl.evaluation.selecting import select
 from specctl.evaluation.stage import Stage, sessions, turns
-from specctl.recipe import DataRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.runs import Run
 from specctl.selection.router_training import rounds_alone
 from specctl.selection.table_file import read_table
@@ -376,6 +379,52 @@ def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
     with pytest.raises(UsageError, match=r"no gold in the pool.*"):
         made = recipe(prompts, replay=table, arms={"names": ["gold"]})
         selected(tmp_path / "b", made, target, pool, rounds=False)
+
+
+def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
+    """As live decoding does; they were ignored, and three seeds had the numbers of one."""
+    prompts, table, _ = recorded
+    options = dict(algo=["random"], reset="session", sampling={"seed": 3})
+    seeds = {"seeds": [0, 2]}
+    live, _, _ = selected(tmp_path, recipe(prompts, baselines=["fixed"], **seeds, **options), target, pool)
+    found, document, _ = selected(
+        tmp_path / "b", recipe(prompts, replay=table, **seeds, **options), target, pool, rounds=False
+    )
+    for one, other in zip(live.policies, found.policies, strict=False):
+        assert (one.algo, one.rounds, one.regret) == (other.algo, other.rounds, other.regret)
+    assert (live.pulls, live.queries, live.oracle_mat) == (found.pulls, found.queries, pytest.approx(found.oracle_mat))
+    alone = [
+        replay_table(recipe(prompts, replay=table, seeds=[seed], **options)).rows[0].rounds for seed in seeds["seeds"]
+    ]
+    assert found.rounds == sum(alone) and alone[0] != alone[1]
+    named = {"seeds": 2, "reset": "session", "intervals_over": "2 seeds × 2 sessions", "yardstick": "mat"}
+    digest = hashlib.sha256(table.read_bytes()).hexdigest()
+    assert document.items() >= (named | {"table": str(table), "table_sha256": digest}).items()
+    assert "scoring" in document["speeds"] and live.speeds == "measured"
+
+
+def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):
+    """Full information does not look at all arms for nothing, in a replay as little as live."""
+    _, table, _ = recorded
+    made = recipe(prompts, replay=table, algo=["hedgespec", "random"], reset="session")
+    rows = {row.algo: row for row in replay_table(made).rows}
+    assert rows["hedgespec"].score_share > 0 and rows["hedgespec"].scorings > 0
+    assert rows["random"].score_share is None and rows["random"].scorings == 0
+
+
+@pytest.mark.parametrize(("by", "best", "share"), [("mat", "long", 1.0), ("throughput", "short", 0.4)])
+def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
+    """The longest draft has the most tokens a pass; in a game for tokens a second that makes no oracle."""
+
+    def answer(passes, seconds):
+        return Decoded([1], [2] * 41, "length", passes, 40 - passes, 0, 0, [], [], 0.0, seconds)
+
+    answers = {"long": [answer(10, 5.0)] * 2, "short": [answer(20, 2.0)] * 2}
+    stream = Stream(answers, [0, 1], ["a", "b"], ["long", "short"], None, True, by)
+    assert stream.best == {"a": best, "b": best} and stream.oracle_mat == (4 if by == "mat" else 2)
+    assert stream.share_of_best("long")[0] == pytest.approx(share)
+    assert GameRecipe(loss="throughput" if best == "short" else "length").yardstick == by
+    assert stream.judged == (by == "mat"), "passes beyond those of the fastest arm are no regret"
 
 
 def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
