@@ -25,6 +25,7 @@ from specctl.evaluation.routing import _examples
 from specctl.evaluation.selecting import select
 from specctl.evaluation.stage import Stage, sessions, turns
 from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.recipe.resolve import resolve
 from specctl.runs import Run
 from specctl.selection.router_training import rounds_alone
 from specctl.selection.table_file import read_table
@@ -401,6 +402,23 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
     digest = hashlib.sha256(table.read_bytes()).hexdigest()
     assert document.items() >= (named | {"table": str(table), "table_sha256": digest}).items()
     assert "scoring" in document["speeds"] and live.speeds == "measured"
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("hedgespec", {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None}),
+        ("metasd", {"reward": "bd"}),
+        ("banditspec", {"reward": "tokens"}),
+    ],
+)
+def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
+    """They resolve to what they promise, whatever our defaults are, and play."""
+    _, table, _ = recorded
+    made = resolve("select", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
+    assert made.game.model_dump().items() >= constants.items() and made.reset == "query"
+    rows = {row.algo: row for row in replay_table(made).rows if row.kind == "policy"}
+    assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
 
 
 def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):

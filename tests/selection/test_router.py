@@ -13,7 +13,7 @@ from specctl import data_prep
 from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.recipe import RouterRecipe
-from specctl.selection.router import RECORD, Router, prior
+from specctl.selection.router import RECORD, Router
 from specctl.selection.router_training import (
     Example,
     label_by_domain,
@@ -293,8 +293,3 @@ def test_labels_by_hindsight_are_names(pool):
     assert pool[label_by_hindsight(table, pool)["a"]] == "lookup"
     with pytest.raises(CheckpointError, match="no arm math"):
         label_by_hindsight(table, [*pool, "math"])
-
-
-def test_prior():
-    start = prior(np.array([1.0, 0.0, 0.0, 0.0]), 0.2)
-    np.testing.assert_allclose(start, [0.85, 0.05, 0.05, 0.05])
