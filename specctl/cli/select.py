@@ -135,7 +135,7 @@ def show(document: dict[str, Any]) -> Any:
     if not live:
         headings.pop("share_of_best_256")  # of whole games; `share_after_256` is what was learnt by then
     columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
-    parts = [table(*columns.values(), rows=[[_shown(name, row[name]) for name in columns] for row in rows])]
+    parts = [table(*columns.values(), rows=[[_shown(name, row) for name in columns] for row in rows])]
     if document["oracle_mat"]:
         best = "fastest" if by_speed else "best"
         parts.append(f"every {document['reset']} by its {best} arm: mat {cell(document['oracle_mat'])}")
@@ -150,7 +150,9 @@ def show(document: dict[str, Any]) -> Any:
     return Group(*parts, f"run: {cell(document['run_dir'])}")
 
 
-def _shown(name: str, value: Any) -> Any:
+def _shown(name: str, row: dict[str, Any]) -> Any:
+    value, interval = row[name], row.get(f"{name}_interval")
     if value is None or not name.startswith(("share", "score_share", "best_arm_ratio")):
         return value
-    return f"{100 * value:.1f} %"
+    around = f" ({100 * interval[0]:.1f} … {100 * interval[1]:.1f})" if interval else ""
+    return f"{100 * value:.1f} %{around}"

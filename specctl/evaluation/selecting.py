@@ -221,7 +221,7 @@ def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
         reset=recipe.reset,
         seeds=len(recipe.seeds),
         yardstick=recipe.game.yardstick,
-        intervals_over=f"{len(recipe.seeds)} seeds × {done.games} {unit}",
+        intervals_over=f"{len(recipe.seeds)} seed{'s' * (len(recipe.seeds) > 1)} × {done.games} {unit}",
         speeds=f"modelled: rounds{overheads}",
         queries=len(recipe.seeds) * len(done.table.traces),
         sessions=len(games),

@@ -61,6 +61,7 @@ def test_what_policies_bring_is_told(specctl):
 def test_headings_say_what_is_shown(mode, yardstick, there, absent):
     only = {"share_after_256": None if mode == "live" else 0.9}
     row = dict.fromkeys(COLUMNS, 0.9) | {"algo": "hedgespec", "kind": "policy"} | only
+    row |= {"share_of_best_interval": [0.85, 0.95]}
     document = {"policies": [row], "mode": mode, "yardstick": yardstick, "oracle_mat": 2.0, "reset": "query"}
     document |= {
         "intervals_over": "2 seeds × 3 queries",
@@ -73,7 +74,7 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
     console.print(show(document))
     shown = console.file.getvalue()
     assert all(text in shown for text in there) and not any(text in shown for text in absent)
-    assert "2 seeds × 3 queries" in shown
+    assert "2 seeds × 3 queries" in shown and "90.0 % (85.0 … 95.0)" in shown
 
 
 def test_it_selects(specctl, tmp_path):
@@ -110,5 +111,5 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     assert done.code == 0 and "table: t.parquet" in done.out, done.err
     done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
     assert done.code == 0 and "modelled" in done.out and "every query by its best arm" in done.out
-    assert "1 seeds × 2 queries" in done.out and "reading up and scoring" in done.out
+    assert "1 seed × 2 queries" in done.out and "reading up and scoring" in done.out
     assert "join it" not in done.err and "against plain decoding" not in done.out
