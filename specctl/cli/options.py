@@ -120,7 +120,7 @@ FLAGS: dict[str, Flag] = {
         ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."
     ),
     "strict": Flag(("strict",), bool, "Refuse a pool with a member that cannot be used."),
-    "reset": Flag(("reset",), str, "When a policy forgets: query (default), session or stream."),
+    "reset": Flag(("reset",), str, "When a policy forgets: after every query (default) or session, or never (stream)."),
     "session": Flag(("session",), int, "Consecutive prompts of one domain."),
     "select_baselines": Flag(
         ("baselines",), str, "vanilla (default), fixed (every arm), draft-all; or none.", _none_or_names

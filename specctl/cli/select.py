@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -25,7 +26,8 @@ COLUMNS = {
     "kind": "kind",
     "mat": "mat",
     "share_of_best": "of best arm",
-    "share_of_best_256": "from 256 tokens",
+    "share_of_best_256": "in games of 256 tokens",
+    "share_after_256": "after 256 tokens",
     "best_arm_ratio": "best arm played",
     "speedup": "× plain",
     "over_best_arm": "× fastest arm",
@@ -38,7 +40,13 @@ MODELLED = {
     "speedup": "× plain, modelled",
     "over_best_arm": "× fastest arm, modelled",
 }
-"""Headings of a replay: its table's costs leave scoring out."""
+"""Headings of a replay."""
+BY_SPEED = {
+    "share_of_best": "of fastest arm, by game",
+    "best_arm_ratio": "fastest arm played",
+}
+"""Headings where tokens a second are played for."""
+ANY_DEPTH = 10**6  # deeper than drafts are: a policy that looks at all depths looks at so many
 EXAMPLE = "specctl select --algo hedgespec,ucbspec --pool ./drafters --reset session"
 
 
@@ -47,8 +55,10 @@ def register(app: typer.Typer) -> None:
 
 
 def select(recipe: SelectRecipe, dry_run: bool) -> None:
-    """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream."""
-    from specctl import api
+    """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
+
+    What a policy has learnt is forgotten after every query, unless --reset says otherwise."""
+    from specctl import api, progress
     from specctl.cli import plan
     from specctl.selection import registry
 
@@ -66,6 +76,8 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
         recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
         plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    for line in presets(recipe):
+        progress.log(line)
     if dry_run:
         return plan.show("select", recipe, steps(recipe, found))
     with library_output():
@@ -77,9 +89,11 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
     """What `select` would do, in words."""
     from specctl.cli import plan
 
+    games = presets(recipe)
     choose = f"by {', '.join(recipe.algo)}, which forget at the end of every {recipe.reset}"
     if recipe.replay is not None and not recipe.train_router:
-        return [f"play on {recipe.replay} {choose}", "beside them: every arm, the oracle, draft-all"]
+        times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
+        return [f"play on {recipe.replay} {choose}{times}", *games, "beside them: every arm, the oracle, draft-all"]
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     decode = [
         plan.check_target(recipe.target),
@@ -91,8 +105,26 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
     return [
         *decode,
         f"choose among {', '.join(pool)} {choose}",
+        *games,
         f"measure beside them: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",
     ]
+
+
+def presets(recipe: SelectRecipe) -> list[str]:
+    """What each policy brings to its game that the recipe's `game.*` does not say, a line each."""
+    from specctl.selection.registry import learns
+    from specctl.selection.rules import rules_for
+
+    said = recipe.game.model_dump()
+    keys = {"reward": ["reward"], "losses": [key for key in said if key != "reward"], "nothing": []}
+    found = []
+    for name in recipe.algo:
+        rules = rules_for(name, recipe.game, ANY_DEPTH)
+        played = {key: getattr(rules, key) for key in keys[learns(name)]}
+        own = {key: None if value == ANY_DEPTH else value for key, value in played.items()}
+        told = [f"game.{key}={json.dumps(value)}" for key, value in own.items() if value != said[key]]
+        found += [f"{name} brings {', '.join(told)}"] * bool(told)
+    return found
 
 
 def show(document: dict[str, Any]) -> Any:
@@ -102,11 +134,16 @@ def show(document: dict[str, Any]) -> Any:
     rows = [row for row in document["policies"] if row["kind"] == "policy"]
     rows += [row for row in document["policies"] if row["kind"] != "policy"]
     live = document["mode"] == "live"
-    headings = COLUMNS if live else COLUMNS | MODELLED
+    by_speed = document["yardstick"] == "throughput"
+    headings = COLUMNS | (MODELLED if not live else {}) | (BY_SPEED if by_speed else {})
+    if not live:
+        headings.pop("share_of_best_256")  # of whole games; `share_after_256` is what was learnt by then
     columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
-    parts = [table(*columns.values(), rows=[[_shown(name, marked(row, name)) for name in columns] for row in rows])]
+    parts = [table(*columns.values(), rows=[[_shown(name, row) for name in columns] for row in rows])]
     if document["oracle_mat"]:
-        parts.append(f"every {document['reset']} by its best arm: mat {cell(document['oracle_mat'])}")
+        best = "fastest" if by_speed else "best"
+        parts.append(f"every {document['reset']} by its {best} arm: mat {cell(document['oracle_mat'])}")
+    parts.append(f"intervals over {document['intervals_over']}; speeds {document['speeds']}")
     if document["mode"] == "record":
         parts.append(f"table: {cell(document['table'])}")
     else:
@@ -118,7 +155,9 @@ def show(document: dict[str, Any]) -> Any:
     return Group(*parts, f"run: {cell(document['run_dir'])}")
 
 
-def _shown(name: str, value: Any) -> Any:
+def _shown(name: str, row: dict[str, Any]) -> Any:
+    value, interval = row[name], row.get(f"{name}_interval")
     if value is None or not name.startswith(("share", "score_share", "best_arm_ratio")):
-        return value
-    return f"{100 * value:.1f} %"
+        return marked(row, name)
+    around = f" ({100 * interval[0]:.1f} … {100 * interval[1]:.1f})" if interval else ""
+    return f"{100 * value:.1f} %{around}"

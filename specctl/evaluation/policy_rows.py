@@ -19,6 +19,7 @@ from specctl.decoding.loop import Decoded
 from specctl.evaluation import metrics
 from specctl.evaluation.metrics import Interval
 from specctl.selection.controller import Tally
+from specctl.selection.hindsight import Yardstick
 
 LONG_ENOUGH = 256  # tokens of a game after which a policy should have found its best arm
 
@@ -28,9 +29,12 @@ class PolicyRow:
     """One contender on the whole stream.
 
     `share_of_best` is its mat ÷ the mat of playing each game's best arm in hindsight, `share_of_best_256` that of the
-    games with so many tokens; `regret` counts the target passes beyond those arms', `best_arm_ratio` the share of
-    rounds that played them. These need every arm by itself (baseline `fixed`). None where something was not measured;
-    so is the regret where proposals are sampled: the arms' texts differ then.
+    games with so many tokens, `share_after_256` that of what comes after so many; `regret` counts the target passes
+    beyond those arms', `best_arm_ratio` the share of rounds that played them. Where tokens a second are what is played
+    for, they take the place of mat (`GameRecipe.yardstick`). These need every arm by itself (baseline `fixed`).
+
+    None where something was not measured; so is the regret where proposals are sampled, as the arms' texts differ then,
+    and where passes are not what is played for.
     """
 
     algo: str
@@ -45,6 +49,7 @@ class PolicyRow:
     share_of_best: float | None
     share_of_best_interval: Interval | None
     share_of_best_256: float | None
+    share_after_256: float | None  # of replays only
     regret: int | None
     best_arm_ratio: float | None
     rounds: int
@@ -53,6 +58,7 @@ class PolicyRow:
     caught_up: int | None  # tokens that arms had to read when they were switched to
     switch_ms: float | None  # that it took them, each time, on average
     decide_us_p50: float | None
+    scorings: int | None  # rounds behind which idle arms were scored
     score_ms_p50: float | None
     score_share: float | None  # of the decode phase
     failures: int  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
@@ -78,6 +84,7 @@ class Stream:
         sessions, games: the session of each answer, and what names the game of a policy that answers it.
         arms: the contenders that are arms by themselves; empty where they were not measured.
         plain: the contender that is plain decoding, or None.
+        by: what makes an arm the best one of a game; seconds are measured, so the best arm is in part the luckiest.
         same_text: all answer a prompt with the same text, rounding aside: passes can be counted against each other.
     """
 
@@ -89,19 +96,22 @@ class Stream:
         arms: Sequence[str],
         plain: str | None,
         same_text: bool,
+        by: Yardstick = "mat",
     ):
         self.answers, self.sessions, self.games, self.arms, self.plain = answers, sessions, games, arms, plain
+        self.by = by
         self.best = self._best()
-        self.judged = bool(self.best) and same_text  # whether there is a regret
+        self.judged = bool(self.best) and same_text and by == "mat"  # whether there is a regret
         fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
         self.fastest = max(fastest)[1] if fastest else None
 
     def _best(self) -> dict[str, str]:
-        """Game → the arm with the fewest passes a token."""
+        """Game → the arm with the fewest passes, or seconds, a token."""
         if not self.arms:
             return {}
+        measure = metrics.mat if self.by == "mat" else metrics.tokens_per_s
         return {
-            game: max(self.arms, key=lambda arm: metrics.mat(self._of(arm, game)) or 0.0)
+            game: max(self.arms, key=lambda arm: measure(self._of(arm, game)) or 0.0)
             for game in dict.fromkeys(self.games)
         }
 
@@ -116,12 +126,12 @@ class Stream:
         return [row[self.best[game]] for row, game in zip(rows, self.games, strict=True)] if self.best else []
 
     def share_of_best(self, name: str, least: int = 0) -> tuple[float | None, Interval | None]:
-        """mat ÷ the oracle's, over the games with `least` tokens."""
+        """mat, or tokens a second, ÷ the oracle's, over the games with `least` tokens."""
         if not self.best:
             return None, None
         sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4))
         for game, own, best in zip(self.games, self.answers[name], self.oracle, strict=True):
-            sums[game] += own.decoded_tokens, own.target_passes, best.decoded_tokens, best.target_passes
+            sums[game] += own.decoded_tokens, self._paid(own), best.decoded_tokens, self._paid(best)
         table = np.array([row for row in sums.values() if row[0] >= least]).reshape(-1, 4)
         if not len(table):
             return None, None
@@ -131,6 +141,9 @@ class Stream:
             return tokens / passes / (best_tokens / best_passes)
 
         return float(share(np.ones((1, len(table))))[0]), metrics.bootstrap(share, len(table))
+
+    def _paid(self, one: Decoded) -> float:
+        return one.target_passes if self.by == "mat" else one.decode_s
 
     def regret(self, name: str) -> list[float]:
         """Target passes beyond the oracle's, cumulated over the prompts, where it is `judged`."""
@@ -173,6 +186,7 @@ class Stream:
             share_of_best=share,
             share_of_best_interval=interval,
             share_of_best_256=self.share_of_best(name, LONG_ENOUGH)[0],
+            share_after_256=None,
             regret=int(self.regret(name)[-1]) if self.judged else None,
             best_arm_ratio=best_arm_ratio,
             rounds=sum(one.target_passes for one in mine),
@@ -181,6 +195,7 @@ class Stream:
             caught_up=tally.caught_up if tally else None,
             switch_ms=1000 * fmean(tally.switch_s) if tally and tally.switch_s else None,
             decide_us_p50=median(tally.decide_us) if tally and tally.decide_us else None,
+            scorings=len(tally.score_s) if tally else None,
             score_ms_p50=1000 * median(tally.score_s) if tally and tally.score_s else None,
             score_share=sum(tally.score_s) / sum(one.decode_s for one in mine) if tally and tally.score_s else None,
             failures=failures,

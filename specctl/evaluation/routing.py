@@ -30,8 +30,8 @@ def router_of(
 ) -> tuple[Router | None, RouterReport | None]:
     """The router that the recipe asks for, and its report where it was trained now; `paths`: name → path of each arm.
 
-    Raises CheckpointError (a router for another pool), UsageError (labels from a table that is not named, a place that
-    is taken), DataError.
+    Raises CheckpointError (a router for another pool, a table that lacks one of its arms), UsageError (labels from a
+    table that is not named, a place that is taken), DataError.
     """
     if recipe.train_router:
         check_free(_place(recipe, run), recipe.overwrite)
@@ -58,7 +58,7 @@ def _examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejection
     )
     prompts = read_domains(data, rejections, split="train", sample=True)
     if options.labels == "hindsight":
-        best = label_by_hindsight(read_table(_table(recipe)))
+        best = label_by_hindsight(read_table(_table(recipe)), list(paths))
         return [Example(prompt_text(p.messages), p.domain, best[p.id]) for p in prompts if p.id in best]
     labels = label_by_domain([p.domain for p in prompts], [pool.domains_of(path) for path in paths.values()])
     return [Example(prompt_text(p.messages), p.domain, labels[p.domain]) for p in prompts if p.domain in labels]

@@ -46,14 +46,25 @@ class SelectResult:
 
     `mode` is live, replay or record. `oracle_mat` is the mat of playing each game's best arm from reset to reset; it,
     `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
-    replay means over its games, by token since the reset. `rounds_on`: where all contenders' rounds ran; a policy looks
-    on, so it is the host, also with a GPU.
+    replay means over its games, by token since the reset.
+
+    Attributes:
+        seeds: how often everything was played, each time with other draws.
+        yardstick: what the best arm of a game is best in, mat or throughput.
+        intervals_over: what is drawn anew for the intervals.
+        speeds: what they are: measured, or modelled by what the table knows the costs of.
+        table, table_sha256: that was recorded or replayed.
+        rounds_on: where all contenders' rounds ran; a policy looks on, so it is the host, also with a GPU.
     """
 
     mode: str
     algo: str
     arms: list[str]
     reset: str
+    seeds: int
+    yardstick: str
+    intervals_over: str
+    speeds: str
     queries: int
     sessions: int
     rounds: int
@@ -73,6 +84,7 @@ class SelectResult:
     lossless: Losslessness
     rejected: int
     table: str | None = None
+    table_sha256: str | None = None
     router: RouterReport | None = None
     rounds_on: Literal["host"] = "host"
 
@@ -106,7 +118,8 @@ def select(
     target = target or load_target(**recipe.target.loading)
     stream = sessions(prepare(recipe, target, prompts, rejections), recipe)
     drafters = drafters or load_pool(recipe, target, paths)
-    places = {name: path for path, name in named(paths).items() if name in drafters}
+    place_of = {name: path for path, name in named(paths).items()}
+    places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
 
     def begin() -> None:
         """From here on an earlier run gives way."""
@@ -152,6 +165,7 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",
+        recipe.game.yardstick,
     )
     policies = [stage.row(stream, name) for name in [*recipe.algo, *(n for n in names if n not in recipe.algo)]]
     return SelectResult(
@@ -159,6 +173,10 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
         mode="live",
         arms=[arm.name for arm in stage.arms],
         reset=recipe.reset,
+        seeds=len(recipe.seeds),
+        yardstick=recipe.game.yardstick,
+        intervals_over=f"{len(stage.stream)} sessions",
+        speeds="measured",
         queries=len(questions),
         sessions=len(stage.stream),
         oracle_mat=stream.oracle_mat,
@@ -196,12 +214,18 @@ def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:
 def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
     own = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
+    unit = {"query": "queries", "session": "sessions", "stream": "streams"}[recipe.reset]
+    overheads = ", reading up and scoring" if done.table.overheads else " alone"
     return SelectResult(
         **_own(own),
         mode="replay",
         arms=done.table.arms,
         reset=recipe.reset,
-        queries=len(done.table.traces),
+        seeds=len(recipe.seeds),
+        yardstick=recipe.game.yardstick,
+        intervals_over=f"{len(recipe.seeds)} seed{'s' * (len(recipe.seeds) > 1)} × {done.games} {unit}",
+        speeds=f"modelled: rounds{overheads}",
+        queries=len(recipe.seeds) * len(done.table.traces),
         sessions=len(games),
         oracle_mat=done.oracle_mat,
         per_domain=[DomainMat(domain, mat) for domain, mat in done.per_domain.get(own.algo, {}).items()],
@@ -212,4 +236,5 @@ def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
         lossless=Losslessness(),
         rejected=0,
         table=str(recipe.replay or recipe.record),
+        table_sha256=done.table.digest,
     )

@@ -59,3 +59,8 @@ class GameRecipe(Section):
     # text that is scored at all costs a prefill of each idle drafter.
     score_ends: bool = False
     tokens_per_update: PositiveInt = 6  # afterwards: the mean of so many vectors is one update
+
+    @property
+    def yardstick(self) -> Literal["mat", "throughput"]:
+        """What the best arm of a game is best in: tokens a second where these are what is played for, else mat."""
+        return "throughput" if "throughput" in (self.loss, self.reward) else "mat"

@@ -28,6 +28,7 @@ class Round:
         losses: arrays [M, N] of the vectors that were fed after this round and before the next.
         regret: up to then, Σ losses of the arms played − Σ losses of the arm that was best in hindsight.
         decide_us: microseconds of choosing and learning.
+        scored: tokens that were scored behind this round and before the next.
     """
 
     arm: int
@@ -37,6 +38,7 @@ class Round:
     losses: list[Array] = field(default_factory=list)
     regret: float = 0.0
     decide_us: float = 0.0
+    scored: int = 0
 
 
 class Game:
@@ -187,6 +189,8 @@ class Game:
         if tokens > self.unscored:
             raise ValueError(f"{tokens} tokens are scored, {self.unscored} were committed")
         self.unscored -= tokens
+        if self.log:
+            self.log[-1].scored += tokens
         self._feed(self._delay.scored(gamma, hit))
 
     def _feed(self, losses: Array) -> None:

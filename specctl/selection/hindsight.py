@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,12 @@ from specctl.selection.policy import Array
 from specctl.selection.rules import Rules
 from specctl.selection.trace import Table, Trace
 
+if TYPE_CHECKING:
+    from specctl.selection.replay import Played
+
 Ints = NDArray[np.int64]
 Reset = Literal["query", "session", "stream"]
+Yardstick = Literal["mat", "throughput"]
 
 
 def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
@@ -71,10 +76,14 @@ class Hindsight:
         begins: per trace [N, T], see `walk`.
         rounds: [Q, N] of each arm alone.
         cost: [N] seconds of a round of each arm.
+        alone: [Q, N] what each arm alone is judged by, the less the better: its rounds (by mat), or its seconds.
     """
 
-    def __init__(self, table: Table):
+    def __init__(self, table: Table, by: Yardstick = "mat"):
         """
+        Args:
+            by: what makes an arm the best one of a game.
+
         Raises:
             DataError: the table has no tokens.
         """
@@ -85,6 +94,8 @@ class Hindsight:
         self.begins = [walk(trace.accepted) for trace in table.traces]
         self.rounds: Ints = np.array([begins.sum(axis=1) for begins in self.begins])
         self.cost: Array = table.draft_s + table.step_s[1:]
+        self.by = by
+        self.alone: Array = self.rounds.astype(float) if by == "mat" else self.rounds * self.cost + self.reading
         self._losses: dict[tuple[str, str, int], list[Array]] = {}
 
     @cached_property
@@ -99,9 +110,32 @@ class Hindsight:
         one_row, rows = self.table.step_s[0], self.table.step_s[1:]
         return float(self.table.draft_s.sum() + one_row + (rows - one_row).sum())
 
+    @cached_property
+    def reading(self) -> Array:
+        """[Q, N] seconds in which each arm reads the prompt; 0 where the table does not say."""
+        arms, known = len(self.table.arms), self.table.overheads
+        if known is None:
+            return np.zeros((len(self.tokens), arms))
+        return np.array([known.reading(np.full(arms, trace.prompt or 0)) for trace in self.table.traces])
+
+    def overheads(self, played: Iterable[Played], depth: int) -> tuple[Array, Array]:
+        """[Q] seconds of reading up, and of scoring so many draft depths, in these games; 0 where the table does not
+        say."""
+        reading, scoring = np.zeros(len(self.tokens)), np.zeros(len(self.tokens))
+        known = self.table.overheads
+        if known is None:
+            return reading, scoring
+        for part in played:
+            for query in part.queries:
+                mine = part.query == query
+                arms, committed, scored = (values[mine].tolist() for values in (part.arms, part.committed, part.scored))
+                prompt = self.table.traces[query].prompt or 0
+                reading[query], scoring[query] = known.of_text(prompt, arms, committed, scored, depth)
+        return reading, scoring
+
     def best(self, queries: list[int]) -> int:
-        """The arm that needs the fewest rounds for these traces together, the lowest id among equals."""
-        return int(self.rounds[queries].sum(axis=0).argmin())
+        """The arm that needs the fewest rounds, or seconds, for these traces together; the lowest id among equals."""
+        return int(self.alone[queries].sum(axis=0).argmin())
 
     def losses(self, query: int, rules: Rules) -> Array:
         """[T, N] `token_losses` of a trace."""

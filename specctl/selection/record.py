@@ -23,7 +23,7 @@ import torch
 
 from specctl import progress
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import DraftTree, empty_draft, topology
+from specctl.decoding.draft import DraftTree, NoDraft, empty_draft, topology
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
@@ -31,7 +31,9 @@ from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.errors import UsageError
 from specctl.selection import feedback
+from specctl.selection.arms import reach
 from specctl.selection.combined import Guarded, taps_of
+from specctl.selection.probing import overheads
 from specctl.selection.recording import Recording
 from specctl.selection.table_file import Header, Recorded, read_table
 from specctl.selection.trace import Table, Trace
@@ -129,7 +131,7 @@ def record(
     the `failures` of its arm.
 
     Args:
-        depth: K, at least the depth of every draft.
+        depth: K, at least the depth of every draft; what an arm can reach is cut to it.
         exact: fixed shapes, as in `decode`.
         path: where the table is kept; None = nowhere. A recording that was cut short leaves its pieces beside it, and
             `resume` goes on from them.
@@ -166,7 +168,7 @@ def record(
             bar.update()
         for arm, failures in zip(arms, scorer.failures, strict=True):
             arm.failures += failures
-        return recording.finish(_costs(target, len(arms), recording.rows))
+        return recording.finish(_costs(target, arms, queries, recording.rows, sampling, depth))
 
 
 def _recorded(
@@ -192,18 +194,31 @@ def _recorded(
         hit=known.hit,
         ended=answer.stop == "eos",
         session=query.session,
+        prompt=len(query.ids),
     )
     seconds = np.array([sum(one.seconds for one in drafts) for drafts in witness.drafts])
     nodes = np.array([sum(len(one.tokens) for one in drafts) for drafts in witness.drafts])
     return Recorded(place, trace, seconds, nodes)
 
 
-def _costs(target: Target, arms: int, rows: Sequence[Recorded]) -> dict[str, list[float]]:
-    """`draft_s` and `step_s` of a `Table`."""
+def _costs(
+    target: Target,
+    arms: Sequence[Guarded],
+    queries: Sequence[Query],
+    rows: Sequence[Recorded],
+    sampling: Sampling,
+    depth: int,
+) -> dict[str, list[Any]]:
+    """The `costs` of a whole table's header."""
     proposals = max(sum(row.trace.tokens for row in rows), 1)
-    nodes = sum((row.nodes for row in rows), np.zeros(arms)) / proposals
-    seconds = sum((row.seconds for row in rows), np.zeros(arms)) / proposals
-    return {"draft_s": seconds.tolist(), "step_s": step_seconds(target, [1, *(1 + round(n) for n in nodes.tolist())])}
+    nodes = sum((row.nodes for row in rows), np.zeros(len(arms))) / proposals
+    seconds = sum((row.seconds for row in rows), np.zeros(len(arms))) / proposals
+    step_s = step_seconds(target, [1, *(1 + round(n) for n in nodes.tolist())])
+    reached = [max(1, min(reach(arm.drafter), depth)) for arm in arms]
+    found = {"draft_s": seconds.tolist(), "step_s": step_s, "reach": reached}
+    able = [Guarded(arm.name, NoDraft() if arm.failures else arm.drafter) for arm in arms]
+    timed = overheads(target, able, reached, ((one.ids, one.room, one.seed) for one in queries), sampling)
+    return found if timed is None else {**found, "read": timed.read.tolist(), "score": timed.score.tolist()}
 
 
 def step_seconds(target: Target, rows: Sequence[int]) -> list[float]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from specctl.decoding.identity import with_weights
 from specctl.errors import UsageError
@@ -73,7 +73,7 @@ class Recording:
         if time.monotonic() - self._kept_at > KEEP_EVERY_S:
             self._keep()
 
-    def finish(self, costs: Mapping[str, list[float]]) -> Table:
+    def finish(self, costs: Mapping[str, list[Any]]) -> Table:
         """Write the table, if there is a place for it."""
         header = replace(self.header, costs=dict(costs))
         if self.path is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specctl.selection.hindsight import Hindsight, Ints
 from specctl.selection.policy import Array
@@ -17,62 +17,61 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Summary:
-    """A replay in numbers.
+    """The replays of one policy with several seeds, in numbers: sums over seeds and games.
 
     Attributes:
-        mat, mat_macro: tokens ÷ rounds over all traces; mean over traces.
+        games: G, from reset to reset.
+        tokens, rounds, seconds, scoring_s: [S, G] of every seed and game.
+        mat: tokens ÷ rounds.
         oracle_mat: mat of the best single arm of every game.
-        oracle_share: mat ÷ oracle_mat, and its interval over games.
+        best, own: [S, G] rounds (by throughput: seconds) of the best arm of each game, and the policy's.
+        oracle_share: Σ best ÷ Σ own.
         regret: stopping-time regret, rounds − the best arm's rounds, mean of a game.
         best_arm_ratio: rounds that the game's best arm played ÷ rounds.
         pulls: [N] rounds of each arm.
+        scorings: rounds behind which idle arms were scored.
         tokens_per_s: by the table's cost model.
+        *_interval: see `bootstrap_ratio`.
     """
 
     algo: str
-    queries: int
     games: int
-    tokens: int
-    rounds: int
+    tokens: Array
+    rounds: Array
+    seconds: Array
+    scoring_s: Array
     mat: float
-    mat_interval: Interval
-    mat_macro: float
+    mat_interval: Interval | None
     oracle_mat: float
+    best: Array
+    own: Array
     oracle_share: float
-    oracle_share_interval: Interval
+    oracle_share_interval: Interval | None
     regret: float
     best_arm_ratio: float | None
     pulls: list[int]
+    scorings: int
     tokens_per_s: float
+    tokens_per_s_interval: Interval | None
     decide_us_p50: float | None
     dropped: int
 
 
 def bootstrap_ratio(
-    numerator: Array, denominator: Array, seed: int, draws: int = 1000, level: float = 0.95
-) -> Interval:
-    """Percentile interval of Σ numerator ÷ Σ denominator over games [G] drawn with replacement."""
-    top, bottom = _draw([numerator, denominator], denominator > 0, seed, draws)
-    return _percentiles(top / bottom, level)
-
-
-def bootstrap_difference(
-    tokens: Array, rounds: Array, other_rounds: Array, seed: int, draws: int = 1000, level: float = 0.95
-) -> Interval:
-    """Interval of the difference of two policies' mat, paired: both are measured on the same drawn games [G]."""
-    total, own, other = _draw([tokens, rounds, other_rounds], tokens > 0, seed, draws)
-    return _percentiles(total / own - total / other, level)
-
-
-def _draw(values: list[Array], played: NDArray[np.bool_], seed: int, draws: int) -> list[Array]:
-    """[draws] sums of each of the values [G] over games drawn with replacement from those that had a round."""
-    games = np.flatnonzero(played)
-    pick = games[np.random.default_rng(seed).integers(len(games), size=(draws, len(games)))]
-    return [value[pick].sum(axis=1) for value in values]
-
-
-def _percentiles(values: Array, level: float) -> Interval:
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    top: Array, bottom: Array, seed: int = 0, draws: int = 1000, level: float = 0.95
+) -> Interval | None:
+    """Percentile interval of Σ top ÷ Σ bottom, [S, G] each: seeds and games are both drawn with replacement, so that it
+    holds what other draws of the policy would change as well as what other prompts would (the pigeonhole bootstrap,
+    Owen 2007; where seeds differ between games by chance alone it is a little too wide). None for a single cell.
+    """
+    seeds, games = top.shape
+    if seeds == games == 1:
+        return None
+    draw = np.random.default_rng(seed)
+    rows, columns = (draw.multinomial(n, np.full(n, 1 / n), size=draws).astype(float) for n in (seeds, games))
+    with np.errstate(divide="ignore", invalid="ignore"):  # games without a round
+        ratios = ((rows @ top) * columns).sum(axis=1) / ((rows @ bottom) * columns).sum(axis=1)
+    low, high = np.quantile(ratios[np.isfinite(ratios)], [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
@@ -81,42 +80,54 @@ def per_game(values: Array | Ints, games: list[list[int]]) -> Array:
     return np.array([values[queries].sum() for queries in games], dtype=float)
 
 
-def summarize(replay: Replay, hindsight: Hindsight, seed: int = 0) -> Summary:
-    """The numbers of a replay; `seed` is that of the bootstrap."""
-    tokens = per_game(hindsight.tokens, replay.games)
-    rounds = per_game(replay.rounds, replay.games)
-    best = np.array([hindsight.rounds[queries].sum(axis=0).min() for queries in replay.games], dtype=float)
-    pulled = np.concatenate([part.arms for part in replay.played] or [np.zeros(0, int)])
-    on_best = sum(int((part.arms == part.best).sum()) for part in replay.played)
+def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) -> Summary:
+    """The numbers of a policy's replays, one for each seed; `seed` is that of the bootstrap."""
+    games = replays[0].games
+
+    def cells(name: str) -> Array:
+        return np.array([per_game(getattr(one, name), games) for one in replays])
+
+    rounds, seconds = cells("rounds"), cells("seconds")
+    tokens = np.tile(per_game(hindsight.tokens, games), (len(replays), 1))
+    arms = [hindsight.best(queries) for queries in games]
+    best = np.array([hindsight.alone[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
+    passes = np.array([hindsight.rounds[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
+    own = rounds if hindsight.by == "mat" else seconds
+    best = np.tile(best, (len(replays), 1))
+    played = [part for one in replays for part in one.played]
+    pulled = np.concatenate([part.arms for part in played] or [np.zeros(0, int)])
     chosen = len(pulled) > 0
-    decoded = hindsight.tokens > 0  # an answer may end at once
     return Summary(
-        algo=replay.name,
-        queries=len(hindsight.tokens),
-        games=len(replay.games),
-        tokens=int(tokens.sum()),
-        rounds=int(rounds.sum()),
+        algo=replays[0].name,
+        games=len(games),
+        tokens=tokens,
+        rounds=rounds,
+        seconds=seconds,
+        scoring_s=cells("scoring_s"),
         mat=float(tokens.sum() / rounds.sum()),
         mat_interval=bootstrap_ratio(tokens, rounds, seed),
-        mat_macro=float((hindsight.tokens[decoded] / replay.rounds[decoded]).mean()),
-        oracle_mat=float(tokens.sum() / best.sum()),
-        oracle_share=float(best.sum() / rounds.sum()),
-        oracle_share_interval=bootstrap_ratio(best, rounds, seed),
-        regret=float((rounds - best).mean()),
-        best_arm_ratio=on_best / len(pulled) if chosen else None,
+        oracle_mat=float(tokens[0].sum() / passes.sum()),
+        best=best,
+        own=own,
+        oracle_share=float(best.sum() / own.sum()),
+        oracle_share_interval=bootstrap_ratio(best, own, seed),
+        regret=float((rounds - passes).mean()),
+        best_arm_ratio=sum(int((part.arms == part.best).sum()) for part in played) / len(pulled) if chosen else None,
         pulls=np.bincount(pulled, minlength=len(hindsight.table.arms)).tolist(),
-        tokens_per_s=float(tokens.sum() / replay.seconds.sum()),
-        decide_us_p50=float(np.median(np.concatenate([part.decide_us for part in replay.played]))) if chosen else None,
-        dropped=sum(part.dropped for part in replay.played),
+        scorings=sum(int((part.scored > 0).sum()) for part in played),
+        tokens_per_s=float(tokens.sum() / seconds.sum()),
+        tokens_per_s_interval=bootstrap_ratio(tokens, seconds, seed),
+        decide_us_p50=float(np.median(np.concatenate([part.decide_us for part in played]))) if chosen else None,
+        dropped=sum(part.dropped for part in played),
     )
 
 
-def mat_by_domain(replay: Replay, hindsight: Hindsight) -> dict[str, float]:
-    """Tokens ÷ rounds over the traces of each domain, in the order of the stream."""
+def mat_by_domain(replays: Sequence[Replay], hindsight: Hindsight) -> dict[str, float]:
+    """Tokens ÷ rounds over the traces of each domain, in the order of the stream, all seeds together."""
     domains: dict[str, list[int]] = {}
     for index, trace in enumerate(hindsight.table.traces):
         domains.setdefault(trace.domain, []).append(index)
-    tokens, rounds = hindsight.tokens, replay.rounds
+    tokens, rounds = len(replays) * hindsight.tokens, np.sum([one.rounds for one in replays], axis=0)
     return {name: float(tokens[of].sum() / rounds[of].sum()) for name, of in domains.items() if rounds[of].any()}
 
 
@@ -138,10 +149,10 @@ def loss_regret(played: Played, hindsight: Hindsight, rules: Rules) -> Array:
     return losses[np.arange(len(owners)), owners].cumsum() - losses.cumsum(axis=0).min(axis=1)
 
 
-def late_share(replay: Replay, hindsight: Hindsight, tokens: int) -> float | None:
+def late_share(replays: Sequence[Replay], hindsight: Hindsight, tokens: int) -> float | None:
     """Share of the best arm's mat once so many tokens were seen since the reset; None if no game is that long."""
     own = best = 0
-    for part in replay.played:
+    for part in (part for one in replays for part in one.played):
         rounds = _rounds_of_best(part, hindsight)
         if len(rounds) > tokens:
             best += int(rounds[-1] - rounds[tokens])

@@ -22,10 +22,11 @@ class Played:
 
     Attributes:
         queries: indices of its traces.
-        best: the arm that would have needed the fewest rounds for all of them.
+        best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all of them.
         arms, committed, query: [R] of each round: the arm, the tokens, the trace.
         weights: [R, N] with which the arm was drawn.
         decide_us: [R] microseconds of choosing and learning.
+        scored: [R] tokens that were scored behind the round.
         dropped: vectors and rewards that were not finite.
     """
 
@@ -36,6 +37,7 @@ class Played:
     query: Ints
     weights: Array
     decide_us: Array
+    scored: Ints
     dropped: int
 
 
@@ -46,7 +48,8 @@ class Replay:
     Attributes:
         name: of the policy; `oracle` and `draft-all` are yardsticks.
         games: indices of the traces between two resets.
-        rounds, seconds: [Q] of every trace; seconds by the table's cost model, without those of scoring.
+        rounds, seconds: [Q] of every trace; seconds by the table's cost model.
+        scoring_s: [Q] part of them that idle drafters took to score; 0 where the table does not say.
         played: the games; empty for `draft-all`, which chooses nothing.
     """
 
@@ -54,6 +57,7 @@ class Replay:
     games: list[list[int]]
     rounds: Ints
     seconds: Array
+    scoring_s: Array
     played: list[Played]
 
 
@@ -81,7 +85,7 @@ def replay(
     for queries in parts:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
         played.append(_play(Game(build(name, arms, policy), rules, arms), hindsight, queries))
-    return _measured(name, hindsight, parts, played)
+    return _measured(name, hindsight, parts, played, rules.depth)
 
 
 def _play(game: Game, hindsight: Hindsight, queries: list[int]) -> Played:
@@ -99,6 +103,7 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int]) -> Played:
         query=np.array(query, dtype=int),
         weights=np.array([entry.weights for entry in game.log]).reshape(-1, game.arms.count),
         decide_us=np.array([entry.decide_us for entry in game.log]),
+        scored=np.array([entry.scored for entry in game.log], dtype=int),
         dropped=game.dropped,
     )
 
@@ -136,13 +141,14 @@ def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
     game.ended()
 
 
-def _measured(name: str, hindsight: Hindsight, parts: list[list[int]], played: list[Played]) -> Replay:
-    """Rounds and seconds of every trace, from the rounds that were played."""
+def _measured(name: str, hindsight: Hindsight, parts: list[list[int]], played: list[Played], depth: int = 1) -> Replay:
+    """Rounds and seconds of every trace, from the rounds that were played; `depth`: draft depths that were scored."""
     query = np.concatenate([part.query for part in played])
     cost = hindsight.cost[np.concatenate([part.arms for part in played])]
     count = len(hindsight.tokens)
     seconds = np.bincount(query, cost, minlength=count).astype(float)
-    return Replay(name, parts, np.bincount(query, minlength=count), seconds, played)
+    reading, scoring = hindsight.overheads(played, depth)
+    return Replay(name, parts, np.bincount(query, minlength=count), seconds + reading + scoring, scoring, played)
 
 
 def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
@@ -159,8 +165,9 @@ def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Re
         weights = np.zeros((len(query), len(hindsight.table.arms)))
         weights[:, best] = 1
         arms = np.full(len(query), best)
+        nothing = np.zeros(len(query), int)
         played.append(
-            Played(queries, best, arms, np.concatenate(committed), query, weights, np.zeros(len(query)), dropped=0)
+            Played(queries, best, arms, np.concatenate(committed), query, weights, nothing.astype(float), nothing, 0)
         )
     return _measured("oracle", hindsight, parts, played)
 
@@ -169,4 +176,5 @@ def draft_all(hindsight: Hindsight, reset: Reset = "query", session: int = 1) ->
     """Every arm drafts in every round, all drafts are verified, the longest accepted one is committed."""
     rounds = hindsight.rounds_of_all
     parts = games(hindsight.table.traces, reset, session)
-    return Replay("draft-all", parts, rounds, rounds.astype(float) * hindsight.cost_of_all, played=[])
+    seconds = rounds * hindsight.cost_of_all + hindsight.reading.sum(axis=1)
+    return Replay("draft-all", parts, rounds, seconds, np.zeros(len(rounds)), played=[])

@@ -198,12 +198,3 @@ def check_free(place: Path, overwrite: bool) -> None:
         raise UsageError(f"{place} exists and is not a router directory", hint="choose another place")
     if not overwrite:
         raise UsageError(f"{place} holds a router already", hint="--overwrite replaces it")
-
-
-def prior(probabilities: NDArray[np.float64], uniform: float) -> NDArray[np.float64]:
-    """p_1 [N] of a Hedge policy that starts from the router: its probabilities, with a share `uniform` spread evenly.
-
-    Exponential weights then play p_t ∝ p_1 · exp(−η_t L_t), with L_t the losses so far, and the regret to arm i grows
-    with log(1 / p_1[i]) in place of log N: the even share bounds what a prompt that the router misreads can cost.
-    """
-    return (1 - uniform) * probabilities + uniform / len(probabilities)

@@ -21,7 +21,7 @@ from specctl.progress import interrupts, track, warn
 from specctl.recipe import Perturbation, RouterRecipe
 from specctl.selection.perturb import perturb
 from specctl.selection.router import Router
-from specctl.selection.trace import Table
+from specctl.selection.trace import Table, of_arms
 
 CLIP = 1.0
 WEIGHT_DECAY = 0.01  # the habit of fine-tuning BERT, as is the rate that rises and then falls in a straight line
@@ -89,9 +89,12 @@ def label_by_domain(domains: Sequence[str], made_for: Sequence[Sequence[str]]) -
     return found
 
 
-def label_by_hindsight(table: Table) -> dict[str, int]:
-    """Query → the arm that would have needed the fewest rounds for it alone; of several the first."""
-    return {trace.query: int(rounds_alone(trace.accepted).argmin()) for trace in table.traces}
+def label_by_hindsight(table: Table, arms: Sequence[str]) -> dict[str, int]:
+    """Query → which of the arms would have needed the fewest rounds for it alone; of several the first.
+
+    Other arms of the table are left out. Raises CheckpointError where the table lacks one of these.
+    """
+    return {trace.query: int(rounds_alone(trace.accepted).argmin()) for trace in of_arms(table, arms).traces}
 
 
 def rounds_alone(accepted: NDArray[np.int16]) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from specctl.decoding.identity import with_weights
 from specctl.errors import CheckpointError
 from specctl.runs import atomic_write
+from specctl.selection.overheads import Overheads
 from specctl.selection.trace import Table, Trace
 
-VERSION = 2
-READABLE = (1, 2)  # 1 has no sessions
+VERSION = 3
+READABLE = (1, 2, 3)  # 1 has no sessions; 1 and 2 know neither prompts nor what scoring takes
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -43,6 +44,7 @@ SCHEMA = pa.schema(
         ("query", pa.string()),
         ("domain", pa.string()),
         ("session", pa.int64()),
+        ("prompt", pa.int64()),
         ("tokens", pa.int64()),
         ("ended", pa.bool_()),
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, (kind, _) in ARRAYS.items()),
@@ -57,13 +59,14 @@ class Header:
     Attributes:
         arms, depth: as in `Table`.
         stamp: what the table was made of: target, drafters, sampling, stream, …
-        costs: `draft_s` and `step_s` of a whole table; a piece of one has none.
+        costs: of a whole table `draft_s`, `step_s`, `reach` and, where they were timed, the `read` and `score` of
+            `Overheads`; a piece of one has none.
     """
 
     arms: list[str]
     depth: int
     stamp: dict[str, Any]
-    costs: dict[str, list[float]] = field(default_factory=dict)
+    costs: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
         "query": [row.trace.query for row in rows],
         "domain": [row.trace.domain for row in rows],
         "session": [row.trace.session for row in rows],
+        "prompt": [row.trace.prompt for row in rows],
         "tokens": [row.trace.tokens for row in rows],
         "ended": [row.trace.ended for row in rows],
     }
@@ -135,8 +139,9 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 def _unpacked(content: pa.Table) -> Iterable[dict[str, Any]]:
     """Rows as plain values and flat numpy arrays."""
-    if "session" not in content.column_names:
-        content = content.append_column("session", pa.nulls(content.num_rows, pa.int64()))
+    for name in ("session", "prompt"):
+        if name not in content.column_names:
+            content = content.append_column(name, pa.nulls(content.num_rows, pa.int64()))
     plain = {name: content[name].to_pylist() for name in SCHEMA.names if name not in ARRAYS}
     flat = {name: [one.values.to_numpy(zero_copy_only=False) for one in content[name]] for name in ARRAYS}
     columns = plain | flat
@@ -145,9 +150,12 @@ def _unpacked(content: pa.Table) -> Iterable[dict[str, Any]]:
 
 def _row(header: Header, row: dict[str, Any]) -> Recorded:
     whole = (len(header.arms), row["tokens"], header.depth)
-    arrays = {name: np.asarray(row[name], dtype=kind).reshape(whole[:axes]) for name, (kind, axes) in ARRAYS.items()}
+    arrays: dict[str, Any] = {
+        name: np.asarray(row[name], dtype=kind).reshape(whole[:axes]) for name, (kind, axes) in ARRAYS.items()
+    }
     seconds, nodes = arrays.pop("seconds"), arrays.pop("nodes")
-    trace = Trace(query=row["query"], domain=row["domain"], ended=row["ended"], session=row["session"], **arrays)
+    told = {name: row[name] for name in ("query", "domain", "ended", "session", "prompt")}
+    trace = Trace(**told, **arrays)
     return Recorded(row["place"], trace, seconds, nodes)
 
 
@@ -155,8 +163,8 @@ def _digest(text: str, rows: list[Recorded]) -> str:
     found = hashlib.sha256(text.encode())
     for row in rows:
         trace = row.trace
-        plain = (row.place, trace.query, trace.domain, trace.tokens, trace.ended)
-        found.update(repr(plain if trace.session is None else (*plain, trace.session)).encode())
+        told = [value for value in (trace.session, trace.prompt) if value is not None]
+        found.update(repr((row.place, trace.query, trace.domain, trace.tokens, trace.ended, *told)).encode())
         for name, (kind, _) in ARRAYS.items():
             found.update(np.ascontiguousarray(row.array(name), dtype=kind).tobytes())
     return found.hexdigest()
@@ -164,8 +172,17 @@ def _digest(text: str, rows: list[Recorded]) -> str:
 
 def table_of(header: Header, rows: list[Recorded]) -> Table:
     """A whole file's table."""
-    costs = {name: np.array(header.costs[name]) for name in ("draft_s", "step_s")}
-    return Table(arms=header.arms, depth=header.depth, traces=[row.trace for row in rows], **costs)
+    costs = {name: np.array(values) for name, values in header.costs.items()}
+    overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
+    return Table(
+        arms=header.arms,
+        depth=header.depth,
+        traces=[row.trace for row in rows],
+        draft_s=costs["draft_s"],
+        step_s=costs["step_s"],
+        reach=costs.get("reach"),
+        overheads=overheads,
+    )
 
 
 def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
@@ -180,7 +197,7 @@ def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
     differing = differences(kept, stamp or {})
     if differing:
         raise CheckpointError(f"{path} was recorded otherwise: {'; '.join(differing)}", hint="record another table")
-    return table_of(header, rows)
+    return replace(table_of(header, rows), digest=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def differences(kept: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:

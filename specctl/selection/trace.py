@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specctl.errors import CheckpointError
+from specctl.selection.overheads import Overheads
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Trace:
     Attributes:
         query, domain: the prompt's id and domain. Traces of a stream keep its order.
         session: of the stream in which it was recorded; None in tables that do not say.
+        prompt: its tokens; None in tables that do not say.
         accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens stand; a round then commits one
             more, at most T − t.
         drafted: [N, T] how deep that draft is.
@@ -36,6 +41,7 @@ class Trace:
     hit: NDArray[np.bool_]
     ended: bool
     session: int | None = None
+    prompt: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -51,6 +57,9 @@ class Table:
         depth: K.
         draft_s: [N] mean seconds of one proposal.
         step_s: seconds of a target step with one row, and with the rows of each arm's mean draft: [N + 1].
+        reach: [N] tokens of the longest draft that each arm can make; None in tables that do not say.
+        overheads: what reading up and scoring take; None in tables that do not say.
+        digest: of the file that it was read from.
     """
 
     arms: list[str]
@@ -58,3 +67,40 @@ class Table:
     traces: list[Trace]
     draft_s: NDArray[np.float64]
     step_s: NDArray[np.float64]
+    reach: NDArray[np.int64] | None = None
+    overheads: Overheads | None = None
+    digest: str | None = None
+
+
+def of_arms(table: Table, names: Sequence[str]) -> Table:
+    """The table of these arms, in this order. K is that of the longest draft that they can make, as in live decoding;
+    in tables that do not say, of the longest one they have made.
+
+    Raises CheckpointError where the table lacks one.
+    """
+    missing = [name for name in names if name not in table.arms]
+    if missing:
+        raise CheckpointError(
+            f"the table has no arm {missing[0]}, only {', '.join(table.arms)}",
+            hint=f"record a table of a pool with {missing[0]}, or leave it out (arms.names)",
+        )
+    arms = [table.arms.index(name) for name in names]
+    reach = np.array([max(trace.drafted[arm].max(initial=0) for trace in table.traces) for arm in arms])
+    if table.reach is not None:
+        reach = table.reach[arms]
+    depth = max(1, int(reach.max(initial=0)))
+
+    def part(trace: Trace) -> Trace:
+        deep = {name: getattr(trace, name)[arms, :, :depth] for name in ("gamma", "overlap", "hit")}
+        return replace(trace, accepted=trace.accepted[arms], drafted=trace.drafted[arms], **deep)
+
+    return replace(
+        table,
+        arms=list(names),
+        depth=depth,
+        traces=[part(trace) for trace in table.traces],
+        draft_s=table.draft_s[arms],
+        step_s=table.step_s[[0, *(1 + arm for arm in arms)]],
+        reach=None if table.reach is None else reach,
+        overheads=table.overheads and table.overheads.of_arms(arms),
+    )

@@ -1,8 +1,14 @@
 """`specctl select` as users call it: what is refused before anything is loaded, and what is shown."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
+
+from specctl.cli.select import COLUMNS, show
+
+ROUTER = ("--train-router",)
 
 
 def test_the_line_of_the_readme_without_a_pool(specctl):
@@ -31,6 +37,46 @@ def test_what_is_refused(specctl, argv, code, says):
     assert says in done.err and done.out == ""
 
 
+def test_what_policies_bring_is_told(specctl):
+    """The reward of a paper, or a game of its own: nobody asked for these, and the plan said nothing of them."""
+    done = specctl(
+        "select", "--algo", "normalhedge,metasd-ucb,ucbspec,hedgespec,router", *ROUTER, "--dry-run", "--json"
+    )
+    assert done.code == 0, done.err
+    brought = [step for step in done.json["steps"] if "brings" in step]
+    assert [step.split()[0] for step in brought] == ["normalhedge", "metasd-ucb", "ucbspec"]
+    assert "game.batch_rounds=1" in brought[0] and 'game.reward="bd"' in brought[1] and "game.drift=null" in brought[0]
+    done = specctl("select", "--algo", "metasd-ucb", "game.reward=be", "--dry-run", "--json")
+    assert not any("brings" in step for step in done.json["steps"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "yardstick", "there", "absent"),
+    [
+        ("live", "mat", ["in games of 256 tokens", "× plain "], ["after 256", "modelled"]),
+        ("replay", "mat", ["after 256 tokens", "modelled", "of best arm"], ["in games of"]),
+        ("replay", "throughput", ["fastest arm played", "by its fastest arm"], ["of best arm"]),
+    ],
+)
+def test_headings_say_what_is_shown(mode, yardstick, there, absent):
+    only = {"share_after_256": None if mode == "live" else 0.9}
+    row = dict.fromkeys(COLUMNS, 0.9) | {"algo": "hedgespec", "kind": "policy"} | only
+    row |= {"share_of_best_interval": [0.85, 0.95]}
+    document = {"policies": [row], "mode": mode, "yardstick": yardstick, "oracle_mat": 2.0, "reset": "query"}
+    document |= {
+        "intervals_over": "2 seeds × 3 queries",
+        "speeds": "measured" if mode == "live" else "modelled",
+        "pulls": {},
+    }
+    document |= {"algo": "hedgespec", "run_dir": "run"}
+    document |= {"lossless": {"sequences": 0, "mismatches": 0, "ties": 0, "unverified": 0}}
+    console = Console(width=400, file=io.StringIO())
+    console.print(show(document))
+    shown = console.file.getvalue()
+    assert all(text in shown for text in there) and not any(text in shown for text in absent)
+    assert "2 seeds × 3 queries" in shown and "90.0 % (85.0 … 95.0)" in shown
+
+
 def test_it_selects(specctl, tmp_path):
     """The installed command on the built-in target, with drafters that need no training; then its report."""
     prompts = tmp_path / "p.jsonl"
@@ -55,7 +101,7 @@ def test_a_table_that_is_none(specctl, tmp_path):
 
 
 def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
-    """Speeds of a replay are those of a cost model without scoring: to show them as measured would be a lie."""
+    """Speeds of a replay are those of a cost model: to show them as measured would be a lie."""
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Count to three.", "Say hi.")))
     for option in ("--record", "--replay"):
@@ -65,6 +111,7 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     assert done.code == 0 and "table: t.parquet" in done.out, done.err
     done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
     assert done.code == 0 and "modelled" in done.out and "every query by its best arm" in done.out
+    assert "1 seed × 2 queries" in done.out and "reading up and scoring" in done.out
     run = tmp_path / "run"
     again = ("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "u.parquet")
     (tmp_path / "u.parquet.pieces").mkdir()

@@ -1,6 +1,7 @@
 """`select` end to end on a few prompts of the built-in target."""
 
 import dataclasses
+import hashlib
 import json
 import signal
 
@@ -11,19 +12,25 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.decoding import device_round
-from specctl.decoding.loop import decode
+from specctl.decoding.loop import Decoded, decode
 from specctl.decoding.sampling import GREEDY
-from specctl.distillation.prompts import Prompt
+from specctl.distillation.prompts import Prompt, Rejections
 from specctl.drafters.lm_drafter import LMDrafter
 from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.evaluation.measure import Case
+from specctl.evaluation.policy_rows import Stream
+from specctl.evaluation.replaying import replay_table
+from specctl.evaluation.routing import _examples
 from specctl.evaluation.selecting import select
 from specctl.evaluation.stage import Stage, sessions, turns
-from specctl.recipe import DataRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.recipe.resolve import resolve
 from specctl.runs import Run
+from specctl.selection.router_training import rounds_alone
+from specctl.selection.table_file import read_table
 from tests.evaluation.streams import contents
 from tests.lossless.drafters import own_weights
 
@@ -389,6 +396,98 @@ def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
     with pytest.raises(UsageError, match=r"no gold in the pool.*"):
         made = recipe(prompts, replay=table, arms={"names": ["gold"]})
         selected(tmp_path / "b", made, target, pool, rounds=False)
+
+
+def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
+    """As live decoding does; they were ignored, and three seeds had the numbers of one."""
+    prompts, table, _ = recorded
+    options = dict(algo=["random"], reset="session", sampling={"seed": 3})
+    seeds = {"seeds": [0, 2]}
+    live, _, _ = selected(tmp_path, recipe(prompts, baselines=["fixed"], **seeds, **options), target, pool)
+    found, document, _ = selected(
+        tmp_path / "b", recipe(prompts, replay=table, **seeds, **options), target, pool, rounds=False
+    )
+    for one, other in zip(live.policies, found.policies, strict=False):
+        assert (one.algo, one.rounds, one.regret) == (other.algo, other.rounds, other.regret)
+    assert (live.pulls, live.queries, live.oracle_mat) == (found.pulls, found.queries, pytest.approx(found.oracle_mat))
+    alone = [
+        replay_table(recipe(prompts, replay=table, seeds=[seed], **options)).rows[0].rounds for seed in seeds["seeds"]
+    ]
+    assert found.rounds == sum(alone) and alone[0] != alone[1]
+    named = {"seeds": 2, "reset": "session", "intervals_over": "2 seeds × 2 sessions", "yardstick": "mat"}
+    digest = hashlib.sha256(table.read_bytes()).hexdigest()
+    assert document.items() >= (named | {"table": str(table), "table_sha256": digest}).items()
+    assert "scoring" in document["speeds"] and live.speeds == "measured"
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("hedgespec", {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None}),
+        ("metasd", {"reward": "bd"}),
+        ("banditspec", {"reward": "tokens"}),
+    ],
+)
+def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
+    """They resolve to what they promise, whatever our defaults are, and play."""
+    _, table, _ = recorded
+    made = resolve("select", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
+    assert made.game.model_dump().items() >= constants.items() and made.reset == "query"
+    rows = {row.algo: row for row in replay_table(made).rows if row.kind == "policy"}
+    assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
+
+
+def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):
+    """Full information does not look at all arms for nothing, in a replay as little as live."""
+    _, table, _ = recorded
+    made = recipe(prompts, replay=table, algo=["hedgespec", "random"], reset="session")
+    rows = {row.algo: row for row in replay_table(made).rows}
+    assert rows["hedgespec"].score_share > 0 and rows["hedgespec"].scorings > 0
+    assert rows["random"].score_share is None and rows["random"].scorings == 0
+
+
+@pytest.mark.parametrize(("by", "best", "share"), [("mat", "long", 1.0), ("throughput", "short", 0.4)])
+def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
+    """The longest draft has the most tokens a pass; in a game for tokens a second that makes no oracle."""
+
+    def answer(passes, seconds):
+        return Decoded([1], [2] * 41, "length", passes, 40 - passes, 0, 0, [], [], 0.0, seconds)
+
+    answers = {"long": [answer(10, 5.0)] * 2, "short": [answer(20, 2.0)] * 2}
+    stream = Stream(answers, [0, 1], ["a", "b"], ["long", "short"], None, True, by)
+    assert stream.best == {"a": best, "b": best} and stream.oracle_mat == (4 if by == "mat" else 2)
+    assert stream.share_of_best("long")[0] == pytest.approx(share)
+    assert GameRecipe(loss="throughput" if best == "short" else "length").yardstick == by
+    assert stream.judged == (by == "mat"), "passes beyond those of the fastest arm are no regret"
+
+
+def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
+    """Rewards are shares of K: with that of an arm that was left out a replay would play another game than live."""
+    deep = {**pool, "suffix": Suffix(depth=9, nodes=9, children=1)}
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", recipe(prompts, record=table), target, deep, rounds=False)
+    some = {"names": ["lookup", "good"]}
+    options = dict(algo=["ucbspec"], arms=some, reset="session")
+    live, _, _ = selected(tmp_path, recipe(prompts, **options), target, {n: pool[n] for n in some["names"]})
+    again = replay_table(recipe(prompts, replay=table, **options))
+    assert again.table.depth == 4 and read_table(table).depth == 9
+    assert (live.rounds, live.pulls) == (again.rows[0].rounds, again.rows[0].pulls)
+
+
+@pytest.mark.parametrize("order", [["suffix", "good"], ["good", "lookup", "suffix"]])
+def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
+    """Labels of hindsight against what every arm needed, by name."""
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, router={"labels": "hindsight", "prompts": str(prompts)})
+    paths = dict.fromkeys(order, "lookup")
+    examples = _examples(made, paths, Rejections(tmp_path / "rejected.jsonl", 0.0))
+    assert len(examples) == len(QUESTIONS)
+    whole = read_table(table)
+    best = {order[example.arm] for example in examples}
+    alone = {arm: [int(rounds_alone(t.accepted)[whole.arms.index(arm)]) for t in whole.traces] for arm in order}
+    assert best == {min(order, key=lambda arm: alone[arm][n]) for n in range(len(QUESTIONS))}
+    with pytest.raises(CheckpointError, match="no arm gold"):
+        _examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))
 
 
 class Oracle:

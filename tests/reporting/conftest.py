@@ -92,6 +92,7 @@ def select_run(make_run):
         ]
         result = {
             **{"algo": "hedge", "arms": arms, "queries": 2, "rounds": 10, "mat": 2.5, "oracle_mat": 3.0},
+            **{"reset": "query", "seeds": 3, "intervals_over": "3 seeds × 2 queries", "table_sha256": "ab12"},
             "per_domain": {"sql": {"mat": 2.0}},
             "rewards": [{"arm": "lookup", "mean": 0.5, "std": 0.1, "n": 5}],
             "policies": [{"algo": "hedge", "mat": 2.5, "mat_interval": [2.0, 3.0]}, {"algo": "ucb", "mat": 2.0}],

@@ -133,7 +133,9 @@ def test_select(select_run, weights):
         ["math", "2", "2"],
     ]
     head, first, _ = read_csv(result, "select-policies.csv")
-    assert dict(zip(head, first, strict=True))["95 %, high"] == "3.0"
+    told = dict(zip(head, first, strict=True))
+    assert told["95 %, high"] == "3.0"
+    assert (told["reset"], told["seeds"], told["table, sha256"]) == ("query", "3", "ab12"), "a table that stands alone"
     assert read_csv(result, "select-domains.csv") == [["policy", "domain", "mat"], ["hedge", "sql", "2.0"]]
 
 

@@ -28,6 +28,7 @@ def made_up():
             hit=draw.random(whole) < 0.5,
             ended=bool(place % 3),
             session=place // 2,
+            prompt=10 + place,
         )
         return Recorded(place, trace, draw.random(len(ARMS)), draw.integers(0, 50, len(ARMS)))
 

@@ -10,13 +10,11 @@ from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.hindsight import Hindsight, games, token_losses, walk
 from specctl.selection.registry import NAMES
 from specctl.selection.regret import (
-    bootstrap_difference,
     bootstrap_ratio,
     late_share,
     loss_regret,
     mat_by_domain,
     mean_curve,
-    per_game,
     stopping_regret,
     summarize,
 )
@@ -69,9 +67,9 @@ def test_an_answer_may_end_at_once(name):
     for reset in ("query", "session"):
         run = played(name, hand, reset=reset, session=3)
         assert run.rounds[[0, 2]].tolist() == [0, 0]
-        summary = summarize(run, hand)
-        assert summary.mat == summary.mat_macro == pytest.approx(7 / run.rounds[1])
-        assert late_share(run, hand, 2) is not None and len(stopping_regret(run.played[0], hand)) in (0, 7)
+        summary = summarize([run], hand)
+        assert summary.mat == pytest.approx(7 / run.rounds[1])
+        assert late_share([run], hand, 2) is not None and len(stopping_regret(run.played[0], hand)) in (0, 7)
     with pytest.raises(DataError, match="no decoded tokens"):
         Hindsight(table_of([empty]))
 
@@ -84,7 +82,7 @@ def test_drafts_of_one_token_and_a_pool_of_one_are_legal(name):
 
 def test_mat_by_domain():
     hand = Hindsight(table_of([scripted(BY_HAND, "b"), scripted(BY_HAND, "a"), scripted([[0] * 7] * 2, "b")]))
-    assert mat_by_domain(played("fixed", hand), hand) == {"b": pytest.approx(14 / 11), "a": pytest.approx(7 / 4)}
+    assert mat_by_domain([played("fixed", hand)], hand) == {"b": pytest.approx(14 / 11), "a": pytest.approx(7 / 4)}
 
 
 def test_draft_all_pays_for_every_draft_and_all_rows():
@@ -105,10 +103,10 @@ def test_every_policy_decodes_every_token_and_none_beats_the_oracle(hindsight, n
     committed = np.concatenate([part.committed for part in run.played])
     query = np.concatenate([part.query for part in run.played])
     assert (np.bincount(query, committed) == hindsight.tokens).all()
-    summary = summarize(run, hindsight)
+    summary = summarize([run], hindsight)
     assert summary.oracle_share <= 1 and summary.regret >= 0
-    assert sum(summary.pulls) == summary.rounds == run.rounds.sum()
-    assert summary.mat == pytest.approx(hindsight.tokens.sum() / summary.rounds)
+    assert sum(summary.pulls) == summary.rounds.sum() == run.rounds.sum()
+    assert summary.mat == pytest.approx(hindsight.tokens.sum() / run.rounds.sum())
 
 
 @pytest.mark.parametrize("name", ["hedgespec", "metasd-ucb", "exp3spec"])
@@ -124,7 +122,7 @@ def test_the_oracle_plays_the_best_arm_of_each_game(hindsight):
     assert (best.rounds == hindsight.rounds.min(axis=1)).all()
     whole = oracle(hindsight, "stream")
     assert whole.rounds.sum() == hindsight.rounds.sum(axis=0).min()
-    summary = summarize(whole, hindsight)
+    summary = summarize([whole], hindsight)
     assert (summary.oracle_share, summary.best_arm_ratio, summary.regret) == (1, 1, 0)
 
 
@@ -194,7 +192,7 @@ def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeyp
 def test_what_was_learnt_lasts_until_the_reset(hindsight, name):
     """Sessions of four queries of one domain: later ones profit; a stream's memory of other domains does not help."""
     share = {
-        reset: summarize(played(name, hindsight, reset=reset, session=4), hindsight).mat
+        reset: summarize([played(name, hindsight, reset=reset, session=4)], hindsight).mat
         for reset in ("query", "session", "stream")
     }
     assert share["session"] > share["query"]
@@ -205,20 +203,18 @@ def test_a_change_of_domain_is_noticed_within_a_game():
     """A stream that is never reset changes its domain every 180 tokens; without the test scorings only grow apart."""
     stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3))
     mat = {
-        drift: summarize(replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), "stream"), stream).mat
+        drift: summarize([replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), "stream")], stream).mat
         for drift in (None, GAME.drift)
     }
     assert mat[GAME.drift] > mat[None] + 1
 
 
 def test_hedgespec_beats_the_bandits_with_literal_constants(hindsight):
-    """Seven specialists, a reset at every query, 45 tokens: the paired 95 % interval of the difference is positive."""
-    hedge = played("hedgespec", hindsight)
-    tokens = per_game(hindsight.tokens, hedge.games)
+    """Seven specialists, a reset at every query, 45 tokens: the rounds of both, paired by query."""
+    hedge = played("hedgespec", hindsight).rounds[None].astype(float)
     for name in ("ucbspec", "exp3spec"):
-        other = played(name, hindsight)
-        low, _ = bootstrap_difference(tokens, hedge.rounds, other.rounds, seed=0)
-        assert low > 0.5, name
+        low, _ = bootstrap_ratio(played(name, hindsight).rounds[None].astype(float), hedge)
+        assert low > 1.15, name
 
 
 def test_regret_curves_by_definition(hindsight):
@@ -247,23 +243,46 @@ def test_regret_curves_by_definition(hindsight):
 
 
 def test_the_late_share_counts_rounds_after_so_many_tokens(hindsight):
-    assert late_share(oracle(hindsight), hindsight, 20) == 1
-    assert late_share(oracle(hindsight), hindsight, 45) is None, "no game has more tokens"
+    assert late_share([oracle(hindsight)], hindsight, 20) == 1
+    assert late_share([oracle(hindsight)], hindsight, 45) is None, "no game has more tokens"
     hedge = played("hedgespec", hindsight)
-    assert late_share(hedge, hindsight, 20) > summarize(hedge, hindsight).oracle_share
+    assert late_share([hedge], hindsight, 20) > summarize([hedge], hindsight).oracle_share
     hand = Hindsight(table_of([scripted(BY_HAND)]))
-    assert late_share(played("fixed", hand, arm=0), hand, 2) == pytest.approx(1 / 3), "token 2: rounds 2 of 3, 1 of 4"
+    assert late_share([played("fixed", hand, arm=0)], hand, 2) == pytest.approx(1 / 3), "token 2: rounds 2 of 3, 1 of 4"
 
 
 def test_bootstrap_intervals():
     generator = np.random.default_rng(0)
-    tokens, rounds = np.full(200, 50.0), generator.integers(10, 30, 200).astype(float)
-    low, high = bootstrap_ratio(tokens, rounds, seed=0)
+    tokens, rounds = np.full((1, 200), 50.0), generator.integers(10, 30, (1, 200)).astype(float)
+    low, high = bootstrap_ratio(tokens, rounds)
     assert low < tokens.sum() / rounds.sum() < high < low * 1.2
-    assert bootstrap_ratio(tokens, tokens, seed=0) == (1, 1)
-    assert bootstrap_difference(tokens, rounds, rounds, seed=0) == (0, 0)
-    low, high = bootstrap_difference(tokens, rounds, rounds + 1, seed=0)
-    assert 0 < low < high, "paired: a round more in every game is seen through the noise of games"
+    assert bootstrap_ratio(tokens, tokens) == (1, 1)
+    low, high = bootstrap_ratio(rounds, rounds + 1)
+    assert 0 < low < high < 1, "paired: a round more in every game is seen through the noise of games"
+
+
+def test_bootstrap_intervals_hold_the_seeds():
+    """One stream is one game: all that could have been otherwise are the draws of the policy."""
+    rounds = np.array([[10.0], [20.0], [15.0]])
+    low, high = bootstrap_ratio(np.full((3, 1), 30.0), rounds)
+    assert low < 2 < high
+    assert bootstrap_ratio(np.full((1, 1), 30.0), rounds[:1]) is None
+    games = np.random.default_rng(0).integers(10, 30, 40).astype(float)
+    alike, unlike = np.stack([games, games]), np.stack([games, 1.5 * games])
+    (low, high), (least, most) = (bootstrap_ratio(np.full((2, 40), 50.0), one) for one in (alike, unlike))
+    assert most - least > 2 * (high - low)
+
+
+def test_the_best_arm_of_a_throughput_game_is_the_fastest():
+    """Arm 1 needs fewer rounds, arm 0 less time: who plays for tokens a second is measured against that."""
+    table = table_of([scripted(BY_HAND)])
+    table.draft_s[:] = [0.0, 0.020]
+    mat, speed = Hindsight(table), Hindsight(table, "throughput")
+    assert (mat.best([0]), speed.best([0])) == (1, 0)
+    found = summarize([oracle(speed)], speed)
+    assert (found.oracle_share, found.best_arm_ratio, found.mat) == (1, 1, pytest.approx(7 / 4))
+    slow = summarize([played("fixed", speed, arm=1)], speed)
+    assert slow.oracle_share == pytest.approx(4 * 0.010 / (3 * 0.030)) and slow.mat > found.mat
 
 
 def test_a_mean_curve_averages_those_that_are_long_enough():
@@ -272,6 +291,6 @@ def test_a_mean_curve_averages_those_that_are_long_enough():
 
 
 def test_draft_all_has_a_summary_without_choices(hindsight):
-    summary = summarize(draft_all(hindsight), hindsight)
+    summary = summarize([draft_all(hindsight)], hindsight)
     assert summary.best_arm_ratio is summary.decide_us_p50 is None
     assert summary.mat >= summary.oracle_mat

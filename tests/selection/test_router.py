@@ -13,7 +13,7 @@ from specctl import data_prep
 from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.recipe import RouterRecipe
-from specctl.selection.router import RECORD, Router, prior
+from specctl.selection.router import RECORD, Router
 from specctl.selection.router_training import (
     Example,
     label_by_domain,
@@ -281,9 +281,15 @@ def test_labels_by_hindsight():
     assert rounds_alone(a.accepted).tolist() == [3, 2]
     even = trace("b", [[1, 0, 1, 0], [1, 0, 1, 0]])
     table = Table(["x", "y"], 2, [a, even], np.zeros(2), np.zeros(3))
-    assert label_by_hindsight(table) == {"a": 1, "b": 0}
+    assert label_by_hindsight(table, ["x", "y"]) == {"a": 1, "b": 0}
 
 
-def test_prior():
-    start = prior(np.array([1.0, 0.0, 0.0, 0.0]), 0.2)
-    np.testing.assert_allclose(start, [0.85, 0.05, 0.05, 0.05])
+@pytest.mark.parametrize("pool", [["suffix", "lookup"], ["lookup", "suffix"], ["lookup", "sql"], ["lookup"]])
+def test_labels_by_hindsight_are_names(pool):
+    """The pool may be ordered otherwise than the table, or be a part of it: an arm is taught, not its place."""
+    one = trace("a", [[2, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])  # rounds: 1, 3, 2, 3
+    arms = ["ofa", "sql", "lookup", "suffix"]
+    table = Table(arms, 2, [one], np.zeros(4), np.zeros(5))
+    assert pool[label_by_hindsight(table, pool)["a"]] == "lookup"
+    with pytest.raises(CheckpointError, match="no arm math"):
+        label_by_hindsight(table, [*pool, "math"])

@@ -13,7 +13,13 @@ from specctl.selection.table_file import Header, read, read_table, write
 from tests.selection.conftest import ARMS, DEPTH
 
 STAMP = {"target": {"name": "tiny", "revision": None}, "drafters": {"sql": "ab12", "lookup": "lookup"}, "exact": False}
-COSTS = {"draft_s": [0.1, 0.2, 0.3], "step_s": [1.0, 1.1, 1.2, 1.3]}
+COSTS = {
+    "draft_s": [0.1, 0.2, 0.3],
+    "step_s": [1.0, 1.1, 1.2, 1.3],
+    "reach": [4, 2, 3],
+    "read": [[0.1, 0.01], [0.2, 0.02], [0.3, 0.03]],
+    "score": [[[0.4, 0.04], [0.6, 0.06]]] * 3,
+}
 
 
 @pytest.fixture
@@ -42,6 +48,7 @@ def test_round_trip(file, made_up):
     table = read_table(file, {"drafters": STAMP["drafters"], "arms": ARMS})
     assert [trace.query for trace in table.traces] == [made_up(place).trace.query for place in range(4)]
     assert (table.arms, table.depth, table.draft_s.tolist()) == (ARMS, DEPTH, COSTS["draft_s"])
+    assert table.reach.tolist() == COSTS["reach"] and table.overheads.score.tolist() == COSTS["score"]
 
 
 def test_a_pool_that_is_another_one(file):
@@ -95,18 +102,20 @@ def test_what_is_no_table(file, tmp_path, monkeypatch):
     write(file, Header(ARMS, DEPTH, STAMP), [])
     with pytest.raises(CheckpointError, match="piece of a table"):
         read_table(file)
-    monkeypatch.setattr(table_file, "READABLE", (3,))
-    with pytest.raises(CheckpointError, match="version 2"):
+    monkeypatch.setattr(table_file, "READABLE", (9,))
+    with pytest.raises(CheckpointError, match="version 3"):
         read(file)
 
 
 def test_tables_of_version_1_have_no_sessions(file, made_up, monkeypatch):
     """Neither column nor digest knew of them; the tables are as good as ever."""
     rows = [made_up(place) for place in range(3)]
-    old = [dataclasses.replace(row, trace=dataclasses.replace(row.trace, session=None)) for row in rows]
+    old = [dataclasses.replace(row, trace=dataclasses.replace(row.trace, session=None, prompt=None)) for row in rows]
     monkeypatch.setattr(table_file, "VERSION", 1)
-    write(file, Header(ARMS, DEPTH, STAMP, COSTS), old)
-    pq.write_table(pq.read_table(file).drop_columns("session"), file)
-    assert "session" not in pq.read_schema(file).names
+    costs = {name: COSTS[name] for name in ("draft_s", "step_s")}
+    write(file, Header(ARMS, DEPTH, STAMP, costs), old)
+    pq.write_table(pq.read_table(file).drop_columns(["session", "prompt"]), file)
+    assert not {"session", "prompt"} & {*pq.read_schema(file).names}
+    assert read_table(file).overheads is None and read_table(file).reach is None
     for one, other in zip(read(file)[1], old, strict=True):
         assert_same(one, other)

@@ -28,16 +28,28 @@ SUMMARY = {
     "rounds": "rounds",
     "decide_us_p50": "decision µs, median",
     "score_ms_p50": "scoring ms, median",
+    "reset": "reset",
+    "seeds": "seeds",
+    "yardstick": "best arm by",
+    "intervals_over": "intervals over",
+    "speeds": "speeds",
+    "table_sha256": "table, sha256",
 }
+OF_A_RUN = ("reset", "seeds", "yardstick", "intervals_over", "speeds", "table_sha256")
 POLICIES = {
     "label": "policy",
     "mat": "mat",
     "mat_low": "95 %, low",
     "mat_high": "95 %, high",
     "share_of_best": "share of the best arm's",
+    "share_low": "share 95 %, low",
+    "share_high": "share 95 %, high",
     "regret": "regret",
     "best_arm_ratio": "best arm",
     "tokens_per_s": "tokens/s",
+    "rounds": "rounds",
+    "scorings": "scorings",
+    **{key: SUMMARY[key] for key in OF_A_RUN},
 }
 REGRETS = {
     "loss_regret": "cumulative\nloss regret",
@@ -131,7 +143,9 @@ def _compared(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
     if not shown:
         return None
     figure = bars.bars({"": shown}, "mat (tokens per target pass)", reference=1.0)
-    return Picture("policies", "Policies on the same stream; whiskers: 95 % intervals.", figure)
+    over = sorted({str(run.result["intervals_over"]) for run in runs if run.result.get("intervals_over")})
+    drawn = f" over {' or '.join(over)}" if over else ""
+    return Picture("policies", f"Policies on the same stream; whiskers: 95 % intervals{drawn}.", figure)
 
 
 def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -195,6 +209,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
     policies = _rows(runs, "policies", "algo")
     for row in policies:
         row["mat_low"], row["mat_high"] = _interval(row) or (None, None)
+        row["share_low"], row["share_high"] = row.get("share_of_best_interval") or (None, None)
     found = [
         records("policies", "Policies compared", policies, POLICIES),
         records(
@@ -220,7 +235,12 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
 
 
 def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
-    return [{**row, "label": run.named(str(row.get(name)))} for run in runs for row in run.result.get(key) or []]
+    """Of all runs, each with what its run says of all of them."""
+    return [
+        {**{key: run.result.get(key) for key in OF_A_RUN}, **row, "label": run.named(str(row.get(name)))}
+        for run in runs
+        for row in run.result.get(key) or []
+    ]
 
 
 def _per_domain(run: RunRecord) -> list[dict[str, Any]]:

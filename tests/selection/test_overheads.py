@@ -1,0 +1,81 @@
+"""What idle drafters cost, by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from specctl.decoding.sampling import Sampling
+from specctl.drafters.lookup import Lookup
+from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.combined import Guarded
+from specctl.selection.hindsight import Hindsight
+from specctl.selection.overheads import Overheads
+from specctl.selection.probing import line, overheads
+from specctl.selection.replay import draft_all, oracle, replay
+from specctl.selection.trace import of_arms
+from tests.selection.tables import specialists
+
+GREEDY = Sampling(0.0, 0, 1.0)
+KNOWN = Overheads(
+    read=np.array([[1.0, 0.1], [2.0, 0.0]]),
+    score=np.array([[[10.0, 1.0], [30.0, 3.0]], [[5.0, 0.0], [5.0, 0.0]]]),
+    reach=np.array([5, 1]),
+)
+
+
+def test_lines():
+    assert KNOWN.reading(np.array([10, 0])).tolist() == [2.0, 0.0]
+    assert KNOWN.scoring(4, depth=1) == pytest.approx(14 + 5)
+    assert KNOWN.scoring(4, depth=3) == pytest.approx(20 + 2 * 4 + 5), "half-way between depths 1 and 5"
+    assert KNOWN.scoring(4, depth=99) == KNOWN.scoring(4, depth=5) == pytest.approx(42 + 5)
+    assert KNOWN.of_arms([1, 0]).scoring(4, 3) == KNOWN.scoring(4, 3)
+
+
+def test_a_text_by_hand():
+    """Rounds at 0 (arm 0), 3 (arm 0), 5 (arm 1), 6 (arm 0); behind the second all five tokens are scored."""
+    own, scoring = KNOWN.of_text(20, [0, 0, 1, 0], [3, 2, 1, 4], [0, 5, 0, 0], depth=1)
+    # Arm 0 reads the prompt and, when it comes back, the token of arm 1; arm 1 has read all when it is played.
+    assert own == pytest.approx((1 + 2.0) + (1 + 0.1))
+    # At the scoring arm 0 lacks the two tokens of its last round, arm 1 prompt and answer.
+    assert scoring == pytest.approx((1 + 0.2) + 2 + KNOWN.scoring(5, 1))
+    assert KNOWN.of_text(20, [1], [9], [0], depth=1) == (2.0, 0.0)
+
+
+def test_replays_pay_for_scoring():
+    """Full information scores all arms, a bandit reads up when it switches, one arm alone reads the prompt."""
+    table = specialists(6, 40, seed=0, N=3, K=4)
+    traces = [dataclasses.replace(trace, prompt=50) for trace in table.traces]
+    known = Overheads(np.tile([0.001, 0.0001], (3, 1)), np.tile([0.01, 0.0], (3, 2, 1)), np.full(3, 4))
+    free, dear = Hindsight(table), Hindsight(dataclasses.replace(table, traces=traces, overheads=known))
+    for name in ("hedgespec", "metasd-ucb", "fixed"):
+        one, other = (replay(name, yardstick, PolicyRecipe(), GameRecipe()) for yardstick in (free, dear))
+        assert (one.rounds == other.rounds).all() and (one.seconds < other.seconds).all()
+        scorings = sum(int((part.scored > 0).sum()) for part in other.played)
+        assert (
+            (other.scoring_s.sum() > scorings * 0.03) if name == "hedgespec" else other.scoring_s.sum() == scorings == 0
+        )
+    for alone in (oracle, draft_all):
+        arms = 1 if alone is oracle else 3
+        assert (alone(dear).seconds - alone(free).seconds).tolist() == pytest.approx([arms * 0.006] * 6)
+    assert of_arms(dear.table, ["arm2"]).overheads.reach.tolist() == [4]
+
+
+def test_lines_through_samples():
+    assert line([(4, 3.0), (4, 3.0), (4, 99.0), (24, 13.0)]) == pytest.approx((1.0, 0.5)), "medians"
+    assert line([(4, 3.0), (24, 1.0)]) == (2.0, 0.0), "more tokens never take less"
+    assert line([(4, 3.0)]) == (3.0, 0.0)
+
+
+def test_timed_on_texts(target):
+    """What a recording keeps: of every arm, whatever happens to it; None where no text is long enough."""
+
+    class Broken(Lookup):
+        def advance(self, state):
+            raise RuntimeError("no such row")
+
+    arms = [Guarded("lookup", Lookup(4)), Guarded("broken", Broken(4))]
+    found = overheads(target, arms, [4, 4], [([5] * 20, 40, 0)], GREEDY)
+    assert found.read.shape == (2, 2) and found.score.shape == (2, 2, 2)
+    assert found.scoring(9, 4) > 0
+    assert overheads(target, arms, [4, 4], [([5] * 20, 2, 0)], GREEDY) is None
