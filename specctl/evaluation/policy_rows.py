@@ -126,7 +126,7 @@ class Stream:
         return [row[self.best[game]] for row, game in zip(rows, self.games, strict=True)] if self.best else []
 
     def share_of_best(self, name: str, least: int = 0) -> tuple[float | None, Interval | None]:
-        """mat, or tokens a second, ÷ the oracle's, over the games with `least` tokens."""
+        """Mat, or tokens a second, ÷ the oracle's, over the games with `least` tokens."""
         if not self.best:
             return None, None
         sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4))

@@ -95,7 +95,7 @@ class SelectRecipe(CommandRecipe):
     policy: PolicyRecipe = PolicyRecipe()
     game: GameRecipe = GameRecipe()
     catch_up: CatchUpRecipe = CatchUpRecipe()
-    reset: Literal["query", "session", "stream"] = "query"
+    reset: Literal["query", "session", "stream"] = "query"  # as in the papers, and the hardest
     session: PositiveInt = 8
     # Sessions of all domains shuffled; domain after domain; or every session half of one domain and half of another.
     order: Literal["mixed", "blocks", "shift"] = "mixed"
@@ -105,7 +105,7 @@ class SelectRecipe(CommandRecipe):
     batch: PositiveInt = 1  # sequences at a time, each with a choice of its own
     split: Literal["train", "test"] = "test"
     limit: PositiveInt | None = 40  # prompts per domain; of a file with more, a sample
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # other draws of the policies, live or in replays
     record: LocalPath | None = None  # write the table of all drafters at all positions here, and stop
     replay: LocalPath | None = None  # play the policies on such a table instead of decoding
     pool_sizes: list[PositiveInt] = []  # replay: also on this many of the arms, some subsets each

@@ -30,9 +30,8 @@ class RouterRecipe(Section):
     warmup: Fraction = 0.1
     max_length: Annotated[int, Field(ge=2)] = 128  # tokens of a prompt that are read, from its beginning
     batch_size: PositiveInt = 32
-    labels: Literal["domain", "hindsight"] = (
-        "domain"  # the drafter made for the domain; the best one of recorded traces
-    )
+    # The drafter made for the domain; or the pool's best one for the prompt in a recorded table (`replay`), by name.
+    labels: Literal["domain", "hindsight"] = "domain"
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2  # share of every domain's prompts
     seed: NonNegativeInt = 0
     perturbations: dict[Perturbation, Fraction] = {

@@ -48,8 +48,8 @@ class GameRecipe(Section):
     estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier
     unit: Literal["token", "chunk"] = "token"
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
-    # Rounds that are all scored: 6 in HedgeSpec. Where `drift` mends a wrong beginning four choose as well, for less.
-    warmup_rounds: NonNegativeInt = 4
+    # Rounds that are all scored: 6 in HedgeSpec. Two choose as well, for two thirds of the scorings that four take.
+    warmup_rounds: NonNegativeInt = 2
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
     batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
     # Threshold of Page's test for an arm that accepts less than it did: forget, score now and often again. 5 alarms
