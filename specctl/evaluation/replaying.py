@@ -19,8 +19,7 @@ from specctl.selection.arms import chosen, reach
 from specctl.selection.combined import Guarded
 from specctl.selection.hindsight import Hindsight
 from specctl.selection.lengths import shortened
-from specctl.selection.replay import Replay, draft_all, oracle, replay
-from specctl.selection.rules import rules_for
+from specctl.selection.replay import Replay, draft_all, oracle, replay, rules_on
 from specctl.selection.table_file import read_table
 from specctl.selection.trace import Table
 
@@ -153,7 +152,7 @@ def _row(name: str, kind: str, played: Replay, yardstick: Hindsight, fastest: fl
 
 def _curves(recipe: SelectRecipe, name: str, played: Replay, yardstick: Hindsight) -> dict[str, list[float]]:
     """Means over the games, by token since the reset."""
-    rules = rules_for(name, recipe.game, yardstick.table.depth, tuple(yardstick.cost.tolist()))
+    rules = rules_on(yardstick.table, name, recipe.game)
     stopping = [regret.stopping_regret(game, yardstick).astype(float) for game in played.played]
     losses = [regret.loss_regret(game, yardstick, rules) for game in played.played]
     on_best = [np.repeat(game.arms == game.best, game.committed).astype(float) for game in played.played]

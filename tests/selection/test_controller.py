@@ -11,6 +11,7 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import registry
+from specctl.selection.clock import Clock
 from specctl.selection.combined import Guarded, taps_of
 from specctl.selection.controller import Selector, Text
 from specctl.selection.feedback import Scorer
@@ -37,13 +38,14 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
     policy = registry.build(algo, arms, PolicyRecipe(**options))
     rules = rules_for(algo, game, DEPTH)
     bd = policy.learns == "reward" and rules.reward == "bd"
-    scorer = Scorer(target, list(pool.values()), DEPTH, overlap=bd) if bd or policy.learns == "losses" else None
+    scorer = Scorer(target, list(pool.values()), DEPTH) if policy.learns == "losses" else None
 
     def new_game(text):
         return Game(registry.build(algo, arms, PolicyRecipe(**options)), rules, arms)
 
     guarded = [Guarded(name, drafter) for name, drafter in pool.items()]
-    return Selector(guarded, new_game, scorer, chosen_only=bd, ends=ends, on_round=None if log is None else log.append)
+    on_round = None if log is None else log.append
+    return Selector(guarded, new_game, scorer, Clock.of(len(pool)), overlaps=bd, ends=ends, on_round=on_round)
 
 
 def played(target, controller, prompts, keys):
@@ -119,14 +121,12 @@ def test_two_texts_of_one_game_are_refused(target, pool, prompts):
 
 
 def test_bd_is_the_played_arms_own(target, pool, prompts):
-    """The drafter that is the target itself has overlap 1 wherever it was verified."""
+    """The drafter that is the target itself has overlap 1 wherever it drafted."""
     log = []
     controller = selector(target, pool, "metasd-ucb", log=log)
     played(target, controller, prompts[1:2], ["a"])
     own = [line for line in log if line.arm == "good" and line.learnt is not None]
-    assert own and all(
-        line.learnt == pytest.approx(min(line.drafted, line.committed) / DEPTH, abs=1e-3) for line in own
-    )
+    assert own and all(line.learnt == pytest.approx(line.drafted / DEPTH, abs=1e-3) for line in own)
 
 
 def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
@@ -135,8 +135,8 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
     controller = selector(target, {**pool, "broken": Lookup(DEPTH)}, "hedgespec", log=log, ends=True)
     scoring = controller.scorer.score
 
-    def poisoned(state, counts, *more):
-        found = scoring(state, counts, *more)
+    def poisoned(state, counts):
+        found = scoring(state, counts)
         for one in found:
             one.gamma[3] = np.nan
         return found
