@@ -11,6 +11,7 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import registry
+from specctl.selection.build import make_selector
 from specctl.selection.clock import Clock
 from specctl.selection.combined import Guarded, taps_of
 from specctl.selection.controller import Selector, Text
@@ -147,6 +148,29 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
     controller.open([])
     assert controller.tally.dropped > 0
     assert log[-1].weights[0] > 0.5 and log[-1].weights[3] < 0.1
+
+
+@pytest.mark.parametrize("texts", [1, 12])
+def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
+    """One drafter, whole and cut to a node by its arm: scores alone are the same. Twelve texts of a batch share rows
+    of a CPU, which leaves a node to either. K is that of arms that can reach it."""
+    log = []
+    arms = [Guarded("one", pool["good"], 1), Guarded("whole", pool["good"])]
+    options = dict(batch=texts, seed=0, within_query=True, on_round=log.append)
+
+    def new_policy(own, text):
+        return registry.build("hedgespec", own, PolicyRecipe())
+
+    recipe = GameRecipe(depth=None, hybrid_rounds=0)
+    controller = make_selector(target, arms, "hedgespec", recipe, new_policy, **options)
+    played(target, controller, (prompts * 4)[:texts], [f"{n}" for n in range(texts)])
+    ended = [line.learnt for line in log if line.learnt][:-texts]
+    cut = [one > whole + 0.1 for one, whole in ended]
+    assert len(cut) > 1 and (any(cut) if texts == 1 else not any(cut))
+    cut = make_selector(target, arms[:1], "ucbspec", GameRecipe(), new_policy, **options)
+    controller.open([Text("q", "", "a")])
+    cut.open([Text("q", "", "a")])
+    assert (controller.games["a"].rules.depth, cut.games["a"].rules.depth) == (DEPTH, 1)
 
 
 class Unscorable(Lookup):
