@@ -58,7 +58,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
     What a policy has learnt is forgotten after every query, unless --reset says otherwise."""
-    from specctl import api, progress
+    from specctl import api
     from specctl.cli import plan
     from specctl.selection import registry
 
@@ -76,8 +76,6 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
         recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
         plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
-    for line in presets(recipe):
-        progress.log(line)
     if dry_run:
         return plan.show("select", recipe, steps(recipe, found))
     with library_output():
