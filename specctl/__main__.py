@@ -39,8 +39,17 @@ class Stderr(io.TextIOWrapper):
         try:
             return super().write(text)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            self._give_up()
             return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
 def main() -> None:

@@ -178,7 +178,7 @@ class Interrupts:
         if self._ctrl_c:
             return KeyboardInterrupt("stopped by SIGINT")
         if self._early and self._signal is not None:
-            return self._interrupted("start it again: nothing had begun")
+            return self._interrupted("start it again")
         return error
 
     def install(self) -> None:
@@ -206,7 +206,7 @@ class Interrupts:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-        raise self._interrupted("start it again: nothing had begun")
+        raise self._interrupted("start it again")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._ctrl_c = True

@@ -292,5 +292,5 @@ def test_a_draft_lm_that_does_not_fit(tmp_path, make, tiny, draft):
     model.save_pretrained(tmp_path / "other")
     with pytest.raises(DataError, match="another tokenizer"):
         learnt(tmp_path / "run", make(reasoning={"draft": str(tmp_path / "other")}), tiny)
-    with pytest.raises(CheckpointError, match="math-lm"):
+    with pytest.raises(CheckpointError, match="prompts-lm"):
         learnt(tmp_path / "run", make(reasoning={"draft": None}), tiny)
