@@ -170,8 +170,8 @@ class Ensemble:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a `state()`. CheckpointError where it is that of another learner."""
-        own = {name: value.shape for name, value in self.state().items()}
-        if own != {name: value.shape for name, value in state.items()}:
+        own = {name: (value.shape, value.dtype) for name, value in self.state().items()}
+        if own != {name: (value.shape, value.dtype) for name, value in state.items()}:
             raise CheckpointError(
                 "the learner's state does not fit its recipe", "resume with the algo, optimizer and members it had"
             )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import Any, cast
 
@@ -246,5 +247,6 @@ class Pupil:
         self.buffer.restore(facts["buffer"], part("buffer"))
         self.learner.restore(part("learner"))
         self.watchdog.restore(part("watchdog"))
-        self.chunks, self._seen, self._judges = facts["chunks"], facts["seen"], facts["judges"]
+        self.chunks, self._seen = index(facts["chunks"]), index(facts["seen"])
+        self._judges = [index(judge) for judge in facts["judges"]]
         self.drafter = self.play()

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
+from operator import index
 from typing import Any
 
 from specctl import data_prep
@@ -121,7 +122,7 @@ class PromptStream:
                 f"stdin cannot be rewound to behind its first {position['prompts']} prompts",
                 "name the file with --prompts, or continue with the lines that come",
             )
-        self._at = Position(**position)
+        self._at = Position(index(position["chunks"]), index(position["prompts"]), position["digest"])
         if not rewind:
             return
         found = Position().behind(islice(self._left, self._at.prompts))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specctl.errors import CheckpointError
 from specctl.evaluation.online_stage import ChunkRow
-from specctl.evaluation.records import RECORDS, Record, Stamp, read_parts, write_records
+from specctl.evaluation.records import RECORDS, Record, Stamp, part_name, read_parts, write_records
 from specctl.evaluation.states import CHUNKS, Mark, States
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run
@@ -33,15 +33,14 @@ class Journal(States):
 
     def _check_whole(self) -> None:
         super()._check_whole()
-        there = {int(path.stem) for path in self.parts.glob("*.parquet")}
-        missing = set(range(1, self.mark.number + 1)) - there
-        if missing:
-            raise CheckpointError(f"{self.parts} lacks the answers of chunk {min(missing)}", "start with --overwrite")
+        for number in range(1, self.mark.number + 1):
+            if not (self.parts / part_name(number)).is_file():
+                raise CheckpointError(f"{self.parts} lacks the answers of chunk {number}", "start with --overwrite")
 
     def keep(self, records: Sequence[Record], rows: Sequence[ChunkRow], mark: Mark, tensors: dict[str, Tensor]) -> None:
         """Write down a chunk, and every so often the state behind it."""
         with self.writing():
-            write_records(self.parts, records, self.stamp, f"{mark.number:08d}.parquet")
+            write_records(self.parts, records, self.stamp, part_name(mark.number))
             self.append(CHUNKS, map(asdict, rows))
         self.advance(mark, tensors)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -294,7 +295,11 @@ class Stage:
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Go on from what `state` has told."""
-        self.chunks, self._turns, self.refused = facts["chunks"], facts["turns"], Counter(facts["refused"])
+        self.chunks, self._turns, self.refused = (
+            index(facts["chunks"]),
+            index(facts["turns"]),
+            Counter(facts["refused"]),
+        )
         for name, pupil in self.pupils.items():
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}

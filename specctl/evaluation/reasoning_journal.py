@@ -21,7 +21,7 @@ from specctl.adaptation.preferences import Lesson, table
 from specctl.adaptation.reasoning import ChunkRecord
 from specctl.adaptation.writer import Work
 from specctl.evaluation.reasoning import rows
-from specctl.evaluation.records import Stamp
+from specctl.evaluation.records import Stamp, part_name
 from specctl.evaluation.states import CHUNKS, Mark, States
 from specctl.recipe import OnlineRecipe
 from specctl.recipe.lookahead import ReasoningMode
@@ -103,7 +103,7 @@ class ReasoningJournal(States):
         if tables:
             sink = pa.BufferOutputStream()
             pq.write_table(pa.concat_tables(tables), sink)
-            atomic_write(self.parts / f"{number:08d}.parquet", sink.getvalue().to_pybytes())
+            atomic_write(self.parts / part_name(number), sink.getvalue().to_pybytes())
 
     def rows(self) -> list[ReasoningChunk]:
         """All chunks, in order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from specctl.decoding.identity import with_weights
 from specctl.decoding.loop import Decoded
-from specctl.errors import SpecctlError, UsageError
+from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
 from specctl.evaluation.lossless import Agreement
 from specctl.recipe import EvalRecipe, OnlineRecipe
 from specctl.runs import atomic_write, to_json
@@ -95,10 +95,27 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
     return directory / name
 
 
+def part_name(number: int) -> str:
+    """Of the file of a chunk."""
+    return f"{number:08d}.parquet"
+
+
+def part_files(directory: Path) -> list[Path]:
+    """The files of chunks in a directory, in order; what others have put there is none."""
+    return sorted(directory.glob("[0-9]" * 8 + ".parquet"))
+
+
 def read_parts(directory: Path) -> list[Record]:
-    """What the files in `directory` hold, in the order of their names; without the prompts' ids."""
-    rows = (row for path in sorted(directory.glob("*.parquet")) for row in pq.read_table(path).to_pylist())
-    return [dataclasses.replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
+    """What the files of chunks in `directory` hold, in order; without the prompts' ids. CheckpointError where one
+    cannot be read."""
+    found = []
+    for path in part_files(directory):
+        try:
+            rows = pq.read_table(path).to_pylist()
+            found += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
+        except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {one_line(error)}", "start with --overwrite") from error
+    return found
 
 
 def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]) -> list[Record]:

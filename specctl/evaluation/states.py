@@ -24,8 +24,8 @@ from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Rejections
-from specctl.errors import CheckpointError, Interrupted, SpecctlError, one_line
-from specctl.evaluation.records import Stamp, check_same
+from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, one_line
+from specctl.evaluation.records import Stamp, check_same, part_files, part_name
 from specctl.recipe import OnlineRecipe
 from specctl.runs import METRICS, Run, sweep, to_json
 from specctl.training import checkpoint
@@ -118,6 +118,8 @@ class States:
         hint = "resume with the version of specctl that has saved it, or start with --overwrite"
         try:
             yield
+        except (CheckpointError, DataError) as error:
+            raise type(error)(f"{self.checkpoints}: {error.message}", error.hint) from error
         except KeyError as error:
             problem = f"the state in {self.checkpoints} lacks {error}: another version of specctl has saved it"
             raise CheckpointError(problem, hint) from error
@@ -172,7 +174,7 @@ class States:
             with open(path, "rb") as file:
                 while part := file.read(min(size - file.tell(), 2**20)):
                     self._sums[name].update(part)
-        there = self._digests(sorted(self.parts.glob("*.parquet")))
+        there = self._digests(path for path in part_files(self.parts) if path.is_file())
         for name, digest in self.mark.digests.items():
             if there.get(name) != digest:
                 raise CheckpointError(f"{self.run.dir / name} was changed or lost", "start with --overwrite")
@@ -184,7 +186,7 @@ class States:
 
     def _cut(self) -> None:
         """Forget what was written behind the mark."""
-        for path in self.parts.glob("*.parquet"):
+        for path in part_files(self.parts):
             if int(path.stem) > self.mark.number:
                 path.unlink()
         for name in self.lines:
@@ -213,7 +215,7 @@ class States:
         """A chunk is written down; every so often the state behind it is, too."""
         sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
         sizes[METRICS] = self.run.metrics_size
-        new = self.parts / f"{mark.number:08d}.parquet"
+        new = self.parts / part_name(mark.number)
         digests = self.mark.digests | self._digests([new] if new.exists() else [])
         self.mark, self.tensors = replace(mark, sizes=sizes, digests=digests), tensors
         if mark.number % self.recipe.checkpoint.every == 0:

@@ -79,8 +79,13 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Those of a checkpoint that `save_tensors` wrote, on the CPU."""
-    return load_file(path / TENSORS)
+    """Those of a checkpoint that `save_tensors` wrote, on the CPU. CheckpointError where there are none."""
+    try:
+        return load_file(path / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path / TENSORS} was not loaded: {one_line(error)}", "start with --overwrite"
+        ) from error
 
 
 def _draft(root: Path, step: int) -> Path:

@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 
-import pyarrow.parquet
+import pyarrow.parquet  # here, so that forked writers need not import it again
 import pytest
 
 from specctl import lock

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
@@ -21,6 +22,7 @@ from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.evaluation import journal, online_stage
 from specctl.evaluation.online_stage import Stage
+from specctl.evaluation.states import Saved
 from specctl.formats import checkpoint as checkpoints
 from specctl.recipe import DataRecipe
 from specctl.recipe.train import CheckpointRecipe
@@ -86,6 +88,12 @@ def whole(tmp_path_factory, make, tiny):
         return runs[key]
 
     return run
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
 
 
 def again(place, made, tiny):
@@ -168,21 +176,98 @@ def test_damaged_states_are_passed_over(tmp_path, make, tiny, whole, capsys):
     assert len(lines(place)) == len(lines(whole()[0]))
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-
-
+@pytest.mark.parametrize("damage", [os.unlink, flip], ids=["lost", "flipped"])
 @pytest.mark.parametrize("name", ["records/00000001.parquet", "chunks.jsonl"])
-def test_lost_answers_are_missed(tmp_path, make, tiny, whole, name):
-    """Numbers of the rest would pass for those of all."""
+def test_lost_and_changed_answers_are_missed(tmp_path, make, tiny, whole, name, damage):
+    """Numbers of the rest, or of something else, would pass for those of all."""
     place = shutil.copytree(whole()[0], tmp_path / "run")
-    (place / name).unlink()
+    damage(place / name)
     before = contents(place)
-    with pytest.raises(CheckpointError, match=r"lacks the answers of chunk 1|has lost chunks"):
+    with pytest.raises(CheckpointError, match=rf"{place / name} (was changed or lost|has lost chunks)"):
         again(place, make(), tiny)
     assert contents(place) == before
+
+
+def state_of(place, number):
+    """The only state left is that behind a chunk; of it, what trainer.json and the tensors say, and how to write it."""
+    for path in (place / "checkpoints").iterdir():
+        state = json.loads((path / "trainer.json").read_text())
+        if state["mark"]["number"] != number:
+            shutil.rmtree(path)
+            continue
+        left, tensors = path, load_file(path / "state.safetensors")
+        kept = state
+
+    def write():
+        (left / "trainer.json").write_text(json.dumps(kept))
+        save_file(tensors, left / "state.safetensors")
+        (left / "manifest.json").write_text(json.dumps(checkpoint._digests(left)))
+
+    return kept, tensors, write
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("mark",), []),
+        (("mark", "number"), "2"),
+        (("mark", "number"), 10**9),
+        (("mark", "passed"), None),
+        (("mark", "sizes"), {"chunks.jsonl": -1}),
+        (("mark", "digests"), {"../thesis": "ab"}),
+        (("mark", "stream"), {}),
+        (("mark", "stream", "chunks"), "x"),
+        (("mark", "stream", "prompts"), -1),
+        (("mark", "stage", "chunks"), "x"),
+        (("mark", "stage", "turns"), None),
+        (("mark", "stage", "refused"), 5),
+        (("mark", "stage", "lengths"), []),
+        (("mark", "stage", "pupils"), []),
+        (("mark", "stage", "pupils", "ogd"), 3),
+        (("mark", "stage", "pupils", "ogd", "chunks"), "x"),
+        (("mark", "stage", "pupils", "ogd", "buffer"), None),
+        (("stamp",), {"recipe": 3}),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else str(value)[:20],
+)
+def test_a_state_that_somebody_else_has_written(tmp_path, make, tiny, whole, keys, value):
+    """One line that says where, and nothing is changed."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    state, _, write = state_of(place, 2)
+    inner = state
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    write()
+    before = contents(place)
+    with pytest.raises(CheckpointError, match=str(place)) as caught:
+        again(place, make(), tiny)
+    assert "\n" not in caught.value.message and contents(place) == before
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x.int()], ids=["shape", "type"])
+def test_tensors_that_somebody_else_has_written(tmp_path, make, tiny, whole, change):
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    _, tensors, write = state_of(place, 2)
+    name = next(name for name, value in tensors.items() if name.startswith("ogd/learner") and value.numel() > 99)
+    tensors[name] = change(tensors[name]).contiguous()
+    write()
+    with pytest.raises(CheckpointError, match=f"{place}.*does not fit"):
+        again(place, make(), tiny)
+
+
+def test_other_weights_of_the_target_are_refused(tmp_path, make, tiny, whole, monkeypatch):
+    """A state of before the digests says nothing against them."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    monkeypatch.setitem(tiny.identity, "weights", "others")
+    with pytest.raises(UsageError, match="weights was"):
+        again(place, make(), tiny)
+    for path in (place / "checkpoints").iterdir():
+        state = json.loads((path / "trainer.json").read_text())
+        del state["stamp"]["target"]["weights"]
+        (path / "trainer.json").write_text(json.dumps(state))
+        (path / "manifest.json").write_text(json.dumps(checkpoint._digests(path)))
+    again(place, make(), tiny)
 
 
 def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
@@ -400,7 +485,7 @@ def test_a_killed_run_resumes(tmp_path, make, whole, tiny):
     kill(tmp_path / "run", made, len(ALGO) + 1)
     again(tmp_path / "run", made, tiny)
     same_runs(tmp_path / "run", whole()[0], ALGO)
-    assert checkpoint.newest(tmp_path / "run/checkpoints")[1]["mark"]["number"] == 3
+    assert checkpoint.newest(tmp_path / "run/checkpoints", Saved)[1].mark.number == 3
 
 
 @pytest.mark.slow

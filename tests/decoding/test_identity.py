@@ -1,0 +1,62 @@
+"""A target's weights are told from others behind the same path, without reading all of them."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specctl.decoding import identity
+from specctl.decoding.identity import weights_digest, with_weights
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Two matrices and a norm, in two shards with an index."""
+    place = tmp_path / "model"
+    place.mkdir()
+    torch.manual_seed(0)
+    save_file({"a": torch.randn(64, 64), "norm": torch.ones(8)}, place / "one.safetensors")
+    save_file({"b": torch.randn(64, 64)}, place / "two.safetensors")
+    (place / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "one.safetensors", "norm": "one.safetensors", "b": "two.safetensors"}}'
+    )
+    return place
+
+
+@pytest.mark.parametrize("whole", [2**26, 0])
+def test_other_weights_have_another_digest(model, tmp_path, monkeypatch, whole):
+    """Fine-tuned in place, every tensor for itself; a copy has the same, whenever it was made."""
+    monkeypatch.setattr(identity, "WHOLE", whole)
+    monkeypatch.setattr(identity, "BLOCK", 64)
+    first = weights_digest(str(model))
+    assert weights_digest(str(shutil.copytree(model, tmp_path / "copy"))) == first
+    found = {first}
+    for tensors, file in (
+        ({"a": torch.zeros(64, 64), "norm": torch.ones(8)}, "one.safetensors"),
+        ({"a": torch.zeros(64, 64), "norm": torch.ones(8) * 2}, "one.safetensors"),
+        ({"b": torch.zeros(64, 64)}, "two.safetensors"),
+        ({"b": torch.zeros(32, 128)}, "two.safetensors"),
+    ):
+        save_file(tensors, model / file)
+        found.add(weights_digest(str(model)))
+    assert len(found) == 5 and all(len(digest) == 16 for digest in found)
+
+
+def test_pickled_weights_are_sampled_all_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "WHOLE", 0)
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(bytes(10**6))
+    first = weights_digest(str(tmp_path))
+    path.write_bytes(bytes(500_000) + b"x" * 2000 + bytes(498_000))
+    assert weights_digest(str(tmp_path)) not in (first, None)
+
+
+def test_a_directory_without_weights_has_none(tmp_path):
+    assert weights_digest(str(tmp_path)) is None
+
+
+def test_what_was_kept_before_says_nothing_of_weights():
+    now = {"target": {"name": "m", "weights": "ab"}}
+    assert with_weights({"target": {"name": "m"}}, now) == now
+    assert with_weights({"target": {"name": "m", "weights": "cd"}}, now)["target"]["weights"] == "cd"
