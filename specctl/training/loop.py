@@ -74,10 +74,9 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
         try:
             trainer.start()
             trainer.train()
-            mat, acceptance = trainer.measured()
+            return trainer.result()
         finally:
             trainer.trackers.close()
-        return trainer.result(mat, acceptance)
 
 
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
@@ -277,7 +276,7 @@ class Trainer:
         self.at.run, self.at.metrics = str(self.run.dir.absolute()), self.run.metrics_size
         checkpoint.save(self.checkpoints, self.engine, self.at.step, asdict(self.at), keep=self.recipe.checkpoint.keep)
 
-    def measured(self) -> tuple[float, list[float]]:
+    def _measured(self) -> tuple[float, list[float]]:
         """mat and acceptance by position of the kept drafter on the prompts that did not choose it; written beside its
         weights."""
         if self.rank or not self.corpus.reporting:
@@ -291,8 +290,10 @@ class Trainer:
         drafter_directory.save(self.recipe.output, config=kept.config, tensors=kept.tensors, info=info, overwrite=True)
         return mat, acceptance
 
-    def result(self, mat: float, acceptance: list[float]) -> TrainResult:
+    def result(self) -> TrainResult:
+        """The result document, with the kept drafter measured."""
         at = self.at
+        mat, acceptance = self._measured()
         return TrainResult(
             arch=self.recipe.arch,
             domain="+".join(self.corpus.domains),
