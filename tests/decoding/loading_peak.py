@@ -1,10 +1,11 @@
 """Print by how much the process grows while a model in its memory becomes a target, as shares of weights and a layer.
 
-A process of its own, because the largest size that a process ever had is all that the kernel tells.
+A process of its own, because the largest size that a process ever had is all that the kernel tells: of its own memory,
+that is; `getrusage` includes what the process was before it became this program, a test run of gigabytes.
 """
 
-import resource
 import sys
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,7 +17,9 @@ LAYERS, WIDTH = 12, 512
 
 
 def peak() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """In bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])
 
 
 def size(module: torch.nn.Module) -> int:
