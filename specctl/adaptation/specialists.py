@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from specctl import progress
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.pupil import Lesson, Pupil, new_buffer
 from specctl.adaptation.watchdog import Acceptance
@@ -29,6 +30,7 @@ from specctl.selection.arms import named
 from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded
 from specctl.selection.controller import Round, Selector, Text
+from specctl.selection.rules import overruled
 from specctl.training.feature_files import Features
 
 
@@ -62,6 +64,8 @@ class Specialists:
         self.rounds: Counter[str] = Counter()  # of the chunk, by arm
         self._won: dict[str, Counter[str]] = defaultdict(Counter)  # tokens by query and arm
         self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # accepted and verified, by arm
+        for line in overruled([recipe.policy.name], recipe.game):
+            progress.log(line)
         self._selector = self._select()
 
     def retarget(self, target: Target) -> None:

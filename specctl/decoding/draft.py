@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -18,6 +19,26 @@ if TYPE_CHECKING:
 PADDING = -2  # parent of a slot that holds no node
 
 
+@dataclass(frozen=True)
+class ChainRows:
+    """The rows that the first chains of a draft (`first_chain`) were chosen from: what q was along each of them.
+
+    Attributes:
+        logits: of each depth [R, Vd].
+        ids: [Vd] target id of every draft token; None = the target's own vocabulary.
+        places: of each sequence, which of the R rows is its own at each depth; None: row b of sequence b, R = B.
+    """
+
+    logits: Sequence[Tensor]
+    ids: Tensor | None = None
+    places: Sequence[Sequence[int]] | None = None
+
+    def of(self, b: int, depth: int) -> Tensor:
+        """[depth, Vd] the rows of sequence b."""
+        places = [b] * depth if self.places is None else self.places[b][:depth]
+        return torch.stack([rows[place] for rows, place in zip(self.logits[:depth], places, strict=True)])
+
+
 @dataclass
 class DraftTree:
     """Draft tokens as trees, one per sequence; a chain is a tree with one branch, plain decoding an empty one.
@@ -30,6 +51,7 @@ class DraftTree:
             rule); None for deterministic proposals (verified by the match rule).
         rule: with `rows`, what `kernels.accept_chain` decides by: "token" or "block".
         chain: every node's parent is the node before it (padding aside).
+        q: of drafters that have distributions, those of the first chains; None = one-hot at the draft tokens.
     """
 
     tokens: Tensor
@@ -37,10 +59,16 @@ class DraftTree:
     rows: Rows | None = None
     chain: bool = True
     rule: str = "token"
+    q: ChainRows | None = None
 
     @classmethod
     def from_chains(
-        cls, chains: list[list[int]], device: torch.device, rows: Rows | None = None, rule: str = "token"
+        cls,
+        chains: list[list[int]],
+        device: torch.device,
+        rows: Rows | None = None,
+        rule: str = "token",
+        q: ChainRows | None = None,
     ) -> DraftTree:
         """Chains of any length, one per sequence."""
         width = max(map(len, chains))
@@ -50,7 +78,7 @@ class DraftTree:
             dtype=torch.long,
             device=device,
         )
-        return cls(tokens.view(len(chains), width), parents.view(len(chains), width), rows, rule=rule)
+        return cls(tokens.view(len(chains), width), parents.view(len(chains), width), rows, rule=rule, q=q)
 
     @classmethod
     def from_trees(cls, trees: list[tuple[list[int], list[int]]], device: torch.device) -> DraftTree:
@@ -84,6 +112,15 @@ def topology(parents: list[int]) -> tuple[list[int], list[int]]:
     return depth, ancestors
 
 
+def first_chain(parents: Sequence[int]) -> list[int]:
+    """The nodes from the root down over first children, which in every drafter's trees are the likeliest ones."""
+    chain: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (chain[-1] if chain else -1):
+            chain.append(node)
+    return chain
+
+
 @dataclass(frozen=True)
 class Score:
     """What a drafter would have proposed for S committed tokens of one sequence, teacher-forced, at K draft depths.
@@ -101,6 +138,8 @@ class Score:
         children: how many of a row's likeliest tokens (of `tokens`, how many at most) it proposes at each depth of its
             drafts; their depth is the length. What a tree prunes depends on its other branches: these are as many as a
             node can have.
+        inner: how many of a row's likeliest children can have children of their own; None = all. The others are leaves:
+            with one of them a draft ends.
         sampled: it proposes a draw from the row, filtered as the target's (ratio rule), not the likeliest token.
     """
 
@@ -110,6 +149,7 @@ class Score:
     tokens: Tensor | None = None
     children: tuple[int, ...] = ()
     sampled: bool = False
+    inner: int | None = None
 
 
 class Proposer(Protocol):

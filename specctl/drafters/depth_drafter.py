@@ -90,5 +90,5 @@ class DepthDrafter(HeadWeights, ABC):
                 tokens = torch.tensor([row.ids[i + 1 : i + k + 2] for i in slots], dtype=torch.long)
                 at = torch.tensor([b * width + i - starts[b] for i in slots], dtype=torch.long, device=state.device)
                 rows.append(self.logits(k, states[at], tokens.view(len(slots), k + 1).to(state.device)))
-            scores.append(Score(span, torch.stack(rows), self.ids, children=children))
+            scores.append(Score(span, torch.stack(rows), self.ids, children=children, inner=self.shape.width))
         return scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import Plan, plan_rows
-from specctl.decoding.draft import DraftTree, Score
+from specctl.decoding.draft import ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.feature_device import FeatureRounds
@@ -65,7 +65,9 @@ class FeatureDrafter(FeatureLayer):
         joint = [0.0] * state.batch
         floor = self.shape.floor
         tables = self._tables(memory, depth)
+        asked = []
         for step in range(depth):
+            asked.append(logits)
             logprob, index = kernels.expand_topk(logits, 1)
             for b, (gain, token) in enumerate(zip(logprob[:, 0].tolist(), index[:, 0].tolist(), strict=True)):
                 joint[b] += gain
@@ -77,12 +79,13 @@ class FeatureDrafter(FeatureLayer):
             hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
             logits = self.logits(hidden)
         chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
-        return DraftTree.from_chains(chains, state.device)
+        return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
 
     def _tree(self, state: DecodeState, memory: Memory, depth: int, budget: int) -> DraftTree:
         growing = [GrowingTree() for _ in state.rows]
         width, children = self.shape.width, min(self.shape.children, len(self.ids))
-        logprob, index = kernels.expand_topk(self.logits(memory.hidden), children)
+        asked = [self.logits(memory.hidden)]
+        logprob, index = kernels.expand_topk(asked[0], children)
         for tree, gains, ids in zip(growing, logprob.tolist(), index.tolist(), strict=True):
             tree.add(-1, gains, [self._to_target[i] for i in ids])
         hidden = memory.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
@@ -106,13 +109,15 @@ class FeatureDrafter(FeatureLayer):
                 table = (table[0].repeat_interleave(width, 0), table[1].repeat_interleave(width, 0))
             rows = self._layer(tokens, hidden.reshape(state.batch * width, -1), memory.cache, plan, table)
             hidden = rows.view(state.batch, width, -1)
-            logprob, index = kernels.expand_topk(self.logits(rows), children)
+            asked.append(self.logits(rows))
+            logprob, index = kernels.expand_topk(asked[-1], children)
             gains, ids = logprob.view(state.batch, width, -1).tolist(), index.view(state.batch, width, -1).tolist()
             for tree, frontier, gain, token in zip(growing, frontiers, gains, ids, strict=True):
                 for place, node in enumerate(frontier):
                     tree.expanded[node] = step * width + place
                     tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
-        return best(growing, [row.room for row in state.rows], min(self.shape.nodes, budget), state.device)
+        rooms = [row.room for row in state.rows]
+        return best(growing, rooms, min(self.shape.nodes, budget), state.device, asked, self.ids)
 
     def _plan(
         self, state: DecodeState, memory: Memory, growing: list[GrowingTree], frontiers: list[list[int]], step: int
@@ -149,12 +154,14 @@ class FeatureDrafter(FeatureLayer):
         self, heads: list[FeatureDrafter], state: DecodeState, spans: list[range], depths: int
     ) -> list[list[Score]]:
         """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
-        kinds = [(head.ids, head._children(state)) for head in heads]
+        kinds: list[dict[str, Any]] = [
+            {"ids": head.ids, "children": head._children(state), "inner": head.shape.width} for head in heads
+        ]
         asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
         memories = [head._ready(state, asked) for head in heads]
         live = [b for b, span in enumerate(spans) if span]
         if not live:
-            return [[Score(span, ids=ids, children=children) for span in spans] for ids, children in kinds]
+            return [[Score(span, **kind) for span in spans] for kind in kinds]
         assert state.features is not None
         # Behind a short prompt the deepest drafts would begin before the text: slot 0 stands in for theirs. Shorter
         # spans are filled up with their last slot.
@@ -190,10 +197,10 @@ class FeatureDrafter(FeatureLayer):
             many, len(live), depths, width + 1 - depths, -1
         )
         found = []
-        for (ids, children), rows in zip(kinds, logits, strict=True):
+        for kind, rows in zip(kinds, logits, strict=True):
             of = dict(zip(live, rows, strict=True))
             parts = [of.get(b, rows[0])[:, : len(span)] for b, span in enumerate(spans)]
-            found.append([Score(s, part, ids, children=children) for s, part in zip(spans, parts, strict=True)])
+            found.append([Score(s, part, **kind) for s, part in zip(spans, parts, strict=True)])
         return found
 
     def _children(self, state: DecodeState) -> tuple[int, ...]:

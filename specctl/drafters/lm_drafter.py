@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache, Plan, plan_rows
-from specctl.decoding.draft import DraftTree, Score, empty_draft
+from specctl.decoding.draft import ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.hf import HFModel
 from specctl.decoding.lean import LeanModel, why_not
 from specctl.decoding.sampling import DRAFT
@@ -237,8 +237,9 @@ class LMDrafter:
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [1.0] * state.batch
         rows: list[kernels.Rows] = []
-        logits = memory.logits
+        logits, asked = memory.logits, []
         for step in range(max(depths)):
+            asked.append(logits)
             if sampled:
                 drawn, gains = self._sample(state, logits, step, rows)
             else:
@@ -258,7 +259,8 @@ class LMDrafter:
             for fed, token in zip(memory.drafted, picked, strict=True):
                 fed.append(token)
             logits = self.logits(hidden[:, 0])
-        return DraftTree.from_chains(chains, state.device, stacked(rows) if sampled else None, self.shape.rule)
+        drawn_from = stacked(rows) if sampled else None
+        return DraftTree.from_chains(chains, state.device, drawn_from, self.shape.rule, ChainRows(asked))
 
     def _samples(self, state: DecodeState) -> bool:
         return self.shape.sampled and not state.draws.greedy

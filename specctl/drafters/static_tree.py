@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.draft import DraftTree
+from specctl.decoding.draft import ChainRows, DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.drafters.tree import Shape
 
@@ -116,10 +116,13 @@ class StaticTree:
         batch = roots.shape[0]
         paths, joint = roots.view(-1, 1, 1), torch.zeros(batch, 1, device=roots.device)
         drafted: list[Tensor] = []
+        first: list[Tensor] = []
         for depth, level in enumerate(self.levels):
             if depth and floor > -math.inf and joint.max().item() < floor:
                 break
-            gain, index = kernels.expand_topk(logits(depth, paths).flatten(0, 1), level.ranks)
+            rows = logits(depth, paths)
+            first.append(rows[:, 0])
+            gain, index = kernels.expand_topk(rows.flatten(0, 1), level.ranks)
             shape = (-1, paths.shape[1], -1)
             gain, index = (t.view(batch, -1, level.ranks).expand(shape) for t in (gain, index))
             tokens = index[:, level.parent, level.rank]
@@ -129,7 +132,8 @@ class StaticTree:
             joint = (joint[:, level.parent] + gain[:, level.parent, level.rank])[:, level.inner]
             paths = torch.cat((paths[:, level.parent], tokens.unsqueeze(-1)), -1)[:, level.inner]
         flat = torch.cat(drafted, 1)
-        return DraftTree(flat, self.parents[:, : flat.shape[1]].expand(batch, -1), chain=self.chain)
+        parents = self.parents[:, : flat.shape[1]].expand(batch, -1)
+        return DraftTree(flat, parents, chain=self.chain, q=ChainRows(first, ids))
 
 
 class Trees:

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from specctl.decoding.draft import PADDING, DraftTree
+from specctl.decoding.draft import PADDING, ChainRows, DraftTree, first_chain
 from specctl.recipe import DraftingRecipe
 
 
@@ -97,11 +98,22 @@ class GrowingTree:
         return found
 
 
-def best(growing: list[GrowingTree], rooms: list[int], nodes: int, device: torch.device) -> DraftTree:
+def best(
+    growing: list[GrowingTree],
+    rooms: list[int],
+    nodes: int,
+    device: torch.device,
+    rows: list[Tensor],
+    ids: Tensor | None,
+) -> DraftTree:
     """The `nodes` candidates of highest joint probability, no deeper than a sequence has room for.
 
     A child is never more probable than its parent and is found later, so a stable choice keeps the tree connected and
     parents first.
+
+    Args:
+        rows: draft logits of each expansion [B·width, Vd]; of the first one, which expands the roots, [B, Vd].
+        ids: [Vd] target id of every draft token.
     """
     tokens, parents = [], []
     for tree, room in zip(growing, rooms, strict=True):
@@ -113,4 +125,16 @@ def best(growing: list[GrowingTree], rooms: list[int], nodes: int, device: torch
     for row, links in zip(tokens, parents, strict=True):
         links += [PADDING] * (width - len(links))
         row += [0] * (width - len(row))
-    return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False)
+    q = ChainRows(rows, ids, [_chain_places(tree, b, rows) for b, tree in enumerate(growing)])
+    return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False, q=q)
+
+
+def _chain_places(tree: GrowingTree, b: int, rows: list[Tensor]) -> list[int]:
+    """Which rows of each expansion the first chain was chosen from, as deep as its nodes were expanded."""
+    places = [b]
+    for node, later in zip(first_chain(tree.parents), rows[1:], strict=False):
+        if node not in tree.expanded:
+            break
+        width = len(later) // len(rows[0])
+        places.append(b * width + tree.expanded[node] % width)
+    return places

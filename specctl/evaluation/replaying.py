@@ -21,8 +21,7 @@ from specctl.selection.combined import Guarded
 from specctl.selection.hindsight import Hindsight
 from specctl.selection.lengths import shortened
 from specctl.selection.regret import Summary
-from specctl.selection.replay import Replay, draft_all, oracle, replay
-from specctl.selection.rules import rules_for
+from specctl.selection.replay import Replay, draft_all, oracle, replay, rules_on
 from specctl.selection.table_file import read_table
 from specctl.selection.trace import Table, of_arms
 
@@ -176,7 +175,7 @@ def scaled(interval: Interval | None, factor: float) -> Interval | None:
 
 def _curves(recipe: SelectRecipe, name: str, replays: Sequence[Replay], yardstick: Hindsight) -> dict[str, list[float]]:
     """Means over games and seeds, by token since the reset."""
-    rules = rules_for(name, recipe.game, yardstick.table.depth, tuple(yardstick.cost.tolist()))
+    rules = rules_on(yardstick.table, name, recipe.game)
     played = [game for one in replays for game in one.played]
     stopping = [regret.stopping_regret(game, yardstick).astype(float) for game in played]
     losses = [regret.loss_regret(game, yardstick, rules) for game in played]

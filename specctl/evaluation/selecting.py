@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specctl import progress
 from specctl.decoding.draft import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
@@ -26,6 +27,7 @@ from specctl.selection import hindsight
 from specctl.selection.arms import load_pool, members, named
 from specctl.selection.recording import check_free
 from specctl.selection.router_training import RouterReport
+from specctl.selection.rules import overruled
 
 ROUNDS = "rounds.jsonl"
 OWN = ("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls", "decide_us_p50", "score_ms_p50")
@@ -104,6 +106,8 @@ def select(
     by callers that hold them already. Raises DataError (no usable prompts), CheckpointError (target, pool, table or
     router), UsageError (contradicting recipe).
     """
+    for line in overruled(recipe.algo, recipe.game):
+        progress.log(line)
     if recipe.replay is not None and not recipe.train_router:
         return _replayed(recipe, replay_table(recipe))
     rejections, unlabelled = (

@@ -106,6 +106,7 @@ class Stage:
             self.algo[name],
             self.recipe.game,
             functools.partial(self._policy, self.algo[name]),
+            batch=self.recipe.batch,
             seed=self.recipe.sampling.seed,
             within_query=self.recipe.reset == "query",
             on_round=functools.partial(self._note, name),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -21,7 +21,9 @@ class PolicyRecipe(Section):
     mix: Annotated[float, Field(gt=0, le=1)] = 0.4  # metasd-exp3: γ, share of uniform exploration
     literal: bool = False  # metasd-sh, -petc: halve as the printed pseudo-code does, keeping the worse half
     period: PositiveInt = 1  # metasd-sh: pulls of each surviving arm before a halving
-    petc_c: PositiveFloat | None = None  # metasd-petc: halving takes B0 = c ln B rounds; None = 2N (not in the paper)
+    # metasd-petc: halving takes about B0 = c ln B rounds; None = 2N. The paper names no c. Of seven arms and 128 tokens
+    # 2 has committed to one after 13 rounds; 2N explores for 63, which is more than 128 tokens take.
+    petc_c: PositiveFloat | None = 2.0
     horizon: Annotated[int, Field(ge=2)] = 128  # metasd-petc: B, tokens that are expected until a reset
     discount: Annotated[float, Field(gt=0, le=1)] = 0.99  # metasd-ducb: λ (not in the paper)
     window: PositiveInt = 100  # metasd-swucb: rounds that count (not in the paper)
@@ -45,7 +47,9 @@ class GameRecipe(Section):
     reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
     # Of full information: expected length, that a second of a round, or 1 - γ at depth 1.
     loss: Literal["length", "throughput", "acceptance"] = "length"
-    estimator: Literal["product", "realised"] = "product"  # realised is exactly unbiased, and noisier
+    # Of the expected length. realised is noisier, and unbiased but for what a draft leaves out because it is unlikely
+    # (stop_below, the nodes of a dynamic tree, expansions of one wider than 1): that both count as if it were there.
+    estimator: Literal["product", "realised"] = "product"
     unit: Literal["token", "chunk"] = "token"
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
     # Rounds that are all scored: 6 in HedgeSpec. Two choose as well, for two thirds of the scorings that four take.
@@ -64,3 +68,19 @@ class GameRecipe(Section):
     def yardstick(self) -> Literal["mat", "throughput"]:
         """What the best arm of a game is best in: tokens a second where these are what is played for, else mat."""
         return "throughput" if "throughput" in (self.loss, self.reward) else "mat"
+
+
+GAMES: dict[str, dict[str, Any]] = {
+    "normalhedge": {
+        "depth": None,
+        "hybrid_rounds": 0,
+        "warmup_rounds": 0,
+        "batch_rounds": 1,
+        "batch_growth": 1.0,
+        "drift": None,
+        "score_ends": True,
+        "tokens_per_update": 1,
+    }
+}
+"""Policies with a game of their own: there these are the defaults. NormalHedge alone is HedgeSpec without its savings:
+every token is scored at all depths, at once, and is an update."""

@@ -1,6 +1,6 @@
 """Bandits with an index: play the arm whose mean reward plus radius is largest.
 
-Symbols: n pulls of an arm, μ̂ its mean reward, t the round to be played (from 1), N arms, K the depth.
+Symbols: n pulls of an arm, μ̂ its mean reward, t rounds played, N arms, K the depth.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Index(Weighted):
         self.options = options
         self.n = [0.0] * arms.count
         self.total = [0.0] * arms.count
-        self.t = 1
+        self.t = 0
 
     def reward(self, arm: int, reward: float) -> None:
         self.n[arm] += 1
@@ -75,7 +75,11 @@ class MetaUcb(Index):
 
 
 class DiscountedUcb(MetaUcb):
-    """`metasd-ducb`: rewards and counts fade by λ every round (MetaSD, Algorithm 6); t is the sum of the counts."""
+    """`metasd-ducb`: rewards fade by λ every round (MetaSD, Algorithm 6).
+
+    Departs from the printed rule in that the counts n fade, too, and t is their sum: over counts that do not, the means
+    of all arms fade to 0, and radii would shrink for rounds that no longer count (Garivier and Moulines 2011, D-UCB).
+    """
 
     def reward(self, arm: int, reward: float) -> None:
         self.n = [n * self.options.discount for n in self.n]
@@ -87,7 +91,8 @@ class DiscountedUcb(MetaUcb):
 
 
 class SlidingUcb(MetaUcb):
-    """`metasd-swucb`: only the last `window` rounds count (MetaSD, Algorithm 8); an arm that left them is pulled."""
+    """`metasd-swucb`: only the last `window` rounds count (MetaSD, Algorithm 8); an arm that left them is pulled. The t
+    of its radius is, as printed, of all rounds."""
 
     learnt = (*MetaUcb.learnt, "past")
 
@@ -102,6 +107,3 @@ class SlidingUcb(MetaUcb):
             self.n[old] -= 1
             self.total[old] -= earned
         super().reward(arm, reward)
-
-    def _time(self) -> float:
-        return min(self.t, self.options.window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
@@ -14,6 +15,7 @@ from specctl.selection.controller import Round, Selector, Text
 from specctl.selection.feedback import Scorer
 from specctl.selection.game import Game
 from specctl.selection.policy import Arms, Policy, seed_of
+from specctl.selection.record import step_seconds
 from specctl.selection.rules import rules_for
 
 
@@ -24,6 +26,7 @@ def make_selector(
     recipe: GameRecipe,
     new_policy: Callable[[Arms, Text], Policy],
     *,
+    batch: int = 1,
     seed: int,
     within_query: bool,
     on_round: Callable[[Round], None],
@@ -32,19 +35,27 @@ def make_selector(
 
     Args:
         new_policy: a fresh one for the game that begins with this text; `seed` and the text decide its draws.
+        batch: texts that are decoded at a time.
         within_query: every game is one text.
     """
-    rules = rules_for(name, recipe, max(1, *(reach(arm.drafter) for arm in arms)))
-    overlap = registry.learns(name) == "reward" and rules.reward == "bd"
+    learns = registry.learns(name)
+    rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
+    if (rules.reward if learns == "reward" else rules.loss) == "throughput":
+        rules = replace(rules, step=step_seconds(target, [1], batch)[0] / batch)
     clock = Clock.of(len(arms))
-    scorer = None
-    if registry.learns(name) == "losses" or overlap:
-        drafters = list(dict.fromkeys(arm.drafter for arm in arms))
-        scorer = Scorer(target, drafters, rules.depth, overlap=overlap)
+    drafters = list(dict.fromkeys(arm.drafter for arm in arms))
+    scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
 
     def new_game(text: Text) -> Game:
         own = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query))
         return Game(new_policy(own, text), rules, own, clock)
 
     ends = not within_query and rules.score_ends
-    return Selector(arms, new_game, scorer, chosen_only=overlap, ends=ends, on_round=on_round)
+    overlaps = learns == "reward" and rules.reward == "bd"
+    return Selector(arms, new_game, scorer, clock, overlaps=overlaps, ends=ends, on_round=on_round)
+
+
+def _reach(arm: Guarded) -> int:
+    """The longest draft of an arm, in tokens."""
+    deep = reach(arm.drafter)
+    return deep if arm.nodes is None else min(deep, arm.nodes)

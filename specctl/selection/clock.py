@@ -27,6 +27,10 @@ class Clock:
         """Nothing was measured."""
         return cls([0] * count, [0.0] * count)
 
+    def forget(self) -> None:
+        """Nothing was measured."""
+        self.n[:], self.mean[:] = [0] * len(self.n), [0.0] * len(self.mean)
+
     def took(self, arm: int, seconds: float) -> None:
         """A round of `arm`."""
         self.n[arm] += 1

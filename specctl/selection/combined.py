@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,23 +17,40 @@ from specctl.errors import SpecctlError
 Tree = tuple[list[int], list[int]]  # tokens and parents
 
 
+@dataclass(frozen=True)
+class Made:
+    """A draft that was made in a round of so much `budget`, in so many `seconds`; empty if its drafter `failed`."""
+
+    draft: DraftTree
+    budget: int
+    seconds: float
+    failed: bool
+
+
 class Guarded:
     """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
-    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text."""
+    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: its last draft."""
 
     def __init__(self, name: str, drafter: Drafter, nodes: int | None = None):
         self.name, self.drafter, self.nodes = name, drafter, nodes
         self.taps = drafter.taps
         self.failures = 0
+        self.made: Made | None = None
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        nodes = budget if self.nodes is None else min(budget, self.nodes)
+        failed = False
+        began = time.perf_counter()
         try:
-            return self.drafter.propose(state, budget if self.nodes is None else min(budget, self.nodes))
+            draft = self.drafter.propose(state, nodes)
         except SpecctlError:  # says what the user can do: not an accident
             raise
         except Exception as error:
             self._failed(state, error)
-            return empty_draft(state.batch, state.device)
+            draft, failed = empty_draft(state.batch, state.device), True
+        synchronise(state.device)
+        self.made = Made(draft, budget, time.perf_counter() - began, failed)
+        return draft
 
     def advance(self, state: DecodeState) -> None:
         """As of a `Drafter`; what fails here fails when it proposes, and is counted there."""

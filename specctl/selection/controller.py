@@ -7,13 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from specctl.decoding.draft import DraftTree, Proposer
 from specctl.decoding.state import DecodeState
 from specctl.decoding.verify import Verdict
-from specctl.selection.combined import Guarded, PerSequence, taps_of
-from specctl.selection.feedback import Feedback, Scorer
+from specctl.selection.clock import Clock
+from specctl.selection.combined import Guarded, Made, PerSequence, taps_of
+from specctl.selection.divergence import overlap
+from specctl.selection.feedback import Scorer
 from specctl.selection.game import Game
-from specctl.selection.policy import Array
+from specctl.selection.rewards import Outcome
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Selector:
         arms: what can be chosen, in the order of the policy's arms.
         new_game: a fresh game, for the text that it begins with.
         scorer: of the arms' distinct drafters, in their order; None where nobody wants scores.
-        chosen_only: scores serve the reward `bd` of the arm that was played, not all arms.
+        clock: what the games share of it.
+        overlaps: rewards are made of them.
         ends: texts of one key follow each other, so the last tokens of a text are scored, too.
         on_round: told every round when it is over.
     """
@@ -77,21 +82,23 @@ class Selector:
         arms: Sequence[Guarded],
         new_game: Callable[[Text], Game],
         scorer: Scorer | None,
+        clock: Clock,
         *,
-        chosen_only: bool,
+        overlaps: bool,
         ends: bool,
         on_round: Callable[[Round], None] | None = None,
     ):
-        self.arms, self.new_game, self.scorer = arms, new_game, scorer
-        self.chosen_only, self.ends, self.on_round = chosen_only, ends, on_round
+        self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
+        self.overlaps, self.ends, self.on_round = overlaps, ends, on_round
         drafters = list(dict.fromkeys(arm.drafter for arm in arms))
         self.drafter_of = [drafters.index(arm.drafter) for arm in arms]
         self.taps = taps_of(arms)
         self.forget()
 
     def forget(self) -> None:
-        """As new: no game, no counts."""
+        """As new: no game, no counts, nothing measured."""
         self.tally = Tally()
+        self.clock.forget()
         self.games: dict[str, Game] = {}
         self.texts: Sequence[Text] = ()
         for arm in self.arms:
@@ -134,30 +141,30 @@ class Selector:
                 self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
                 new.add(arm)
             self._arm[text] = arm
-        chosen = [self._arm[row.index] for row in state.rows]
-        self._began = time.perf_counter()
         self.tally.switch_s += [self.arms[arm].catch_up(state) for arm in sorted(new)]
-        found = [self.arms[0 if arm is None else arm] for arm in chosen]
-        return found[self._live[0]] if len({chosen[b] for b in self._live}) == 1 else PerSequence(found)
+        self._began = time.perf_counter()  # that they had been idle is not what a round of theirs costs
+        first = self._live[0]
+        found = [self.arms[self._played(state, b if b in self._live else first)] for b in range(state.batch)]
+        return found[0] if len(set(found)) == 1 else PerSequence(found)
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = (time.perf_counter() - self._began) / len(self._live)
+        seconds = self._seconds(state, time.perf_counter() - self._began)
         if self.scorer is not None:
             self.scorer.keep(state, verdict)
-        overlaps = self._overlaps(state, verdict) if self.scorer is not None and self.chosen_only else {}
         for b in self._live:
-            row, game = state.rows[b], self._game(state.rows[b].index)
+            row, arm = state.rows[b], self._played(state, b)
+            made = self._made(arm)
             committed = len(row.ids) - self._lengths[b]
-            game.played(
-                self._played(state, b),
-                committed,
+            outcome = Outcome(
+                committed=committed,
                 accepted=min(len(verdict.paths[b]), committed),
-                drafted=verdict.depths[b],
                 complete=committed == len(verdict.committed[b]),  # nothing was cut off at the end of the text
-                overlap=overlaps.get(b),
-                seconds=seconds,
+                failed=made.failed,
+                overlap=overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None,
+                seconds=seconds[arm],
             )
-        scored = self._score(state) if self.scorer is not None and not self.chosen_only else {}
+            self._game(row.index).played(arm, outcome)
+        scored = self._score(state) if self.scorer is not None else {}
         for b in self._live:
             self._close(state, verdict, b, scored.get(b, 0))
 
@@ -165,6 +172,19 @@ class Selector:
         arm = self._arm[state.rows[b].index]
         assert arm is not None
         return arm
+
+    def _made(self, arm: int) -> Made:
+        made = self.arms[arm].made
+        assert made is not None
+        return made
+
+    def _seconds(self, state: DecodeState, total: float) -> dict[int, float]:
+        """Of a round of each arm that played, a text: its draft, shared by the texts that it was made for, and a text's
+        share of the rest, which is the verification."""
+        texts = Counter(self._played(state, b) for b in self._live)
+        drafts = {arm: self._made(arm).seconds for arm in texts}
+        rest = (total - sum(drafts.values())) / len(self._live)
+        return {arm: drafts[arm] / count + rest for arm, count in texts.items()}
 
     def _score(self, state: DecodeState) -> dict[int, int]:
         """Score what the games ask for, and what is left of texts that have ended: slot → tokens."""
@@ -176,37 +196,19 @@ class Selector:
             wanted[b] = self._game(row.index).unscored if ending else self._game(row.index).due()
         if not any(wanted):
             return {}
-        for b, found in enumerate(self._timed(state, wanted)):
-            if wanted[b]:
-                gamma, hit = found.gamma[self.drafter_of], found.hit[self.drafter_of]
-                self._game(state.rows[b].index).scored(gamma.astype(float), hit.astype(float))
-        return {b: wanted[b] for b in self._live}
-
-    def _overlaps(self, state: DecodeState, verdict: Verdict) -> dict[int, Array]:
-        """1 − TV at the draft positions that were verified, of the drafters that drafted: slot → [depths]."""
-        assert self.scorer is not None
-        found: dict[int, Array] = {}
-        pending = self.scorer.pending(state)
-        for drafter in {self.drafter_of[self._played(state, b)] for b in self._live}:
-            mine = [b for b in self._live if self.drafter_of[self._played(state, b)] == drafter]
-            counts = [pending[b] if b in mine else 0 for b in range(state.batch)]
-            # Of a round, the token at depth k is the k-th: no deeper than it has tokens.
-            feedback = self._timed(state, counts, [drafter], max(counts))
-            for b in mine:
-                overlap = feedback[b].overlap
-                assert overlap is not None
-                found[b] = overlap[0].diagonal()[: verdict.depths[b]].astype(float)
-        return found
-
-    def _timed(
-        self, state: DecodeState, counts: list[int], only: list[int] | None = None, depth: int | None = None
-    ) -> list[Feedback]:
-        assert self.scorer is not None
         began = time.perf_counter()
-        found = self.scorer.score(state, counts, only, depth)
+        scores = self.scorer.score(state, wanted)
         self.tally.score_s.append(time.perf_counter() - began)
-        self.tally.scored += sum(counts)
-        return found
+        self.tally.scored += sum(wanted)
+        # No draft is deeper than the batch leaves it nodes, or the arm itself.
+        budget = self._made(self._played(state, self._live[0])).budget
+        nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
+        within = np.arange(self.scorer.depth) < nodes[:, None, None]
+        for b, found in enumerate(scores):
+            if wanted[b]:
+                gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (found.gamma, found.hit))
+                self._game(state.rows[b].index).scored(gamma, hit)
+        return {b: wanted[b] for b in self._live}
 
     def _close(self, state: DecodeState, verdict: Verdict, b: int, scored: int) -> None:
         """A round is over, and perhaps its text."""

@@ -15,7 +15,7 @@ class Delay:
     """Scored tokens go in, loss vectors come out, first in, first out (QFI-D; HedgeSpec's delayed feedback).
 
     A vector per token waits for the K − 1 tokens after it; a vector per round (chunk) only for those of its round. The
-    first `hybrid_rounds` vectors do not wait: they are 1 − γ at depth 1.
+    first `hybrid_rounds` vectors do not wait: they are 1 − γ at depth 1, of a chunk in the mean over its tokens.
     """
 
     def __init__(self, count: int, rules: Rules):
@@ -60,12 +60,13 @@ class Delay:
         ready = self._pending.shape[1] - self.rules.depth + 1
         if ready <= 0:
             return np.zeros((0, self._count))
-        vectors = length_loss(self._pending)
+        vectors = length_loss(self._pending, self.rules.estimator)
         self._pending = self._pending[:, ready:]
         return vectors
 
     def _of_chunks(self, gamma: AnyArray, values: Array) -> Array:
-        """[M, N] one vector per round, over the tokens it committed: acceptance beyond them is not seen (censored)."""
+        """[M, N] one vector per round over the k ≤ K tokens it committed, 1 − AL/(k + 1): acceptance beyond them is not
+        seen (censored; HedgeSpec, B.3)."""
         N, tokens, K = values.shape
         vectors = []
         start = 0
@@ -73,12 +74,10 @@ class Delay:
             known = self._chunks.pop(0)
             if self.rules.loss == "acceptance" or self._hybrid_left:
                 self._hybrid_left = max(self._hybrid_left - 1, 0)
-                vectors.append(1 - gamma[:, start, 0])
+                vectors.append(1 - gamma[:, start : start + known, 0].mean(axis=1))
             else:
-                seen = min(known, K)
-                chunk = np.zeros((N, K, K))
-                chunk[:, :seen] = values[:, start : start + seen]
-                vectors.append(length_loss(chunk)[0])
+                k = min(known, K)
+                vectors.append(length_loss(values[:, start : start + k, :k], self.rules.estimator)[0])
             start += known
         return np.array(vectors).reshape(-1, N)
 

@@ -1,15 +1,15 @@
 """Full information: what every drafter of a pool would have been worth at tokens that the target has committed.
 
 One `score` prefill per drafter and the rows that verification has computed anyway say, for each committed token, with
-what probability each drafter's proposal would have been accepted there, whether it was, and how close q is to p
-(HedgeSpec, Theorem 3; `algorithms.md` calls the probability γ).
+what probability each drafter's proposal would have been accepted there, and whether it was (HedgeSpec, Theorem 3;
+`algorithms.md` calls the probability γ).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -26,6 +26,7 @@ from specctl.decoding.verify import Verdict
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.stacked import Stacked, teams
 from specctl.errors import SpecctlError
+from specctl.selection.trace import INNER, LEAF
 
 UNFILTERED = Sampling(1.0, 0, 1.0)
 SPAN = 128  # positions of a whole text that are scored together: draft rows of K depths are held at once
@@ -41,21 +42,18 @@ class Feedback:
             proposed tokens. p is filtered as the text is sampled; of greedy text it is the softmax at temperature 1,
             which is smooth (with the argmax, γ would be `hit`). For trees an upper bound: whether the node is still in
             the draft when others have been pruned is not asked.
-        overlap: [N, S, K] 1 − TV(p̄, q̄), unfiltered and at temperature 1; q̄ of a drafter without a distribution is
-            one-hot at its first proposal. None where it is not asked for.
-        hit: [N, S, K] whether the committed token is among the proposals.
+        hit: [N, S, K] the committed token is 0 = none of the proposals, `LEAF` = one behind which a draft does not go
+            on, `INNER` = one behind which it may.
     """
 
     gamma: NDArray[np.float32]
-    overlap: NDArray[np.float32] | None
-    hit: NDArray[np.bool_]
+    hit: NDArray[np.uint8]
 
     def _parts(self, sizes: list[int]) -> list[Feedback]:
         """Consecutive tokens, so many in each part."""
         cuts = np.cumsum(sizes)[:-1]
-        gamma, hit = np.split(self.gamma, cuts, 1), np.split(self.hit, cuts, 1)
-        overlap = [None] * len(sizes) if self.overlap is None else np.split(self.overlap, cuts, 1)
-        return [Feedback(*part) for part in zip(gamma, overlap, hit, strict=True)]
+        parts = zip(np.split(self.gamma, cuts, 1), np.split(self.hit, cuts, 1), strict=True)
+        return [Feedback(*part) for part in parts]
 
 
 class _Kept:
@@ -76,15 +74,10 @@ class Scorer:
     how often each did.
     """
 
-    def __init__(self, target: Target, drafters: Sequence[Drafter], depth: int, *, overlap: bool = True):
-        """
-        Args:
-            depth: draft depths that are scored. 1 is cheap and biased: drafters that live on their own output get worse
-                with depth.
-            overlap: compute it, too (a pass over all draft rows that γ of deterministic proposals does not need).
-        """
+    def __init__(self, target: Target, drafters: Sequence[Drafter], depth: int):
+        """`depth`: draft depths that are scored. 1 is cheap and biased: drafters that live on their own output get
+        worse with depth."""
         self.target, self.drafters, self.depth = target, drafters, depth
-        self.overlap = overlap
         self.forget()
         self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
 
@@ -112,11 +105,8 @@ class Scorer:
         """Committed tokens of every text that are not scored yet."""
         return [len(kept.rows) for kept in self._texts(state)]
 
-    def score(
-        self, state: DecodeState, counts: list[int], only: Sequence[int] | None = None, depth: int | None = None
-    ) -> list[Feedback]:
-        """Feedback on the oldest `counts[b]` pending tokens of every text; their rows are freed. `only`: the places of
-        the drafters that are asked; `depth`: fewer draft depths than usual."""
+    def score(self, state: DecodeState, counts: list[int]) -> list[Feedback]:
+        """Feedback on the oldest `counts[b]` pending tokens of every text; their rows are freed."""
         spans, rows = [], []
         for kept, row, count in zip(self._texts(state), state.rows, counts, strict=True):
             assert not kept.rows or kept.end == len(row.ids), "a round was not kept"
@@ -124,18 +114,15 @@ class Scorer:
             spans.append(range(start, start + count))
             rows += [kept.rows.popleft() for _ in range(count)]
         logits = torch.stack(rows) if rows else torch.empty(0, self.target.vocab_size, device=state.device)
-        return self._score(state, spans, logits, depth or self.depth, only)
+        return self._score(state, spans, logits)
 
-    def _score(
-        self, state: DecodeState, spans: list[range], logits: Tensor, depth: int, only: Sequence[int] | None = None
-    ) -> list[Feedback]:
+    def _score(self, state: DecodeState, spans: list[range], logits: Tensor) -> list[Feedback]:
         """`logits` [R, V]: the target's, of all positions of `spans`."""
-        sizes = [len(span) for span in spans]
+        sizes, depth = [len(span) for span in spans], self.depth
         if not any(sizes):
-            shape = (len(self.drafters if only is None else only), 0, depth)
-            empty = np.zeros(shape, np.float32)
-            return [Feedback(empty, empty if self.overlap else None, np.zeros(shape, np.bool_)) for _ in spans]
-        scores = self._scores(state, spans, depth) if only is None else self._each(state, spans, depth, only)
+            shape = (len(self.drafters), 0, depth)
+            return [Feedback(np.zeros(shape, np.float32), np.zeros(shape, np.uint8)) for _ in spans]
+        scores = self._scores(state, spans)
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
         judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device))
@@ -145,26 +132,22 @@ class Scorer:
         age = np.array([at - start + 1 for start, span in zip(first, spans, strict=True) for at in span])
         begun = np.arange(1, depth + 1) <= age[:, None]
         gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*found, strict=True))
-        overlap = judge.overlap(scores, depth).cpu().numpy() * begun if self.overlap else None
-        return Feedback(gamma * begun, overlap, hit & begun)._parts(sizes)
+        return Feedback(gamma * begun, hit * begun)._parts(sizes)
 
-    def _each(self, state: DecodeState, spans: list[range], depth: int, places: Sequence[int]) -> list[Score]:
-        return [score for n in places for score in self._asked(state, spans, depth, [n], None)]
-
-    def _scores(self, state: DecodeState, spans: list[range], depth: int) -> list[Score]:
+    def _scores(self, state: DecodeState, spans: list[range]) -> list[Score]:
         found: dict[int, Score] = {}
         for places, stack in self._teams:
-            found.update(zip(places, self._asked(state, spans, depth, places, stack), strict=True))
+            found.update(zip(places, self._asked(state, spans, places, stack), strict=True))
         return [found[n] for n in range(len(self.drafters))]
 
     def _asked(
-        self, state: DecodeState, spans: list[range], depth: int, places: Sequence[int], stack: Stacked | None
+        self, state: DecodeState, spans: list[range], places: Sequence[int], stack: Stacked | None
     ) -> list[Score]:
         """The scores of one drafter, or of a stack of them."""
         try:
             if stack is not None:
-                return [_joined(scores) for scores in stack.score(state, spans, depth)]
-            return [_joined(self.drafters[n].score(state, spans, depth)) for n in places]
+                return [_joined(scores) for scores in stack.score(state, spans, self.depth)]
+            return [_joined(self.drafters[n].score(state, spans, self.depth)) for n in places]
         except SpecctlError:  # says what the user can do: not an accident
             raise
         except Exception as error:
@@ -203,8 +186,8 @@ def table(
     for start in range(first + 1, len(ids), SPAN) or [first + 1]:
         span = range(start, min(start + SPAN, len(ids)))
         logits = target.model.logits(hidden[0, span.start - 1 : span.stop - 1])
-        parts += scorer._score(state, [span], logits, scorer.depth)
-    fields = zip(*((part.gamma, part.overlap, part.hit) for part in parts), strict=True)
+        parts += scorer._score(state, [span], logits)
+    fields = zip(*((part.gamma, part.hit) for part in parts), strict=True)
     return Feedback(*(np.concatenate(field, 1) for field in fields))
 
 
@@ -217,11 +200,11 @@ def _joined(scores: list[Score]) -> Score:
     first = scores[0]
     if first.tokens is None:
         logits = [score.logits for score in scores if score.logits is not None]
-        return Score(range(0), torch.cat(logits, 1), first.ids, children=first.children, sampled=first.sampled)
+        return replace(first, positions=range(0), logits=torch.cat(logits, 1))
     tokens = [score.tokens for score in scores if score.tokens is not None]
     width = max(part.shape[-1] for part in tokens)
     padded = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=-1) for part in tokens]
-    return Score(range(0), tokens=torch.cat(padded, 1), children=first.children)
+    return replace(first, positions=range(0), tokens=torch.cat(padded, 1))
 
 
 class _Judge:
@@ -237,7 +220,7 @@ class _Judge:
     def proposals(self, score: Score, depth: int) -> tuple[Tensor, Tensor]:
         """γ and hit of one drafter, each [R, K]; zero at depths that its drafts do not reach."""
         gamma = self.p_bar.lse.new_zeros(len(self.committed), depth)
-        hit = torch.zeros_like(gamma, dtype=torch.bool)
+        hit = torch.zeros_like(gamma, dtype=torch.uint8)
         reach = min(depth, len(score.children))
         if reach:
             rule = self._drawn if score.sampled else self._listed
@@ -256,7 +239,7 @@ class _Judge:
                 draft = kernels.DraftRows(kept, score.ids, q.inv_temp)
                 gamma.append(kernels.panorama(self.p, [draft], self.committed).accept[0])
             drawn = kernels.sample_rows(q, self.draws.uniform(self.positions, DRAFT + k).reshape(-1))
-            hit.append(drawn == self.committed)
+            hit.append((drawn == self.committed) * INNER)
         return torch.stack(gamma, 1), torch.stack(hit, 1)
 
     def _listed(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
@@ -274,30 +257,10 @@ class _Judge:
             broken = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         some = (tokens >= 0) & (torch.arange(tokens.shape[-1], device=tokens.device) < counts[:, None])
         mass = (kernels.token_probability(self.p, tokens.clamp_min(0)) * some).sum(-1)
-        hit = ((tokens == self.committed[:, None, None]) & some).any(-1)
-        return mass.masked_fill(broken, torch.nan), hit & ~broken
-
-    def overlap(self, scores: list[Score], depth: int) -> Tensor:
-        """1 − TV(p̄, q̄) of N drafters [N, R, K]; at each depth the target's rows are read once for all of them."""
-        found = self.p_bar.lse.new_zeros(len(scores), len(self.committed), depth)
-        for k in range(depth):
-            # Where depth makes no difference, the rows of depth 1 have been compared already.
-            drafts = {
-                n: kernels.DraftRows(score.logits[k], score.ids)
-                for n, score in enumerate(scores)
-                if score.logits is not None and k < len(score.logits)
-            }
-            if not drafts:
-                break
-            found[list(drafts), :, k] = kernels.panorama(self.p_bar, list(drafts.values()), self.committed).accept
-        for n, score in enumerate(scores):
-            if score.logits is not None and len(score.logits) == 1:
-                found[n] = found[n, :, :1]
-            elif score.tokens is not None and score.tokens.shape[-1]:
-                first = score.tokens[:depth, :, 0].T
-                found[n] = kernels.token_probability(self.p_bar, first.clamp_min(0)) * (first >= 0)
-            found[n, :, len(score.children) :] = 0
-        return found
+        rank = torch.arange(tokens.shape[-1], device=tokens.device)
+        kind = torch.where(rank < (score.inner or tokens.shape[-1]), INNER, LEAF)
+        hit = (((tokens == self.committed[:, None, None]) & some) * kind).sum(-1)  # a token is one child at most
+        return mass.masked_fill(broken, torch.nan), hit * ~broken
 
 
 def _rows(logits: Tensor, draws: Draws, laws: list[Sampling]) -> kernels.Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from math import inf, isfinite, nan
+from math import isfinite
 from time import perf_counter_ns
 from typing import Any
 
@@ -13,9 +13,13 @@ import numpy as np
 from specctl.selection.clock import Clock
 from specctl.selection.delay import Delay
 from specctl.selection.drift import Drift
-from specctl.selection.losses import per_second, usable
+from specctl.selection.losses import at_success, per_second, usable
 from specctl.selection.policy import AnyArray, Arms, Array, Numbers, Policy
+from specctl.selection.rewards import Outcome, reward
 from specctl.selection.rules import Rules
+from specctl.selection.schedule import Schedule
+
+RECENT = 4  # rounds of an arm, about, that tell whether its drafter fails
 
 
 @dataclass
@@ -48,7 +52,7 @@ class Game:
     """
 
     def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: Clock | None = None):
-        """`clock`: what games before this one have measured, where costs are not declared."""
+        """`clock`: what games before this one have measured."""
         if arms.depth != rules.depth or (rules.costs and len(rules.costs) != arms.count):
             raise ValueError(f"rules for other arms: {rules} and {arms}")
         self.policy = policy
@@ -57,25 +61,21 @@ class Game:
         self.log: list[Round] = []
         self.dropped = 0  # rewards, and vectors of losses, that were not finite throughout
         self.unscored = 0  # committed tokens that no `scored` has covered
-        self._rounds = 0
-        self._begin_scoring(rules.warmup_rounds)
+        self._schedule = Schedule(rules)
         self._drift = Drift(arms.count, rules.drift) if rules.drift and policy.learns == "losses" else None
         self._stale = 0  # so many of the next vectors are older than the change that was noticed
         self._delay = Delay(arms.count, rules)
         self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
         self._update: list[Numbers] = []  # vectors that wait to become one update
-        self._best_rate = 0.0
         self._clock = clock or Clock.of(arms.count)
         self._cost = np.zeros(arms.count)  # Σ losses of each arm
         self._own_cost = 0.0
+        self._played = [0] * arms.count  # rounds of each arm
+        self._kept = [1.0] * arms.count  # share of its last rounds in which its drafter did not fail
 
     def weights(self) -> Numbers:
         """[N] probabilities of the next choice."""
         return self.policy.weights()
-
-    def shows(self, reward: str) -> bool:
-        """Whether a round's reward is made of this; saves computing what nobody is shown."""
-        return self.policy.learns == "reward" and self.rules.reward == reward
 
     def choose(self) -> int:
         """The arm of the round that begins; opens its entry in the log."""
@@ -85,54 +85,36 @@ class Game:
         self.log.append(Round(arm, weights, decide_us=(perf_counter_ns() - began) / 1000))
         return arm
 
-    def played(
-        self,
-        arm: int,
-        committed: int,
-        accepted: int,
-        drafted: int,
-        complete: bool,
-        overlap: AnyArray | None = None,
-        seconds: float | None = None,
-    ) -> None:
-        """A round is over.
-
-        Args:
-            committed: tokens it added to the text, bonus token included.
-            accepted, drafted: tokens of its draft.
-            complete: False if the text ended inside the round, which a bandit is then not shown.
-            overlap: [≤ K] 1 − TV(p, q) of each draft position (bd).
-            seconds: that the round took (throughput, of reward or loss, without declared costs).
-        """
-        self._rounds += 1
+    def played(self, arm: int, outcome: Outcome) -> None:
+        """A round of this arm is over."""
+        self._schedule.rounds += 1
         entry = self.log[-1]
-        entry.committed = committed
+        entry.committed = outcome.committed
+        began = perf_counter_ns()
         if self.policy.learns == "losses":
-            self.unscored += committed
-            vectors = self._delay.committed(committed)
-            self._owners += [arm] * vectors
-            if seconds is not None:
-                self._clock.took(arm, seconds)
-            if self._drift is not None:
-                began = perf_counter_ns()
-                if self._drift.seen(arm, accepted if complete else None, vectors):
-                    self._begin_again(self._drift)
-                entry.decide_us += (perf_counter_ns() - began) / 1000
-        elif self.policy.learns == "reward" and complete:
-            unit = self._reward(arm, committed, accepted, overlap, seconds)
-            if not isfinite(unit):
+            self._committed(arm, outcome)
+        elif self.policy.learns == "reward" and outcome.complete:
+            unit = reward(self.rules, outcome)
+            if not isfinite(unit):  # worth nothing: an arm of which nothing were told would be tried for ever
                 self.dropped += 1
-                return
+                unit = 0.0
             entry.reward = unit if self.policy.scale == "unit" else 1 + self.rules.depth * unit
-            began = perf_counter_ns()
             self.policy.reward(arm, entry.reward)
-            entry.decide_us += (perf_counter_ns() - began) / 1000
+        entry.decide_us += (perf_counter_ns() - began) / 1000
 
-    def _begin_scoring(self, rounds: int) -> None:
-        """So many rounds from now on are all scored, then some after ever longer intervals."""
-        self._warm_until = self._rounds + rounds
-        self._interval = float(self.rules.batch_rounds)
-        self._next_scoring = self._warm_until + self.rules.batch_rounds
+    def _committed(self, arm: int, outcome: Outcome) -> None:
+        """What a round shows before its tokens are scored."""
+        self.unscored += outcome.committed
+        vectors = self._delay.committed(outcome.committed)
+        self._owners += [arm] * vectors
+        if outcome.seconds is not None:
+            self._clock.took(arm, outcome.seconds)
+        if self._drift and self._drift.seen(arm, outcome.accepted if outcome.complete else None, vectors):
+            self._begin_again(self._drift)
+        self._played[arm] += 1
+        self._kept[arm] += (1 - outcome.failed - self._kept[arm]) / min(self._played[arm], RECENT)
+        if outcome.failed:
+            self._schedule.hurry()  # until something is learnt, it is played on
 
     def _begin_again(self, drift: Drift) -> None:
         """An alarm: what was learnt before the change is forgotten, scoring begins now and anew."""
@@ -140,43 +122,11 @@ class Game:
         self._update.clear()
         self.policy.forget()
         drift.reset()
-        self._begin_scoring(0)
-
-    def _reward(
-        self, arm: int, committed: int, accepted: int, overlap: AnyArray | None, seconds: float | None
-    ) -> float:
-        """Of a round, in [0, 1]; NaN if what it is made of is not usable."""
-        K = self.rules.depth
-        match self.rules.reward:
-            case "tokens":
-                return (committed - 1) / K
-            case "be":
-                return accepted / K
-            case "bd":
-                if overlap is None:
-                    raise ValueError("the reward bd needs the overlap of every round")
-                return float(overlap.sum()) / K
-            case "throughput":
-                cost = self.rules.costs[arm] if self.rules.costs else seconds
-                if cost is None:
-                    raise ValueError("the reward throughput needs the seconds of every round, or declared costs")
-                if not 0 < cost < inf:
-                    return nan
-                largest = (K + 1) / min(self.rules.costs) if self.rules.costs else committed / cost
-                self._best_rate = max(self._best_rate, largest)
-                return committed / cost / self._best_rate
+        self._schedule.begin(0)
 
     def due(self) -> int:
         """How many of the oldest committed tokens without scores it wants scored now: all or none of them."""
-        if self.policy.learns != "losses":
-            return 0
-        if self._rounds <= self._warm_until:
-            return self.unscored
-        if self._rounds < self._next_scoring:
-            return 0
-        self._interval *= self.rules.batch_growth
-        self._next_scoring = self._rounds + round(self._interval)
-        return self.unscored
+        return self.unscored if self.policy.learns == "losses" and self._schedule.due() else 0
 
     def scored(self, gamma: AnyArray, hit: AnyArray) -> None:
         """The oldest committed tokens without scores; every vector that they complete is fed.
@@ -206,16 +156,21 @@ class Game:
             stale = int(told[:stale].sum())
         if not owners:
             return
-        losses = np.maximum(losses, 0)  # Σ min(p, q) may be rounded past 1
-        if self.rules.loss == "throughput":
-            losses = per_second(losses, self.rules.costs or self._clock.costs())
+        losses = self._costly(np.maximum(losses, 0))  # Σ min(p, q) may be rounded past 1
         self._cost += losses.sum(axis=0)
         self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
         self._update += losses[stale:].tolist()
-        self._learn(1 if self._rounds <= self._warm_until else self.rules.tokens_per_update)
+        self._learn(1 if self._schedule.warm else self.rules.tokens_per_update)
         if self.log:
             self.log[-1].losses.append(losses)
             self.log[-1].regret = self._own_cost - float(self._cost.min())
+
+    def _costly(self, losses: Array) -> Array:
+        """Losses of what scores promise → of what it costs, and of how often the arm keeps it."""
+        if self.rules.loss == "throughput":
+            assert self.rules.step is not None, "throughput needs the seconds of a plain step"
+            losses = per_second(losses, self._clock.costs(), self.rules.step)
+        return losses if all(share == 1 for share in self._kept) else at_success(losses, self._kept)
 
     def _learn(self, size: int) -> None:
         """One update with the mean of every `size` vectors that wait."""
@@ -241,10 +196,9 @@ class Game:
     def state(self) -> dict[str, Any]:
         """All that play depends on, as JSON can hold it; the log is not part of it."""
         return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "owners": list(self._owners),
+            **{name: deepcopy(getattr(self, name)) for name in _PLAIN},
             "cost": self._cost.tolist(),
-            "update": list(self._update),
+            "schedule": self._schedule.state(),
             "delay": self._delay.state(),
             "drift": self._drift and self._drift.state(),
             "policy": self.policy.state(),
@@ -254,10 +208,9 @@ class Game:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`."""
         for name in _PLAIN:
-            setattr(self, name, state[name])
-        self._owners = list(state["owners"])
+            setattr(self, name, deepcopy(state[name]))
         self._cost = np.array(state["cost"])
-        self._update = list(state["update"])
+        self._schedule.restore(state["schedule"])
         self._delay.restore(state["delay"])
         if self._drift is not None:
             self._drift.restore(state["drift"])
@@ -265,14 +218,4 @@ class Game:
         self._clock = Clock(**deepcopy(state["clock"]))
 
 
-_PLAIN = (
-    "dropped",
-    "unscored",
-    "_rounds",
-    "_warm_until",
-    "_interval",
-    "_next_scoring",
-    "_stale",
-    "_best_rate",
-    "_own_cost",
-)
+_PLAIN = ("dropped", "unscored", "_stale", "_owners", "_update", "_own_cost", "_played", "_kept")

@@ -60,10 +60,12 @@ def token_losses(trace: Trace, rules: Rules) -> Array:
         losses = 1 - trace.gamma[:, :, 0].T.astype(float)
     else:
         values = trace.gamma if rules.estimator == "product" else trace.hit
-        losses = length_loss(beyond_the_end(values[:, :, : rules.depth].astype(float)))
+        losses = length_loss(beyond_the_end(values[:, :, : rules.depth].astype(float)), rules.estimator)
     losses, told = usable(losses)
     if rules.loss == "throughput":
-        losses = per_second(losses, rules.costs)
+        assert rules.step is not None
+        losses = per_second(losses, rules.costs, rules.step)
+    losses[trace.drafted.T < 0] = 1  # the arm raised
     losses[~told] = 0
     return losses
 

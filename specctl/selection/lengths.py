@@ -45,21 +45,26 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
 
 def _share(table: Table, arm: int, length: int) -> float:
     """Of all that an arm drafts, the part that is left of drafts cut to `length`."""
-    whole = sum(int(trace.drafted[arm].sum()) for trace in table.traces)
-    return sum(int(trace.drafted[arm].clip(max=length).sum()) for trace in table.traces) / max(whole, 1)
+    drafted = [trace.drafted[arm].clip(min=0) for trace in table.traces]
+    whole = sum(int(depths.sum()) for depths in drafted)
+    return sum(int(depths.clip(max=length).sum()) for depths in drafted) / max(whole, 1)
 
 
 def _cut(trace: Trace, pairs: Sequence[tuple[int, int]]) -> Trace:
     arms = [arm for arm, _ in pairs]
     lengths = np.array([length for _, length in pairs], dtype=np.int16)[:, None]
-    reached = np.arange(trace.gamma.shape[-1]) < lengths[:, None]
+
+    def short(array: NDArray[Any]) -> NDArray[Any]:
+        reached = np.arange(array.shape[-1]) < lengths[:, None]
+        return np.where(reached, array[arms], array.dtype.type(0))
+
     return replace(
         trace,
         accepted=np.minimum(trace.accepted[arms], lengths),
         drafted=np.minimum(trace.drafted[arms], lengths),
-        gamma=np.where(reached, trace.gamma[arms], np.float32(0)),
-        overlap=np.where(reached, trace.overlap[arms], np.float32(0)),
-        hit=trace.hit[arms] & reached,
+        gamma=short(trace.gamma),
+        overlap=short(trace.overlap),
+        hit=short(trace.hit),
     )
 
 

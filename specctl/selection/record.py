@@ -2,18 +2,18 @@
 
 An answer is decoded plainly, one token a step, and before every step each drafter proposes from the state that stands.
 So every draft is made from the very features, caches and room that a round which begins there has in live decoding;
-how much of it is accepted, the answer itself tells. Only rounding sets the two apart: a live drafter reads the tokens
-of a round in one product, this one reads them one by one. In fp32 they accept the same; in bf16, on the built-in
-target, 0 to 1 % of the rounds accept another number of tokens (EAGLE-3 5 of 1,125, suffix 0 of 608), and where the two
-likeliest tokens are as good as equal the live text may be another one.
+how much of it is accepted, the answer itself tells. How close it is to the target behind the first token that is not,
+only the target can tell: one more step at every token reads the chains of all drafts. Only rounding sets the two apart:
+a live drafter reads the tokens of a round in one product, this one reads them one by one. In fp32 they accept the same;
+in bf16, on the built-in target, 0 to 1 % of the rounds accept another number of tokens (EAGLE-3 5 of 1,125, suffix 0 of
+608), and where the two likeliest tokens are as good as equal the live text may be another one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from specctl.decoding.timing import medians
 from specctl.errors import UsageError
 from specctl.selection import feedback
 from specctl.selection.arms import reach
-from specctl.selection.combined import Guarded, taps_of
+from specctl.selection.combined import Guarded, Made, taps_of
+from specctl.selection.divergence import overlaps
+from specctl.selection.policy import Array
 from specctl.selection.probing import overheads
 from specctl.selection.recording import Recording
 from specctl.selection.table_file import Header, Recorded, read_table
@@ -55,12 +57,13 @@ class Query:
 
 @dataclass(frozen=True)
 class Drafted:
-    """One draft: its nodes, how deep it is, and the seconds it took."""
+    """One draft: its nodes, how deep it is (−1: its drafter raised), the seconds it took, and `divergence.overlap`."""
 
     tokens: list[int]
     parents: list[int]
     depth: int
     seconds: float
+    overlap: Array = field(default_factory=lambda: np.zeros(0))
 
     def accepted(self, text: Sequence[int]) -> int:
         """How far the match rule follows it, where the target goes on with `text`.
@@ -80,35 +83,38 @@ class Drafted:
 class Witness:
     """A drafter that drafts nothing, and keeps what each of `arms` would have drafted: `drafts[i][t]`."""
 
-    def __init__(self, arms: Sequence[Guarded], depth: int):
-        self.arms, self.depth = arms, depth
+    def __init__(self, target: Target, arms: Sequence[Guarded], depth: int):
+        self.target, self.arms, self.depth = target, arms, depth
         self.taps = taps_of(arms)
         self.drafts: list[list[Drafted]] = [[] for _ in arms]
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        for arm, kept in zip(self.arms, self.drafts, strict=True):
-            if not kept:
+        if not self.drafts[0]:
+            for arm in self.arms:
                 arm.advance(state)  # the prompt is read once, by no proposal in particular
-            kept.append(self._draft(arm, state, budget))
+        made = [self._draft(arm, state, budget) for arm in self.arms]
+        found = overlaps(self.target, state, [one.draft for one in made])
+        for kept, one, overlap in zip(self.drafts, made, found, strict=True):
+            tokens, parents = one.draft.tokens[0].tolist(), one.draft.parents[0].tolist()
+            depth = -1 if one.failed else max(topology(parents)[0], default=0)
+            kept.append(Drafted(tokens, parents, depth, one.seconds, overlap))
         return empty_draft(state.batch, state.device)
 
-    def _draft(self, arm: Guarded, state: DecodeState, budget: int) -> Drafted:
-        started = time.perf_counter()
+    def _draft(self, arm: Guarded, state: DecodeState, budget: int) -> Made:
         draft = arm.propose(state, budget)
-        tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()  # waits for a GPU, too
-        seconds = time.perf_counter() - started
         if draft.rows is not None:
             raise UsageError(
                 f"{arm.name} samples its drafts, and the text depends on what it drew: its rounds cannot be replayed",
                 hint="drafting.proposal=deterministic",
             )
-        deep = max(topology(parents)[0], default=0)
+        deep = max(topology(draft.parents[0].tolist())[0], default=0)
         if deep > self.depth:
             raise UsageError(
                 f"{arm.name} drafts {deep} tokens deep, the table is for {self.depth}",
                 hint=f"drafting.depth={self.depth} for all drafters, or a deeper table",
             )
-        return Drafted(tokens, parents, deep, seconds)
+        assert arm.made is not None
+        return arm.made
 
 
 def record(
@@ -175,7 +181,7 @@ def _recorded(
     scorer: feedback.Scorer, arms: Sequence[Guarded], query: Query, sampling: Sampling, exact: bool, place: int
 ) -> Recorded | None:
     """The trace of one answer; None where nothing was decoded."""
-    witness = Witness(arms, scorer.depth)
+    witness = Witness(scorer.target, arms, scorer.depth)
     options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], exact=exact)
     (answer,) = decode(scorer.target, [query.ids], drafter=witness, **options)
     if not answer.decoded_tokens:
@@ -183,14 +189,17 @@ def _recorded(
     text = answer.output_ids[1:]
     accepted = [[one.accepted(text[t:]) for t, one in enumerate(drafts)] for drafts in witness.drafts]
     known = feedback.table(scorer, query.ids, answer.output_ids, sampling, seed=query.seed)
-    assert known.overlap is not None
+    overlap = np.zeros(known.gamma.shape, np.float32)
+    for arm, drafts in enumerate(witness.drafts):
+        for t, one in enumerate(drafts):
+            overlap[arm, t, : len(one.overlap)] = one.overlap
     trace = Trace(
         query=query.id,
         domain=query.domain,
         accepted=np.array(accepted, np.int16),
         drafted=np.array([[one.depth for one in drafts] for drafts in witness.drafts], np.int16),
         gamma=known.gamma,
-        overlap=known.overlap,
+        overlap=overlap,
         hit=known.hit,
         ended=answer.stop == "eos",
         session=query.session,
@@ -221,16 +230,16 @@ def _costs(
     return found if timed is None else {**found, "read": timed.read.tolist(), "score": timed.score.tolist()}
 
 
-def step_seconds(target: Target, rows: Sequence[int]) -> list[float]:
-    """Median seconds of a target step of so many rows behind a text of `CONTEXT` tokens."""
+def step_seconds(target: Target, rows: Sequence[int], batch: int = 1) -> list[float]:
+    """Median seconds of a target step of so many rows behind each of `batch` texts of `CONTEXT` tokens."""
     context = min(CONTEXT, target.context_length - max(rows))
-    cache = target.model.new_cache(1, context + max(rows))
+    cache = target.model.new_cache(batch, context + max(rows))
     text = torch.arange(context) % target.vocab_size
-    target.prefill([text.tolist()], cache)
+    target.prefill([text.tolist()] * batch, cache)
 
     def step(count: int) -> object:
-        plan = plan_rows([context], count, device=target.device, dtype=target.dtype)
-        return target.step(torch.zeros(1, count, dtype=torch.long, device=target.device), cache, plan)
+        plan = plan_rows([context] * batch, count, device=target.device, dtype=target.dtype)
+        return target.step(torch.zeros(batch, count, dtype=torch.long, device=target.device), cache, plan)
 
     timed = medians({str(count): partial(step, count) for count in rows}, REPEATS, target.device)
     return [timed[str(count)] for count in rows]

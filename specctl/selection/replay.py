@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specctl.errors import CheckpointError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.clock import Clock
 from specctl.selection.game import Game
 from specctl.selection.hindsight import Hindsight, Ints, Reset, games
-from specctl.selection.losses import along_drafts, beyond_the_end
 from specctl.selection.policy import Arms, Array, seed_of
-from specctl.selection.registry import build
-from specctl.selection.rules import rules_for
-from specctl.selection.trace import Trace
+from specctl.selection.registry import build, learns
+from specctl.selection.rewards import Outcome
+from specctl.selection.rules import Rules, rules_for
+from specctl.selection.trace import Table, Trace
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,31 @@ def replay(
 
     Raises:
         UsageError: there is no policy of that name.
+        CheckpointError: its rewards are made of what the table does not know.
     """
     table = hindsight.table
-    rules = rules_for(name, game, table.depth, tuple(hindsight.cost.tolist()))
+    rules = rules_on(table, name, game)
     parts = games(table.traces, reset, session)
-    played = []
+    clock, played = Clock.of(len(table.arms)), []
     for queries in parts:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
-        played.append(_play(Game(build(name, arms, policy), rules, arms), hindsight, queries))
+        played.append(_play(Game(build(name, arms, policy), rules, arms, clock), hindsight, queries))
     return _measured(name, hindsight, parts, played, rules.depth)
+
+
+def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
+    """The rules of a policy's game on a table, whose costs are the declared ones.
+
+    Raises UsageError (no policy of that name), CheckpointError (the table does not know overlaps along drafts).
+    """
+    costs = (table.draft_s + table.step_s[1:]).tolist()
+    rules = rules_for(name, recipe, table.depth, tuple(costs), float(table.step_s[0]))
+    if learns(name) == "reward" and rules.reward == "bd" and not all(t.overlap.shape[2] for t in table.traces):
+        raise CheckpointError(
+            f"the table does not know what {name} is shown: before version 3 overlaps were of the text, not of drafts",
+            hint="record it again, or choose another reward (game.reward=be)",
+        )
+    return rules
 
 
 def _play(game: Game, hindsight: Hindsight, queries: list[int]) -> Played:
@@ -112,7 +130,6 @@ def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
     """The rounds of one text, as live decoding would play them; `last`: the game ends with it."""
     T = trace.tokens
     accepted, drafted = trace.accepted.tolist(), trace.drafted.tolist()
-    overlap = along_drafts(beyond_the_end(trace.overlap)) if game.shows("bd") else None
     at = scored = 0
 
     def score(count: int) -> None:
@@ -125,15 +142,15 @@ def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
     while at < T:
         arm = game.choose()
         length = accepted[arm][at] + 1
-        game.played(
-            arm,
+        outcome = Outcome(
             committed=min(length, T - at),
             accepted=min(length - 1, T - at),
-            drafted=drafted[arm][at],
             complete=length <= T - at,
-            overlap=None if overlap is None else overlap[arm, at],
+            failed=drafted[arm][at] < 0,
+            overlap=trace.overlap[arm, at].astype(float),
             seconds=cost[arm],
         )
+        game.played(arm, outcome)
         at += min(length, T - at)
         score(game.due())
     if not last and game.rules.score_ends:

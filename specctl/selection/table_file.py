@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from specctl.errors import CheckpointError
 from specctl.runs import atomic_write
 from specctl.selection.overheads import Overheads
-from specctl.selection.trace import Table, Trace
+from specctl.selection.trace import INNER, Table, Trace
 
 VERSION = 3
-READABLE = (1, 2, 3)  # 1 has no sessions; 1 and 2 know neither prompts nor what scoring takes
+READABLE = (1, 2, 3)
+"""1 has no sessions; 1 and 2 know overlaps along the text only, no leaves, no prompts, and not what scoring takes."""
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -32,7 +33,7 @@ ARRAYS: dict[str, tuple[type[np.generic], int]] = {
     "drafted": (np.int16, 2),
     "gamma": (np.float32, 3),
     "overlap": (np.float32, 3),
-    "hit": (np.bool_, 3),
+    "hit": (np.uint8, 3),
     "seconds": (np.float64, 1),
     "nodes": (np.int64, 1),
 }
@@ -60,12 +61,14 @@ class Header:
         stamp: what the table was made of: target, drafters, sampling, stream, …
         costs: of a whole table `draft_s`, `step_s`, `reach` and, where they were timed, the `read` and `score` of
             `Overheads`; a piece of one has none.
+        version: of the file.
     """
 
     arms: list[str]
     depth: int
     stamp: dict[str, Any]
     costs: dict[str, list[Any]] = field(default_factory=dict)
+    version: int = VERSION
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
         "ended": [row.trace.ended for row in rows],
     }
     flat = {name: [row.array(name).ravel() for row in rows] for name in ARRAYS}
-    text = json.dumps({"version": VERSION, **asdict(header)}, sort_keys=True)
+    text = json.dumps(asdict(header), sort_keys=True)
     metadata = {HEADER: text, DIGEST: _digest(text, rows)}
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({**plain, **flat}, schema=SCHEMA.with_metadata(metadata)), sink, compression="zstd")
@@ -115,7 +118,7 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
         metadata = content.schema.metadata or {}
         text = metadata[HEADER].decode()
         header = json.loads(text)
-        version = header.pop("version")
+        version = header["version"]
     except KeyError as error:
         raise CheckpointError(f"{path} is no table of specctl", hint="specctl select --record writes one") from error
     except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
@@ -129,7 +132,13 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
         raise _damaged(path, str(error)) from error
     if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
         raise _damaged(path, "its contents are not those that were written")
-    return found, rows
+    return found, rows if version >= 3 else [_of_old(row) for row in rows]
+
+
+def _of_old(row: Recorded) -> Recorded:
+    """A row of before version 3, without what it says otherwise."""
+    trace = row.trace
+    return replace(row, trace=replace(trace, overlap=trace.overlap[..., :0], hit=trace.hit * np.uint8(INNER)))
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

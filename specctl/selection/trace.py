@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from specctl.errors import CheckpointError
 from specctl.selection.overheads import Overheads
 
+LEAF, INNER = 1, 2  # of `hit`
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -24,11 +26,13 @@ class Trace:
         prompt: its tokens; None in tables that do not say.
         accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens stand; a round then commits one
             more, at most T − t.
-        drafted: [N, T] how deep that draft is.
+        drafted: [N, T] how deep that draft is; −1 where the arm raised.
         gamma: [N, T, K] probability with which arm i's proposal for token t at draft depth k is accepted (of the draft
             that was made when t − k + 1 tokens stood); 0 where there is no such draft.
-        overlap: [N, T, K] 1 − TV(p̄, q̄) of the same rows, unfiltered at temperature 1 (BD).
-        hit: [N, T, K] whether token t is among the arm's proposals there.
+        overlap: [N, T, K] 1 − TV(p̄, q̄) at the k-th position of the draft that arm i makes when t tokens stand, along
+            that draft and not the text, unfiltered at temperature 1 (BD); 0 behind its end. K is 0 in tables of before
+            version 3, which do not know it.
+        hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends with it), `INNER`.
         ended: the answer ended with an end-of-sequence token; else at its limit.
     """
 
@@ -38,7 +42,7 @@ class Trace:
     drafted: NDArray[np.int16]
     gamma: NDArray[np.float32]
     overlap: NDArray[np.float32]
-    hit: NDArray[np.bool_]
+    hit: NDArray[np.uint8]
     ended: bool
     session: int | None = None
     prompt: int | None = None

@@ -25,7 +25,7 @@ def made_up():
             drafted=drafted,
             gamma=draw.random(whole, np.float32),
             overlap=draw.random(whole, np.float32),
-            hit=draw.random(whole) < 0.5,
+            hit=draw.integers(0, 3, whole).astype(np.uint8),
             ended=bool(place % 3),
             session=place // 2,
             prompt=10 + place,

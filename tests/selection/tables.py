@@ -3,20 +3,20 @@
 import numpy as np
 
 from specctl.selection.losses import along_drafts, beyond_the_end
-from specctl.selection.trace import Table, Trace
+from specctl.selection.trace import INNER, Table, Trace
 
 
 def trace_of(gamma, seed=0, query="q", domain="d"):
     """A trace whose hits are drawn from gamma [N, T, K], and whose drafts are accepted up to the first miss."""
-    hit = np.random.default_rng(seed).random(gamma.shape) < gamma
-    accepted = along_drafts(beyond_the_end(hit)).cumprod(axis=2).sum(axis=2)
+    hit = (np.random.default_rng(seed).random(gamma.shape) < gamma).astype(np.uint8) * INNER
+    accepted = (along_drafts(beyond_the_end(hit)) > 0).cumprod(axis=2).sum(axis=2)
     return Trace(
         query=query,
         domain=domain,
         accepted=accepted.astype(np.int16),
         drafted=np.full(accepted.shape, gamma.shape[2], np.int16),
         gamma=gamma.astype(np.float32),
-        overlap=gamma.astype(np.float32),
+        overlap=along_drafts(beyond_the_end(gamma.astype(np.float32))),
         hit=hit,
         ended=True,
     )

@@ -54,8 +54,9 @@ def test_metasd_ucb_by_hand():
     policy = bandit("metasd-ucb", beta=1.0)
     policy.reward(0, 0.6)
     policy.reward(1, 0.5)
-    policy.reward(0, 0.6)  # n = (2, 1), t = 4: √(ln 4) = 1.18 against √(2 ln 4) = 1.67
+    policy.reward(0, 0.6)  # n = (2, 1), t = 3 rounds played: √(ln 3) = 1.05 against √(2 ln 3) = 1.48
     assert policy.choose() == 1
+    assert policy._radius() == pytest.approx([sqrt(log(3)), sqrt(2 * log(3))])
     assert bandit("metasd-ucb")._weigh() == pytest.approx([1, 0]), "arms not yet pulled come in order"
 
 
@@ -116,13 +117,15 @@ def test_survivors_prefer_the_lower_id_among_equals():
 
 
 def test_petc_explores_for_its_budget_then_commits():
-    """N = 4, B = 100, c = 8: B0 = 36.8, two halvings: 4 pulls of each of 4 arms, 9 of each of 2, then the best."""
-    played = rounds_of(bandit("metasd-petc", N=4, horizon=100), [0.1, 0.2, 0.9, 0.5], 60)
+    """N = 4, B = 100, c = 2N = 8: B0 = 36.8, two halvings: 4 pulls of each of 4 arms, 9 of each of 2, then the best."""
+    played = rounds_of(bandit("metasd-petc", N=4, horizon=100, petc_c=None), [0.1, 0.2, 0.9, 0.5], 60)
     assert [played[:16].count(arm) for arm in range(4)] == [4] * 4
     assert [played[16:34].count(arm) for arm in range(4)] == [0, 0, 9, 9]
     assert set(played[34:]) == {2}
     short = rounds_of(bandit("metasd-petc", N=4, horizon=2, petc_c=0.1), [0.1, 0.2, 0.9, 0.5], 8)
     assert short == [0, 1, 2, 3, 2, 3, 2, 2], "at least one pull an arm"
+    seven = rounds_of(bandit("metasd-petc", N=7), [0.1, 0.2, 0.9, 0.5, 0.3, 0.4, 0.6], 40)
+    assert set(seven[13:]) == {2}, "by default 7 + 4 + 2 rounds: within a query there is time to commit"
 
 
 def test_discounted_counts_by_hand():
@@ -141,7 +144,7 @@ def test_a_window_forgets_and_pulls_what_left_it():
     policy = bandit("metasd-swucb", window=3)
     assert rounds_of(policy, [0.9, 0.1], 10) == [0, 1, 0, 0, 0, 1, 0, 0, 0, 1], "arm 1 left after 3 rounds"
     assert sum(policy.n) == 3 == len(policy.past)
-    assert policy._radius() == pytest.approx(0.01 * np.sqrt(2 * log(3) / np.array(policy.n))), "t is at most the window"
+    assert policy._radius() == pytest.approx(0.01 * np.sqrt(2 * log(10) / np.array(policy.n))), "t is of all rounds"
 
 
 @pytest.mark.parametrize(("name", "adapts"), [("metasd-ucb", False), ("metasd-ducb", True), ("metasd-swucb", True)])

@@ -11,6 +11,8 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import registry
+from specctl.selection.build import make_selector
+from specctl.selection.clock import Clock
 from specctl.selection.combined import Guarded, taps_of
 from specctl.selection.controller import Selector, Text
 from specctl.selection.feedback import Scorer
@@ -37,13 +39,14 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
     policy = registry.build(algo, arms, PolicyRecipe(**options))
     rules = rules_for(algo, game, DEPTH)
     bd = policy.learns == "reward" and rules.reward == "bd"
-    scorer = Scorer(target, list(pool.values()), DEPTH, overlap=bd) if bd or policy.learns == "losses" else None
+    scorer = Scorer(target, list(pool.values()), DEPTH) if policy.learns == "losses" else None
 
     def new_game(text):
         return Game(registry.build(algo, arms, PolicyRecipe(**options)), rules, arms)
 
     guarded = [Guarded(name, drafter) for name, drafter in pool.items()]
-    return Selector(guarded, new_game, scorer, chosen_only=bd, ends=ends, on_round=None if log is None else log.append)
+    on_round = None if log is None else log.append
+    return Selector(guarded, new_game, scorer, Clock.of(len(pool)), overlaps=bd, ends=ends, on_round=on_round)
 
 
 def played(target, controller, prompts, keys):
@@ -119,14 +122,12 @@ def test_two_texts_of_one_game_are_refused(target, pool, prompts):
 
 
 def test_bd_is_the_played_arms_own(target, pool, prompts):
-    """The drafter that is the target itself has overlap 1 wherever it was verified."""
+    """The drafter that is the target itself has overlap 1 wherever it drafted."""
     log = []
     controller = selector(target, pool, "metasd-ucb", log=log)
     played(target, controller, prompts[1:2], ["a"])
     own = [line for line in log if line.arm == "good" and line.learnt is not None]
-    assert own and all(
-        line.learnt == pytest.approx(min(line.drafted, line.committed) / DEPTH, abs=1e-3) for line in own
-    )
+    assert own and all(line.learnt == pytest.approx(line.drafted / DEPTH, abs=1e-3) for line in own)
 
 
 def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
@@ -135,8 +136,8 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
     controller = selector(target, {**pool, "broken": Lookup(DEPTH)}, "hedgespec", log=log, ends=True)
     scoring = controller.scorer.score
 
-    def poisoned(state, counts, *more):
-        found = scoring(state, counts, *more)
+    def poisoned(state, counts):
+        found = scoring(state, counts)
         for one in found:
             one.gamma[3] = np.nan
         return found
@@ -147,6 +148,29 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
     controller.open([])
     assert controller.tally.dropped > 0
     assert log[-1].weights[0] > 0.5 and log[-1].weights[3] < 0.1
+
+
+@pytest.mark.parametrize("texts", [1, 12])
+def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
+    """One drafter, whole and cut to a node by its arm: scores alone are the same. Twelve texts of a batch share rows
+    of a CPU, which leaves a node to either. K is that of arms that can reach it."""
+    log = []
+    arms = [Guarded("one", pool["good"], 1), Guarded("whole", pool["good"])]
+    options = dict(batch=texts, seed=0, within_query=True, on_round=log.append)
+
+    def new_policy(own, text):
+        return registry.build("hedgespec", own, PolicyRecipe())
+
+    recipe = GameRecipe(depth=None, hybrid_rounds=0)
+    controller = make_selector(target, arms, "hedgespec", recipe, new_policy, **options)
+    played(target, controller, (prompts * 4)[:texts], [f"{n}" for n in range(texts)])
+    ended = [line.learnt for line in log if line.learnt][:-texts]
+    cut = [one > whole + 0.1 for one, whole in ended]
+    assert len(cut) > 1 and (any(cut) if texts == 1 else not any(cut))
+    cut = make_selector(target, arms[:1], "ucbspec", GameRecipe(), new_policy, **options)
+    controller.open([Text("q", "", "a")])
+    cut.open([Text("q", "", "a")])
+    assert (controller.games["a"].rules.depth, cut.games["a"].rules.depth) == (DEPTH, 1)
 
 
 class Unscorable(Lookup):

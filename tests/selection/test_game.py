@@ -9,10 +9,10 @@ import pytest
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game import Game
 from specctl.selection.hindsight import token_losses
-from specctl.selection.losses import length_loss
 from specctl.selection.policy import Arms
 from specctl.selection.registry import build
-from specctl.selection.rules import rules_for
+from specctl.selection.rewards import Outcome
+from specctl.selection.rules import overruled, rules_for
 from tests.selection.tables import trace_of
 
 N, K, T = 3, 4, 30
@@ -45,7 +45,7 @@ class Spy:
         self.told.append("forgot")
 
 
-def spied(learns="losses", scale="unit", costs=(), **options):
+def spied(learns="losses", scale="unit", costs=(), step=None, **options):
     spy = Spy(learns, scale)
     return Game(
         spy,
@@ -54,6 +54,7 @@ def spied(learns="losses", scale="unit", costs=(), **options):
             GameRecipe(**{"depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None, **options}),
             K,
             costs,
+            step,
         ),
         ARMS,
     ), spy
@@ -69,7 +70,7 @@ def walk(game, trace, rounds):
     for index, committed in enumerate(rounds):
         arm = game.choose()
         last = index == len(rounds) - 1
-        game.played(arm, committed, committed - (not last), K, not last, np.ones(K), 1.0)
+        game.played(arm, Outcome(committed, committed - (not last), not last, seconds=1.0))
         at += committed
         count = game.due()
         if count:
@@ -106,7 +107,7 @@ def test_a_vector_waits_for_the_tokens_of_its_draft_and_no_longer():
     counts = []
     for t in range(8):
         game.choose()
-        game.played(0, 1, 0, K, True)
+        game.played(0, Outcome(1, 0))
         game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
         counts.append(len(spy.told))
     assert counts == [0, 0, 0, 1, 2, 3, 4, 5], "token 0 is known with token K - 1"
@@ -119,7 +120,7 @@ def test_hybrid_vectors_come_at_once_then_the_others_wait():
     assert len(spy.told) == 2
     assert np.array(spy.told) == pytest.approx(1 - text.gamma[:, :2, 0].T)
     game.choose()
-    game.played(0, 5, 4, K, True)
+    game.played(0, Outcome(5, 4))
     game.scored(text.gamma[:, 2:7], text.hit[:, 2:7])
     wanted = token_losses(text, game.rules)
     assert np.array(spy.told[2:]) == pytest.approx(np.array([1 - text.gamma[:, 2, 0], wanted[3]])), (
@@ -141,7 +142,7 @@ def test_scoring_is_due_every_round_of_the_warm_up_then_once_a_batch():
     scored = 0
     for _ in range(9):
         game.choose()
-        game.played(0, 2, 1, K, True)
+        game.played(0, Outcome(2, 1))
         asked.append(game.due())
         game.scored(text.gamma[:, scored : scored + asked[-1]], text.hit[:, scored : scored + asked[-1]])
         scored += asked[-1]
@@ -177,20 +178,31 @@ def test_the_log_counts_regret_against_the_best_arm_so_far():
 
 
 def test_chunks_give_one_vector_a_round_that_sees_no_further_than_it():
-    game, spy = spied(**PLAIN | {"hybrid_rounds": 1}, unit="chunk")
+    """Over its k tokens in place of K (HedgeSpec, B.3); at first, and always of the loss `acceptance`, their mean."""
     text = trace()
     rounds = [2, 3, 1, 5, 4]
+    starts = np.cumsum([0, *rounds])
+    means = [1 - text.gamma[:, start : start + k, 0].mean(axis=1) for start, k in zip(starts, rounds, strict=False)]
+    game, spy = spied(**PLAIN | {"hybrid_rounds": 1}, unit="chunk")
     walk(game, text, rounds)
     game.ended()
-    wanted = [1 - text.gamma[:, 0, 0].astype(float)]
-    start = 2
-    for committed in rounds[1:]:
-        censored = np.zeros((N, K, K))
-        seen = min(committed, K)
-        censored[:, :seen] = text.gamma[:, start : start + seen]
-        wanted.append(length_loss(censored)[0])
-        start += committed
+    wanted = [means[0]]
+    for start, committed in zip(starts[1:], rounds[1:], strict=False):
+        k = min(committed, K)
+        along = text.gamma[:, start + np.arange(k), np.arange(k)].astype(float)
+        wanted.append(1 - (1 + along.cumprod(axis=1).sum(axis=1)) / (k + 1))
     assert np.array(spy.told) == pytest.approx(np.array(wanted))
+    game, spy = spied(**PLAIN, unit="chunk", loss="acceptance")
+    walk(game, text, rounds)
+    assert np.array(spy.told) == pytest.approx(np.array(means))
+
+
+def test_a_chunk_of_which_all_would_have_been_accepted_costs_nothing():
+    """Two tokens of K = 4: with K in the place of k the loss would be 0.4, as if three more had been rejected."""
+    game, spy = spied(**PLAIN, unit="chunk")
+    text = trace_of(np.ones((N, 4, K)))
+    walk(game, text, [2, 2])
+    assert np.array(spy.told) == pytest.approx(np.zeros((2, N)))
 
 
 def test_values_that_are_not_finite_cost_their_arm_that_vector():
@@ -220,8 +232,7 @@ def test_acceptance_that_is_rounded_past_one_costs_nothing():
 
 
 def told(game, **round_of):
-    values = {"committed": 3, "accepted": 2, "drafted": 4, "complete": True, "overlap": None, "seconds": None}
-    game.played(game.choose(), **values | round_of)
+    game.played(game.choose(), Outcome(**{"committed": 3, "accepted": 2} | round_of))
     return game.policy.told
 
 
@@ -233,18 +244,23 @@ def test_rewards_have_the_scale_of_the_policy():
     assert told(spied("reward", reward="bd")[0], overlap=np.array([1.0, 0.5])) == [(1, pytest.approx(1.5 / K))]
 
 
-def test_throughput_is_scaled_by_what_is_possible_or_was_seen():
-    game, spy = spied("reward", costs=(0.1, 0.2, 0.4), reward="throughput")
-    told(game, committed=5)  # the spy plays 1, 2, 0
-    told(game, committed=5)
-    told(game, committed=5)
-    assert [reward for _, reward in spy.told] == pytest.approx([0.5, 0.25, 1.0])
-    game, spy = spied("reward", reward="throughput")
-    for seconds in (2.0, 1.0, 4.0):
-        told(game, seconds=seconds)
-    assert [reward for _, reward in spy.told] == pytest.approx([1.0, 1.0, 0.25])
-    told(game, seconds=0.0)
-    assert game.dropped == 1 and len(spy.told) == 3
+def test_throughput_has_one_unit():
+    """K + 1 tokens in the time of a plain step, whatever was seen before: arms that get faster do not all earn 1; and
+    nobody earns more."""
+    game, spy = spied("reward", step=0.08, reward="throughput")
+    for seconds in (0.4, 0.2, 0.1):
+        told(game, committed=2, seconds=seconds)
+    assert [reward for _, reward in spy.told] == pytest.approx([2 * 0.08 / s / (K + 1) for s in (0.4, 0.2, 0.1)])
+    fast, spy = spied("reward", step=1.0, reward="throughput")
+    assert told(fast, committed=5, seconds=0.5) == [(1, 1.0)]
+
+
+def test_what_is_not_finite_is_worth_nothing():
+    """An arm of which a bandit is never told anything would have to be tried first in every round."""
+    game, _ = spied("reward", reward="bd")
+    assert told(game, overlap=np.array([nan])) == [(1, 0.0)] and game.dropped == 1
+    game, _ = spied("reward", step=1.0, reward="throughput")
+    assert told(game, seconds=0.0) == [(1, 0.0)] and game.dropped == 1
 
 
 def test_a_round_that_the_end_cut_is_not_shown_to_a_bandit():
@@ -279,7 +295,7 @@ def test_a_game_continues_bit_for_bit(name, unit):
         arms = []
         for _ in range(count):
             arms.append(game.choose())
-            game.played(arms[-1], 3, 2, K, True, np.full(K, 0.1 * arms[-1]), 1.0)
+            game.played(arms[-1], Outcome(3, 2, failed=at % 5 == 0, overlap=np.full(K, 0.1 * arms[-1]), seconds=1.0))
             at += 3
             count = game.due()
             if count:
@@ -300,10 +316,21 @@ def test_a_game_continues_bit_for_bit(name, unit):
 
 def test_normalhedge_plays_without_hedgespecs_savings():
     """The ablation would be the same row twice if both had the same rules."""
-    recipe = GameRecipe(depth=None, batch_growth=1.0)
-    assert rules_for("normalhedge", recipe, K).batch_rounds == 1
+    recipe = GameRecipe()
+    own = rules_for("normalhedge", recipe, K)
+    assert (own.depth, own.batch_rounds, own.warmup_rounds, own.drift) == (K, 1, 0, None)
     assert rules_for("ftl", recipe, K) == rules_for("hedgespec", recipe, K)
     assert (rules_for("metasd-ucb", recipe, K).reward, rules_for("ucbspec", recipe, K).reward) == ("bd", "tokens")
+
+
+def test_a_game_of_its_own_gives_way_to_what_was_set():
+    """What the recipe says otherwise than by default is obeyed; what it sets to the default is told."""
+    recipe = GameRecipe(warmup_rounds=7, tokens_per_update=3, depth=3, drift=5.0)
+    rules = rules_for("normalhedge", recipe, K)
+    assert (rules.warmup_rounds, rules.tokens_per_update, rules.depth, rules.drift) == (7, 3, 3, None)
+    (line,) = overruled(["hedgespec", "normalhedge", "ucbspec"], recipe)
+    assert "normalhedge" in line and "game.drift=None" in line and "warmup" not in line
+    assert overruled(["normalhedge"], GameRecipe()) == []
 
 
 def test_scorings_grow_apart():
@@ -312,7 +339,7 @@ def test_scorings_grow_apart():
     asked = []
     for number in range(1, 20):
         game.choose()
-        game.played(0, committed=1, accepted=0, drafted=0, complete=True)
+        game.played(0, Outcome(1, 0))
         if count := game.due():
             asked.append(number)
             game.scored(np.zeros((N, count, K)), np.zeros((N, count, K)))
@@ -333,7 +360,7 @@ def test_a_change_is_forgotten_up_to_where_it_began(unknown):
     for number in range(1, 41):
         game.choose()
         accepted = 4 if number <= 20 else 0
-        game.played(0, accepted + 1, accepted, K, True)
+        game.played(0, Outcome(accepted + 1, accepted))
         at += accepted + 1
         if count := game.due():
             asked.append(number)
@@ -350,20 +377,49 @@ def test_a_change_is_forgotten_up_to_where_it_began(unknown):
     assert len(counted) == scored - (K - 1) - len(unknown), "regret is counted over all"
 
 
-def test_the_loss_of_throughput_is_by_declared_or_measured_seconds():
-    """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds; before arm 0 was measured it is as cheap as the cheapest."""
+def test_the_loss_of_throughput_is_by_measured_seconds():
+    """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds, plain steps one half; before arm 0 was measured it is as cheap as
+    the cheapest."""
     text = trace()
     wanted = token_losses(text, rules_for("hedgespec", GameRecipe(depth=None), K))
-    declared, spy = spied(**PLAIN, loss="throughput", costs=(1.0, 2.0, 4.0))
-    walk(declared, text, [5] * 6)
-    declared.ended()
-    relative = np.array([1, 1 / 2, 1 / 4])
-    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted) * relative)
-    assert token_losses(text, declared.rules) == pytest.approx(np.array(spy.told))
-    measured, spy = spied(**PLAIN, loss="throughput")
+    measured, spy = spied(**PLAIN, loss="throughput", step=0.5)
     for at, seconds in ((0, 2.0), (5, 4.0), (10, 1.0)):
-        measured.played(measured.choose(), 5, 4, K, True, seconds=seconds)
+        measured.played(measured.choose(), Outcome(5, 4, seconds=seconds))
         measured.scored(text.gamma[:, at : at + 5], text.hit[:, at : at + 5])
-    first, second, third = [1, 1, 1], [1, 1, 1 / 2], relative
-    rates = np.array([first] * 2 + [second] * 5 + [third] * 5)  # K - 1 vectors wait for the next round's tokens
-    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted[:12]) * rates)
+    first, second, relative = [1 / 4] * 3, [1 / 4, 1 / 4, 1 / 8], [1 / 2, 1 / 4, 1 / 8]
+    rates = np.array([first] * 2 + [second] * 5 + [relative] * 5)  # K - 1 vectors wait for the next round's tokens
+    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted[: len(rates)]) * rates)
+    rules = rules_for("hedgespec", GameRecipe(depth=None, loss="throughput"), K, (1.0, 2.0, 4.0), 0.5)
+    assert token_losses(text, rules) == pytest.approx(1 - (1 - wanted) * relative), "a yardstick knows all costs"
+
+
+def test_who_fails_is_worth_what_it_keeps():
+    """Scores promise what they like: arm 1 raises in its one round, arm 2 in one of its two. They cost 1, and half of
+    what is left to 1."""
+    game, spy = spied(**PLAIN)
+    text = trace()
+    for start, (arm, failed) in enumerate([(1, True), (2, False), (2, True), (0, False)]):
+        game.choose()
+        game.played(arm, Outcome(1, 0, failed=failed))
+        game.scored(text.gamma[:, start : start + 1], text.hit[:, start : start + 1])
+    wanted = token_losses(text, game.rules)[0]
+    assert np.array(spy.told[0]) == pytest.approx([wanted[0], 1, 1 - (1 - wanted[2]) / 2])
+
+
+def test_what_fails_is_scored_at_once_and_soon_not_trusted():
+    """Long after the warm-up: an arm that has drafted well for fifty rounds and then raises in all."""
+    game, _ = spied(warmup_rounds=1, batch_rounds=100, loss="acceptance", tokens_per_update=1)
+    for number in range(1, 55):
+        game.choose()
+        game.played(0, Outcome(1, 0, failed=number > 50))
+        count = game.due()
+        assert bool(count) == (number == 1 or number > 50)
+        game.scored(np.ones((N, count, K)), np.ones((N, count, K)))
+    assert game.policy.told[-1] == pytest.approx([1 - (3 / 4) ** 4, 0, 0])
+
+
+def test_a_round_that_failed_earns_nothing():
+    """Plain decoding is fast where a drafter raises at once: with its speed as its reward it would be played on."""
+    for reward in ("tokens", "be", "bd", "throughput"):
+        game, _ = spied("reward", step=1.0, reward=reward)
+        assert told(game, committed=1, accepted=0, failed=True, overlap=np.zeros(0), seconds=1.0) == [(1, 0.0)]

@@ -5,7 +5,17 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specctl.selection.losses import along_drafts, beyond_the_end, expected_length, length_loss, per_second
+from specctl.selection.losses import (
+    along_drafts,
+    at_success,
+    beyond_the_end,
+    expected_length,
+    length_loss,
+    per_second,
+    realised_length,
+)
+from specctl.selection.record import Drafted
+from specctl.selection.trace import INNER, LEAF
 
 
 def length_by_enumeration(gamma, t):
@@ -47,9 +57,9 @@ def test_the_product_is_biased_and_the_realised_form_is_not(K, wanted, true):
     for first_is_a in (True, False):
         gamma = np.full((1, K, K), float(first_is_a))
         gamma[0, 0] = 0.5
-        hit = np.full((1, K, K), float(first_is_a))
+        hit = np.full((1, K, K), float(first_is_a)) * INNER
         product_form.append(expected_length(gamma)[0, 0])
-        realised.append(expected_length(hit)[0, 0])
+        realised.append(realised_length(hit)[0, 0])
     assert np.mean(product_form) == pytest.approx(wanted)
     assert np.mean(realised) == pytest.approx(true)
 
@@ -61,6 +71,35 @@ def test_a_gain_a_second():
     gamma[1, 0, 0] = 0.5  # AL = 1.5
     losses = length_loss(gamma)
     assert losses == pytest.approx(np.array([[1 - 3 / 4, 1 - 1.5 / 4]]))
-    found = per_second(losses, (0.03, 0.01))
+    found = per_second(losses, (0.03, 0.01), step=0.01)
     assert found == pytest.approx(np.array([[1 - 1 / 4, 1 - 1.5 / 4]]))
-    assert per_second(losses, (0.02, 0.02)) == pytest.approx(losses), "equal costs change nothing"
+    assert per_second(losses, (0.02, 0.02), step=0.02) == pytest.approx(losses), "rounds as cheap as plain ones"
+    assert per_second(losses, (0.01, 0.01), step=0.02) == pytest.approx(losses), "no gain is larger than its tokens"
+
+
+def test_a_gain_that_is_kept_now_and_then():
+    losses = np.array([[0.2, 0.2, 0.2, 0.2]])
+    assert at_success(losses, [1, 1, 0.5, 0]) == pytest.approx(np.array([[0.2, 0.2, 0.6, 1.0]]))
+
+
+@pytest.mark.parametrize("children", [1, 2, 3])
+def test_the_realised_length_of_a_tree_with_leaves_is_unbiased(children):
+    """Every text of three tokens over three, by its probability: a chain 0 → 1 → 2 whose runners-up are leaves. Granted
+    a depth behind a leaf, the mean would be larger than what such drafts commit."""
+    first, K = [0, 1, 2], 3
+    kept = [(token + rank) % 3 for token in first for rank in range(children)]
+    parents = [-1] * children + [0] * children + [children] * children
+    tree = Drafted(kept, parents, K, 0.0)
+    law = np.random.default_rng(children).dirichlet(np.ones(3), (3, 4))  # of a token, by depth and by the one before
+    estimate = truth = longest = 0.0
+    for text in product(range(3), repeat=K):
+        before = [3, *text[:-1]]
+        chance = np.prod([law[k, before[k], token] for k, token in enumerate(text)])
+        rank = [(token - first[k]) % 3 for k, token in enumerate(text)]
+        hit = np.zeros((1, K, K))
+        hit[0] = np.diag([INNER if r == 0 else LEAF if r < children else 0 for r in rank])
+        estimate += chance * realised_length(hit)[0, 0]
+        longest += chance * realised_length(np.where(hit, INNER, 0))[0, 0]
+        truth += chance * (1 + tree.accepted(text))
+    assert estimate == pytest.approx(truth)
+    assert (longest > truth + 0.05) == (children > 1), "as if siblings had children, too"

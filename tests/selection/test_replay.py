@@ -5,7 +5,7 @@ from dataclasses import replace as changed
 import numpy as np
 import pytest
 
-from specctl.errors import DataError
+from specctl.errors import CheckpointError, DataError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.hindsight import Hindsight, games, token_losses, walk
 from specctl.selection.registry import NAMES
@@ -171,8 +171,18 @@ def test_a_replay_shows_a_bandit_the_overlap_of_the_drafts_of_complete_rounds(mo
     trace = scripted(BY_HAND)
     trace.overlap[:] = np.random.default_rng(0).random(trace.overlap.shape)
     played("metasd-ucb", Hindsight(table_of([trace])))
-    rounds = [[(0, 0), (1, 1), (2, 2)], [(1, 0), (2, 1), (3, 2)]]  # (token, depth - 1); the one at 5 is cut by the end
-    assert spy.told == pytest.approx([sum(trace.overlap[1, t, k] for t, k in cells) / 3 for cells in rounds])
+    assert spy.told == pytest.approx([trace.overlap[1, start].sum() / 3 for start in (0, 1)]), "the end cuts that at 5"
+
+
+def test_a_table_that_knows_no_overlaps_of_drafts_is_refused_to_who_is_shown_them():
+    """Before version 3 they were of the text, whatever was drafted: another reward than that of live decoding."""
+    trace = scripted(BY_HAND)
+    old = Hindsight(table_of([changed(trace, overlap=trace.overlap[..., :0])]))
+    with pytest.raises(CheckpointError, match="before version 3"):
+        played("metasd-ucb", old)
+    for name in ("ucbspec", "hedgespec"):
+        assert played(name, old).rounds.sum() > 0
+    assert replay("metasd-ucb", old, PolicyRecipe(), GameRecipe(reward="be")).rounds.sum() > 0
 
 
 def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeypatch):

@@ -7,9 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, UsageError
 from specctl.selection import table_file
+from specctl.selection.recording import Recording
 from specctl.selection.table_file import Header, read, read_table, write
+from specctl.selection.trace import INNER
 from tests.selection.conftest import ARMS, DEPTH
 
 STAMP = {"target": {"name": "tiny", "revision": None}, "drafters": {"sql": "ab12", "lookup": "lookup"}, "exact": False}
@@ -102,20 +104,41 @@ def test_what_is_no_table(file, tmp_path, monkeypatch):
     write(file, Header(ARMS, DEPTH, STAMP), [])
     with pytest.raises(CheckpointError, match="piece of a table"):
         read_table(file)
-    monkeypatch.setattr(table_file, "READABLE", (9,))
+    monkeypatch.setattr(table_file, "READABLE", (4,))
     with pytest.raises(CheckpointError, match="version 3"):
         read(file)
 
 
-def test_tables_of_version_1_have_no_sessions(file, made_up, monkeypatch):
-    """Neither column nor digest knew of them; the tables are as good as ever."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_tables_are_as_good_as_ever(file, made_up, monkeypatch, version):
+    """Hits were yes or no, of whatever could go on; overlaps were those of the text, which nobody is shown any more.
+    Version 1 had no sessions: neither column nor digest knew of them."""
     rows = [made_up(place) for place in range(3)]
-    old = [dataclasses.replace(row, trace=dataclasses.replace(row.trace, session=None, prompt=None)) for row in rows]
-    monkeypatch.setattr(table_file, "VERSION", 1)
+    rows = [dataclasses.replace(row, trace=dataclasses.replace(row.trace, hit=row.trace.hit > 0)) for row in rows]
+    rows = [dataclasses.replace(row, trace=dataclasses.replace(row.trace, prompt=None)) for row in rows]
+    if version == 1:
+        rows = [dataclasses.replace(row, trace=dataclasses.replace(row.trace, session=None)) for row in rows]
+    monkeypatch.setitem(table_file.ARRAYS, "hit", (np.bool_, 3))
+    place = table_file.SCHEMA.get_field_index("hit")
+    monkeypatch.setattr(table_file, "SCHEMA", table_file.SCHEMA.set(place, pa.field("hit", pa.list_(pa.bool_()))))
     costs = {name: COSTS[name] for name in ("draft_s", "step_s")}
-    write(file, Header(ARMS, DEPTH, STAMP, costs), old)
-    pq.write_table(pq.read_table(file).drop_columns(["session", "prompt"]), file)
-    assert not {"session", "prompt"} & {*pq.read_schema(file).names}
+    write(file, Header(ARMS, DEPTH, STAMP, costs, version), rows)
+    pq.write_table(pq.read_table(file).drop_columns(["prompt", "session"][: 3 - version]), file)
+    monkeypatch.undo()
     assert read_table(file).overheads is None and read_table(file).reach is None
-    for one, other in zip(read(file)[1], old, strict=True):
-        assert_same(one, other)
+    for one, other in zip(read_table(file).traces, rows, strict=True):
+        assert np.array_equal(one.hit, np.where(other.trace.hit, INNER, 0)) and one.hit.dtype == np.uint8
+        assert one.overlap.shape == (*one.accepted.shape, 0) and one.session == other.trace.session
+        assert np.array_equal(one.gamma, other.trace.gamma) and np.array_equal(one.accepted, other.trace.accepted)
+
+
+def test_pieces_of_another_version_are_not_gone_on_with(file, made_up):
+    """Joined, half of the table would know what drafts were worth and half would not."""
+    pieces = file.with_name("other.parquet.pieces")
+    pieces.mkdir()
+    write(pieces / "0000000.parquet", Header(ARMS, DEPTH, STAMP, version=2), [made_up(0)])
+    with (
+        pytest.raises(UsageError, match="version was 2, is 3"),
+        Recording(file.with_name("other.parquet"), Header(ARMS, DEPTH, STAMP), resume=True),
+    ):
+        pass

@@ -1,0 +1,88 @@
+"""Block divergence: how close a drafter's distributions are to the target's along the draft that it made.
+
+Of every position of a draft, rejected or not, verification has computed p̄ and drafting has computed q̄, both behind the
+tokens that were drafted before it; so the reward needs no further forward (MetaSD, Eq. 4). Of a tree it is the chain of
+first children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specctl import kernels
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.draft import DraftTree, first_chain, topology
+from specctl.decoding.loop import MAX_NODES
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.selection.policy import Array
+
+
+def overlap(draft: DraftTree, b: int, logits: Tensor) -> Array:
+    """[d] 1 − TV(p̄, q̄) at the d positions of sequence b's draft, at temperature 1 and unfiltered.
+
+    q̄ of a drafter without a distribution is one-hot at what it drafted. NaN where a row is no distribution.
+
+    Args:
+        logits: [≥ 1 + n, V] the target's rows of the root and the draft's n nodes.
+    """
+    chain = first_chain(draft.parents[b].tolist())
+    return _overlap(draft, b, chain, logits[[0, *(node + 1 for node in chain[:-1])]]) if chain else np.zeros(0)
+
+
+def _overlap(draft: DraftTree, b: int, chain: list[int], logits: Tensor) -> Array:
+    """The same, given the rows [d, V] that predict the d nodes of `chain`."""
+    one = torch.ones(len(chain), device=logits.device)
+    p = kernels.row_params(logits, one, torch.zeros_like(one, dtype=torch.long), one)
+    tokens = draft.tokens[b, chain]
+    if draft.q is None:
+        found = kernels.token_probability(p, tokens[:, None])[:, 0]
+    else:
+        q = kernels.DraftRows(draft.q.of(b, len(chain)), draft.q.ids)
+        found = kernels.panorama(p, [q], tokens).accept[0]
+    return found.masked_fill(~p.valid, torch.nan).cpu().numpy().astype(float)
+
+
+def overlaps(target: Target, state: DecodeState, drafts: Sequence[DraftTree]) -> list[Array]:
+    """`overlap` of drafts that nobody verifies, of a state of one sequence, in as few steps of the target as its cache
+    has room for; what these steps write there, the next one overwrites."""
+    found: list[Array] = []
+    waiting: list[tuple[DraftTree, list[int]]] = []
+    for draft in drafts:
+        chain = first_chain(draft.parents[0].tolist())
+        if sum(len(other) for _, other in waiting) + len(chain) >= MAX_NODES:
+            found += _together(target, state, waiting)
+            waiting = []
+        waiting.append((draft, chain))
+    return found + _together(target, state, waiting)
+
+
+def _together(target: Target, state: DecodeState, drafts: list[tuple[DraftTree, list[int]]]) -> list[Array]:
+    """The chains of some drafts, side by side in one step."""
+    tokens = [state.rows[0].ids[-1]]
+    parents: list[int] = []
+    at: list[list[int]] = []  # rows that predict each chain's tokens
+    for draft, chain in drafts:
+        own = range(len(parents), len(parents) + len(chain))
+        at.append([0, *(node + 1 for node in own)][: len(own)])
+        parents += [-1, *own][: len(own)]
+        tokens += draft.tokens[0, chain].tolist()
+    if not parents:
+        return [np.zeros(0) for _ in drafts]
+    depths, seen = topology(parents)
+    masks = torch.tensor([1, *(bits << 1 | 1 for bits in seen)])  # bit 0 = the root
+    visible = (masks[:, None] >> torch.arange(len(tokens))) & 1 > 0
+    plan = plan_rows(
+        state.cached,
+        len(tokens),
+        visible=visible[None].to(state.device),
+        depth=torch.tensor([[0, *depths]], device=state.device),
+        device=state.device,
+        dtype=state.dtype,
+    )
+    logits = target.step(torch.tensor([tokens], device=state.device), state.cache, plan)[0][0]
+    return [_overlap(draft, 0, chain, logits[rows]) for (draft, chain), rows in zip(drafts, at, strict=True)]

@@ -1,0 +1,56 @@
+"""When idle drafters are scored: often while little is known, then ever more seldom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specctl.selection.rules import Rules
+
+
+class Schedule:
+    """Rounds of a game, and which of them are scored: all of the warm-up, then some after ever longer intervals.
+
+    HedgeSpec's intervals (B.5) stay the same: `batch_growth` 1.
+
+    Attributes:
+        rounds: played so far.
+    """
+
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.rounds = 0
+        self.begin(rules.warmup_rounds)
+
+    def begin(self, warmup: int) -> None:
+        """So many rounds from now on are all scored, then short intervals grow again."""
+        self._warm_until = self.rounds + warmup
+        self._interval = float(self.rules.batch_rounds)
+        self._next = self._warm_until + self.rules.batch_rounds
+
+    def hurry(self) -> None:
+        """Scoring is due after this round; the intervals stay as they are."""
+        self._next = min(self._next, self.rounds)
+
+    @property
+    def warm(self) -> bool:
+        """The last round was one of the warm-up."""
+        return self.rounds <= self._warm_until
+
+    def due(self) -> bool:
+        """Whether scoring is due after the last round; to be asked once a round."""
+        if self.warm:
+            return True
+        if self.rounds < self._next:
+            return False
+        self._interval *= self.rules.batch_growth
+        self._next = self.rounds + round(self._interval)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"rounds": self.rounds, "warm_until": self._warm_until, "interval": self._interval, "next": self._next}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a `state`."""
+        self.rounds, self._warm_until = state["rounds"], state["warm_until"]
+        self._interval, self._next = state["interval"], state["next"]

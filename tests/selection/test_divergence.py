@@ -1,0 +1,117 @@
+"""Overlaps along drafts: against laws computed from texts that end in them."""
+
+import numpy as np
+import pytest
+import torch
+
+from specctl.decoding.draft import DraftTree, NoDraft, first_chain
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.verify import verify
+from specctl.drafters import eagle3
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.drafters.tree import Shape
+from specctl.recipe import DraftingRecipe
+from specctl.selection.divergence import overlap, overlaps
+from tests.lossless.drafters import own_weights
+from tests.selection.test_feedback import head, law, standing, trained
+
+
+@pytest.fixture(scope="module")
+def drafters(target):
+    small = DraftingRecipe(stop_below=0.0, children=2, nodes=6, width=2, depth=3)
+    return {
+        "chain": eagle3.Eagle3Drafter(head(target, 1, 3000), target, Shape(4, 1, 4, 1, 0.0)),
+        "leaves": eagle3.Eagle3Drafter(head(target, 2, 3000), target, Shape(4, 1, 9, 3, 0.0)),
+        "tree": eagle3.Eagle3Drafter(head(target, 3, 3000), target, Shape(4, 3, 12, 3, 0.0)),
+        "hydra": trained(target, "hydra", small, draft_heads=3),
+        "medusa": trained(target, "medusa", small, draft_heads=3, vocab_size=2000),
+        "lm": LMDrafter(own_weights(target, 0.3), target, LMShape(5, 0.0, False)),
+        "lookup": Lookup(4),
+        "suffix": Suffix(depth=4, nodes=8, children=3),
+        "none": NoDraft(),
+    }
+
+
+@torch.inference_mode()
+def expected(target, drafter, ids, chain):
+    """1 − TV at every position of `chain`, from the text that ends in it: p̄ of a prefill, q̄ of the drafter's scores of
+    drafts that begin where the chain does."""
+    whole, n = ids + chain, len(ids)
+    p = law(target, [*whole, 0], Sampling(1.0, 0, 1.0))[n - 1 : -1]
+    score = drafter.score(standing(target, [*whole, 0], drafter.taps, GREEDY), [range(n, len(whole))], len(chain))[0]
+    if score.logits is None:
+        return p.gather(1, torch.tensor(chain)[:, None])[:, 0]
+    q = torch.zeros_like(p)
+    for k in range(len(chain)):
+        row = score.logits[min(k, len(score.logits) - 1), k]
+        q[k, slice(None) if score.ids is None else score.ids] = row.softmax(-1)
+    return torch.minimum(p, q).sum(-1)
+
+
+@pytest.fixture(scope="module")
+def text(prompts):
+    return prompts[1] + prompts[1][-30:]  # that repeats itself
+
+
+@torch.inference_mode()
+def test_overlap_is_of_every_drafted_position(target, drafters, text):
+    """Rejected ones included, each behind what was drafted before it. Catches rows of other nodes or depths, ids of the
+    draft vocabulary taken for the target's, and an end at the first rejection."""
+    missed = 0
+    for name, drafter in drafters.items():
+        state = standing(target, text, drafter.taps, GREEDY)
+        draft = drafter.propose(state, 20)
+        verdict = verify(target, state, draft)
+        chain = draft.tokens[0, first_chain(draft.parents[0].tolist())].tolist()
+        found = overlap(draft, 0, verdict.logits[0])
+        assert len(found) == len(chain) == max(verdict.depths[0], 0), name
+        if chain:
+            np.testing.assert_allclose(found, expected(target, drafter, text, chain), atol=3e-4, err_msg=name)
+            missed += len(chain) > len(verdict.paths[0]) + 1
+    assert missed > 3
+
+
+@torch.inference_mode()
+def test_overlaps_of_drafts_that_nobody_verifies(target, drafters, text, monkeypatch):
+    """All at once, in two steps, or in one for each: the chains of others change nothing."""
+    taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.taps}))
+    state = standing(target, text, taps, GREEDY)
+    drafts = [drafter.propose(state, 20) for drafter in drafters.values()]
+    wanted = [overlap(draft, 0, verify(target, state, draft).logits[0]) for draft in drafts]
+    for room in (63, 16, 6):
+        monkeypatch.setattr("specctl.selection.divergence.MAX_NODES", room)
+        for one, other in zip(overlaps(target, state, drafts), wanted, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_each_sequence_of_a_batch_has_its_own_rows(target, drafters, prompts):
+    """Of another place in the batch, another text's: a tree of some width keeps the rows of all sequences together."""
+    from specctl.decoding.state import DecodeState, Request
+
+    texts = [prompts[0], prompts[1]]
+    for name in ("tree", "hydra", "lm"):
+        drafter = drafters[name]
+        alone = []
+        for ids in texts:
+            state = standing(target, ids, drafter.taps, GREEDY)
+            draft = drafter.propose(state, 20)
+            alone.append(overlap(draft, 0, verify(target, state, draft).logits[0]))
+        requests = [Request(ids[:-1], GREEDY, len(ids) + 40, 0) for ids in texts]
+        state = DecodeState(target, requests, slots=2, taps=drafter.taps, spare=63, exact_rows=0)
+        _, _, tapped = target.prefill([ids[:-1] for ids in texts], state.cache, drafter.taps)
+        state.begin([0, 1], [ids[-1] for ids in texts], tapped)
+        draft = drafter.propose(state, 20)
+        logits = verify(target, state, draft).logits
+        for b in range(2):
+            np.testing.assert_allclose(overlap(draft, b, logits[b]), alone[b], atol=3e-4, err_msg=name)
+
+
+def test_a_row_that_is_none():
+    """NaN, which a game counts and takes for worthless."""
+    draft = DraftTree.from_chains([[1, 2]], torch.device("cpu"))
+    assert np.isnan(overlap(draft, 0, torch.full((3, 4), float("nan")))).all()
+    assert first_chain([-1, -1, 0, 0, 2, -2]) == [0, 2, 4] and first_chain([]) == []

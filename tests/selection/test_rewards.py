@@ -1,0 +1,254 @@
+"""Rewards and losses: those of live decoding are those of a replay, and whoever cannot draft earns none."""
+
+import time
+
+import numpy as np
+import pytest
+
+from specctl.decoding import loop
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters import eagle3
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.drafters.tree import Shape
+from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection import build, game, record, registry, replay
+from specctl.selection.combined import Guarded
+from specctl.selection.controller import Text
+from specctl.selection.hindsight import Hindsight
+from specctl.selection.record import Query
+from specctl.selection.rewards import block_divergence, block_efficiency, throughput, tokens
+from tests.lossless.drafters import own_weights
+from tests.selection.test_feedback import head
+
+NEW, STEP, DEPTH = 22, 1.0, 5
+
+
+def test_rewards_by_hand():
+    assert (tokens(1, 4), tokens(3, 4), tokens(5, 4)) == (0, 0.5, 1)
+    assert block_efficiency(3, 4) == 0.75
+    assert block_divergence(np.array([1.0, 0.5, 0.1]), 4) == pytest.approx(0.4), "MetaSD, Eq. 4: of N_max positions"
+    assert throughput(3, 0.02, 0.01, 5) == pytest.approx(3 / 2 / 6), "1.5 × plain of at most 6 ×"
+    assert throughput(6, 0.01, 0.01, 5) == throughput(6, 0.001, 0.01, 5) == 1
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """A clock that only drafters and the target move: drafts of `Slow` take what they say, a target step takes STEP."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def verified(*asked):
+        now[0] += STEP
+        return verify(*asked)
+
+    verify = loop.verify
+    monkeypatch.setattr(loop, "verify", verified)
+    monkeypatch.setattr(build, "step_seconds", lambda target, rows, batch: [STEP * batch])
+    monkeypatch.setattr(record, "step_seconds", lambda target, rows: [STEP] * len(rows))
+    return now
+
+
+def slow(drafter, seconds, now, fails=lambda ids: False):
+    """`drafter`, whose drafts take so long on that clock, and which raises for some texts."""
+
+    class Slow(type(drafter)):
+        def __init__(self):
+            vars(self).update(vars(drafter))
+
+        def propose(self, state, budget):
+            now[0] += seconds
+            if fails(state.rows[0].ids):
+                raise RuntimeError("no such row")
+            return super().propose(state, budget)
+
+    return Slow()
+
+
+def members(target):
+    """Drafters that miss at times, of every kind of q̄."""
+    return {
+        "lm": LMDrafter(own_weights(target, 0.05), target, LMShape(4, 0.0, False)),
+        "worse": LMDrafter(own_weights(target, 0.3), target, LMShape(3, 0.2, False)),
+        "head": eagle3.Eagle3Drafter(head(target, 1, 3000), target, Shape(4, 2, 9, 3, 0.0)),
+        "lookup": Lookup(3),
+        "suffix": Suffix(depth=DEPTH, nodes=8, children=3),
+        "failing": LMDrafter(own_weights(target, 0.0), target, LMShape(3, 0.0, False)),
+    }
+
+
+def games_of(monkeypatch, module):
+    """The games that a module makes from now on."""
+    found = []
+
+    class Kept(game.Game):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            found.append(self)
+
+    monkeypatch.setattr(module, "Game", Kept)
+    return found
+
+
+BANDITS = [name for name in registry.NAMES if registry.learns(name) == "reward"]
+LEARNERS = [name for name in registry.NAMES if registry.learns(name) == "losses"]
+
+
+def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking, monkeypatch):
+    """Round for round, for every policy, reward and loss, in arms that miss, fail, and cost more or less time."""
+    fails = {"failing": lambda ids: len(ids) % 3 == 0}
+    pool = {
+        name: slow(drafter, 0.25 * n, ticking, fails.get(name, lambda ids: False))
+        for n, (name, drafter) in enumerate(members(target).items())
+    }
+    queries = [Query(f"q{n}", "d", ids, NEW, 0) for n, ids in enumerate(prompts[:2])]
+    arms = [Guarded(name, drafter) for name, drafter in pool.items()]
+    table = record.record(target, arms, queries, GREEDY, DEPTH)
+    missed = [(trace.overlap[:, :, 1:] > 0) & (trace.accepted[..., None] == 0) for trace in table.traces]
+    assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps behind rejected tokens"
+    assert any((trace.drafted < 0).any() for trace in table.traces)
+    hindsight = Hindsight(table)
+    kinds = [(name, {"reward": reward}) for name in BANDITS for reward in ("bd", "be", "tokens", "throughput")]
+    kinds += [(name, {"loss": "throughput"}) for name in LEARNERS]
+    kinds += [("hedgespec", {"estimator": "realised", "depth": 4}), ("hedgespec", {"unit": "chunk"})]
+    for name, options in kinds:
+        recipe = GameRecipe(score_ends=True, **options)
+        theirs, mine = (games_of(monkeypatch, module) for module in (replay, build))
+        replay.replay(name, hindsight, PolicyRecipe(), recipe, "stream")
+        controller = build.make_selector(
+            target,
+            [Guarded(arm, drafter) for arm, drafter in pool.items()],
+            name,
+            recipe,
+            lambda arms, text, name=name: registry.build(name, arms, PolicyRecipe()),
+            seed=0,
+            within_query=False,
+            on_round=lambda line: None,
+        )
+        for query in queries:
+            controller.open([Text(query.id, "d", "all")])
+            options = dict(sampling=GREEDY, max_new_tokens=NEW, seeds=[0], taps=controller.taps)
+            decode(target, [query.ids], controller=controller, **options)
+        (one,), (other,) = mine, theirs
+        assert [entry.arm for entry in one.log] == [entry.arm for entry in other.log], (name, options)
+        assert [entry.committed for entry in one.log] == [entry.committed for entry in other.log]
+        for live, again in zip(one.log, other.log, strict=True):
+            assert live.reward == (again.reward and pytest.approx(again.reward, abs=1e-4)), (name, recipe)
+        for live, again in zip(one.log[:-1], other.log[:-1], strict=True):  # live nobody knows which text is the last
+            np.testing.assert_allclose(sum_of(live), sum_of(again), atol=1e-3)
+
+
+def sum_of(entry):
+    """Of all losses of a round."""
+    return sum((part.sum(axis=0) for part in entry.losses), np.zeros(6))
+
+
+@pytest.mark.parametrize("name", ["hedgespec", "ftl", "metasd-ucb", "ucbspec", "exp3spec"])
+def test_a_drafter_that_always_raises_is_left(target, prompts, name):
+    """Its scores are the best of all: from them alone, full information would play it for ever. After ten rounds it is
+    played by who explores only, and no more often than by chance."""
+
+    class Broken(LMDrafter):
+        def propose(self, state, budget):
+            raise RuntimeError("no such row")
+
+    pool = members(target)
+    broken = Broken.__new__(Broken)
+    vars(broken).update(vars(pool["failing"]))
+    arms = [Guarded("broken", broken), Guarded("lm", pool["lm"]), Guarded("worse", pool["worse"])]
+    played = []
+    controller = build.make_selector(
+        target,
+        arms,
+        name,
+        GameRecipe(),
+        lambda arms, text: registry.build(name, arms, PolicyRecipe()),
+        seed=1,
+        within_query=False,
+        on_round=lambda line: played.append(line.arm),
+    )
+    for n, ids in enumerate(prompts):
+        controller.open([Text(f"q{n}", "d", "all")])
+        decode(target, [ids], sampling=GREEDY, max_new_tokens=60, seeds=[0], controller=controller, taps=())
+    late = played[10:]
+    explores = name in ("ucbspec", "exp3spec")
+    assert "broken" in played[:10] and len(late) > 8
+    assert late.count("broken") <= 0.4 * len(late) * explores
+
+
+class Set:
+    """Plays one arm and keeps what it earned."""
+
+    learns, scale = "reward", "unit"
+
+    def __init__(self, arm, count):
+        self.arm, self.count, self.told = arm, count, []
+
+    def weights(self):
+        return [1 / self.count] * self.count
+
+    def choose(self):
+        return self.arm
+
+    def reward(self, arm, reward):
+        self.told.append(reward)
+
+
+def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, prompts, ticking):
+    """Two texts play an arm that takes 6 s a draft, one an arm that takes 1: a draft is shared by its texts, a step by
+    all; shared by all alike, an arm that is slow would never be told from one that is fast."""
+    arms = [Guarded("slow", slow(Lookup(3), 6.0, ticking)), Guarded("fast", slow(Suffix(3, 6, 2), 1.0, ticking))]
+    policies = {"a": Set(0, 2), "b": Set(1, 2), "c": Set(0, 2)}
+    recipe = GameRecipe(reward="throughput")
+    options = dict(batch=3, seed=0, within_query=True)
+    rounds = []
+    controller = build.make_selector(
+        target, arms, "metasd-ucb", recipe, lambda own, text: policies[text.key], on_round=rounds.append, **options
+    )
+    controller.open([Text(key, "d", key) for key in policies])
+    asked = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0] * 3, taps=())
+    decode(target, prompts, controller=controller, **asked)
+    first = {line.query: line for line in rounds[:3]}
+    K = 3
+    for key, seconds in {"a": 6 / 2 + STEP / 3, "b": 1 + STEP / 3, "c": 6 / 2 + STEP / 3}.items():
+        assert first[key].learnt == pytest.approx(throughput(first[key].committed, seconds, STEP, K)), key
+
+
+def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
+    """And what the warm-up has measured is forgotten with it."""
+
+    class Behind(Lookup):
+        def advance(self, state):
+            ticking[0] += 100.0
+            super().advance(state)
+
+        def propose(self, state, budget):
+            drafted = ticking[0]
+            found = super().propose(state, budget)
+            ticking[0] = drafted + 1.0  # its own reading, in a round, is one of no size here
+            return found
+
+    arms = [Guarded("lookup", slow(Lookup(3), 1.0, ticking)), Guarded("behind", Behind(3))]
+    controller = build.make_selector(
+        target,
+        arms,
+        "random",
+        GameRecipe(loss="throughput"),
+        lambda own, text: registry.build("random", own, PolicyRecipe()),
+        seed=3,
+        within_query=True,
+        on_round=lambda line: None,
+    )
+    seen = []
+    controller.open([Text("q", "d", "q")])
+    game = controller.games["q"]
+    played = game.played
+    game.played = lambda arm, outcome: (seen.append(outcome.seconds), played(arm, outcome))
+    decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=8, seeds=[0], controller=controller, taps=())
+    assert controller.tally.switches > 1 and seen == [pytest.approx(1.0 + STEP)] * len(seen)
+    controller.clock.took(0, 99.0)
+    controller.forget()
+    assert controller.clock.costs() == [1.0, 1.0]
