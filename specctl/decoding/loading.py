@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from urllib.request import getproxies
 
 import torch
 
-from specctl.decoding.support import unusable, why_unusable
+from specctl.decoding.support import context_limit, ropes, unusable, why_unusable, window_size
 from specctl.errors import CheckpointError, UsageError
 
 HUB_S = 2.0  # seconds for the hub's answer to a connection
@@ -91,7 +92,10 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-        parts = (config, config.get_text_config())
+        text = config.get_text_config()
+        kind = text.model_type
+        for ask in (ropes, context_limit, window_size):
+            ask(text)  # what is read of it later is not to fail then
     except Exception as error:  # whatever a file can make transformers raise
         telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise CheckpointError(
@@ -101,9 +105,12 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     names = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         raise CheckpointError(f"target {name}: config.json: architectures is {names!r:.60}, not a list of names")
+    for key, value in vars(text).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise CheckpointError(f"target {name}: config.json: {key} is {value}", "copy the file again")
     for key in ("_attn_implementation", "_experts_implementation"):
-        for value in (getattr(part, key, None) for part in parts):
-            if value not in ATTENTION:
+        for value in (getattr(part, key, None) for part in (config, text)):
+            if value not in ATTENTION and not trust_remote_code:
                 raise CheckpointError(
                     f"target {name}: config.json: {key[1:]} is {value!r:.60}, which may be code from a repository",
                     f"delete the key; some of {', '.join(filter(None, ATTENTION))} is chosen here",
@@ -112,10 +119,10 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
     ):
         raise CheckpointError(
-            f"target {name} is not a decoder-only causal LM (architecture {', '.join(names)})",
+            f"target {name} is not a decoder-only causal LM (architecture {', '.join(names):.200})",
             "choose a causal LM such as Llama, Qwen or Mistral",
         )
-    if config.get_text_config().model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
     reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
     if reason is not None:

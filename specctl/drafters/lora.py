@@ -41,8 +41,8 @@ class LowRank:
 class Origin:
     """The drafter whose weights an adapter updates: where it was, seen from the adapter, and the weights' digest."""
 
-    path: str
-    sha256: str
+    path: Annotated[str, Field(max_length=1024)]
+    sha256: Annotated[str, Field(max_length=64)]
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def weights_digest(directory: Path) -> str:
 
 def is_drafter(path: Path) -> bool:
     """Whether a directory claims to be a drafter; it may still be damaged."""
-    return any((path / name).is_file() for name in (MANIFEST, INFO))
+    return any(os.path.isfile(path / name) for name in (MANIFEST, INFO))  # of a path that cannot be: no
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -331,6 +331,13 @@ DAMAGED = {
     "tokenizer": (lambda directory: (directory / "tokenizer.json").write_text("[]"), "tokenizer of"),
     "architectures": (config_with(architectures=1), "architectures"),
     "head_dim": (config_with(head_dim=1e30), "head_dim"),
+    "text": (config_with(text_config="gpt_oss"), r"config\.json"),
+    "rope": (config_with(rope_parameters={"rope_type": [None]}), r"config\.json"),
+    "eps": (config_with(rms_norm_eps=math.nan), "rms_norm_eps is nan"),
+    "end": (
+        lambda directory: (directory / "generation_config.json").write_text('{"eos_token_id": "x"}'),
+        "eos_token_id",
+    ),
     "dtype": (config_with(dtype=math.nan), r"config\.json"),
     "kernels": (config_with(attn_implementation="kernels-community/x"), "attn_implementation is 'kernels-community/x'"),
     "flash": (config_with(_attn_implementation="flash_attention_2"), "attn_implementation is 'flash_attention_2'"),

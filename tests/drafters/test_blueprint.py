@@ -99,6 +99,12 @@ def test_a_wrong_origin_of_an_adapter_is_named(changed, value):
     assert "config.json: lora" in changed("lora", top={"lora": value})
 
 
+@pytest.mark.parametrize("path", ["a" * 300, "../gone", "\0", "/"])
+def test_a_base_that_is_nowhere(changed, path):
+    said = changed("lora", top={"lora": {"rank": 2, "alpha": 4, "base": {"path": path, "sha256": "0" * 64}}})
+    assert "is an adapter of" in said
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
