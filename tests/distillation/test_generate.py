@@ -66,7 +66,7 @@ def questions(tmp_path):
 
 
 def recipe(prompts, output, **fields) -> DistillRecipe:
-    data = {"prompts": str(prompts), **fields.pop("data", {})}
+    data = {"domain": ["sql"], "prompts": str(prompts), **fields.pop("data", {})}
     return DistillRecipe.model_validate(
         {"batch_size": 4, "shard_size": 7, "data": data, "output_dir": output, **fields}
     )

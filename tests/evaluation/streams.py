@@ -61,7 +61,7 @@ def recipe(prompts, init, target, **fields):
     """Two prompts a chunk, six tokens an answer."""
     sampling = {"max_new_tokens": 6, **fields.pop("sampling", {})}
     stream = {"chunk": 2, **fields.pop("stream", {})}
-    data = {"prompts": str(prompts), **fields.pop("data", {})}
+    data = {"domain": ["sql"], "prompts": str(prompts), **fields.pop("data", {})}
     found = {"arch": checkpoint.family(init), "target": TargetRecipe(name=target.name, dtype="fp32", device="cpu")}
     return OnlineRecipe(
         **found

@@ -9,7 +9,7 @@ import torch
 from specctl import api
 from specctl.decoding import device_round
 from specctl.evaluation.matrix import evaluate
-from specctl.recipe import DataRecipe, EvalRecipe
+from specctl.recipe import EvalRecipe
 from specctl.runs import Run
 from tests.evaluation.streams import (
     QUESTIONS,
@@ -181,9 +181,7 @@ def test_repeats_see_the_prompts_in_another_order(several):
 
 def test_the_drafter_that_does_not_learn_is_that_of_eval(tmp_path, several, tiny, copy):
     place, made, _, _ = several
-    again = EvalRecipe(
-        target=made.target, data=DataRecipe(prompts=made.data.prompts), sampling=made.sampling, drafters=[str(copy)]
-    )
+    again = EvalRecipe(target=made.target, data=made.data, sampling=made.sampling, drafters=[str(copy)])
     evaluate(again, Run.create("eval", again, tmp_path / "eval"), target=tiny)
     counts = ("output_ids", "target_passes", "accepted", "rejections", "drafted", "accepted_by_depth", "agreement")
 

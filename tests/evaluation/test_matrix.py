@@ -43,7 +43,8 @@ def perfect(target, scripted):
 
 
 def recipe(prompts, **fields):
-    data = DataRecipe(prompts=str(prompts), **fields.pop("data", {}))
+    own = {} if "{domain}" in str(prompts) else {"domain": ["sql"]}
+    data = DataRecipe(**own | {"prompts": str(prompts)} | fields.pop("data", {}))
     sampling = SamplingRecipe(**{"max_new_tokens": 16, **fields.pop("sampling", {})})
     return EvalRecipe(data=data, sampling=sampling, target=TargetRecipe(dtype="fp32", device="cpu"), **fields)
 
@@ -340,7 +341,7 @@ def test_domains_of_a_matrix(tmp_path, prompts, target):
     assert with_domains_of_drafters(named) is named
     assert with_domains_of_drafters(recipe(prompts, pool=pool)).data.domain == ["sql"], "no matrix, no change"
     with pytest.raises(UsageError, match="which domain"):
-        with_domains_of_drafters(recipe(prompts, drafters=["lookup"], matrix=True))
+        with_domains_of_drafters(recipe("{domain}.jsonl", drafters=["lookup"], matrix=True))
 
 
 def test_contradictions(tmp_path, prompts, target):

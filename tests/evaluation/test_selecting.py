@@ -59,7 +59,7 @@ def pool(target):
 
 def recipe(prompts, **fields):
     return SelectRecipe(
-        data=DataRecipe(prompts=str(prompts)),
+        data=DataRecipe(domain=["sql"], prompts=str(prompts)),
         sampling=SamplingRecipe(**{"max_new_tokens": 16, **fields.pop("sampling", {})}),
         target=TargetRecipe(dtype="fp32", device="cpu"),
         **{"session": 2, **fields},
