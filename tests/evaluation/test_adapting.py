@@ -9,7 +9,7 @@ import torch
 from specctl import api
 from specctl.decoding import device_round
 from specctl.evaluation.matrix import evaluate
-from specctl.recipe import EvalRecipe
+from specctl.recipe import DataRecipe, EvalRecipe
 from specctl.runs import Run
 from tests.evaluation.streams import (
     QUESTIONS,

@@ -259,7 +259,7 @@ def test_every_process_reads_what_any_has_written(target, examples, tmp_path, sm
     assert all(0 < store.passes < sum(len(e.tokens) - 1 for e in examples) for store in stores)
     assert all(same(store.get(examples), whole) and not store.at_home for store in stores)
     again = in_turn(tmp_path, 3)
-    assert all(store.passes == len(examples[0].tokens) - 1 for store in again), "one text, to compare the weights"
+    assert not any(store.passes for store in again)
     assert all(same(store.get(examples), whole) for store in again)
 
 
