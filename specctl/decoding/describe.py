@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -84,8 +83,13 @@ def describe(name: str, label: str | None = None) -> Description:
     except CheckpointError:
         tokenizer = None
     generation = model.generation_config
-    with suppress(OSError):  # most have none, and then the model's own is made from the configuration
+    try:
         generation = GenerationConfig.from_pretrained(location(name))
+    except OSError:  # most have none, and then the model's own is made from the configuration
+        pass
+    except Exception as error:  # whatever a file can make transformers raise
+        said = f"cannot read generation_config.json of target {label or name}: {first_line(error)}"
+        raise CheckpointError(said, "copy the file again, or delete it") from error
     stored = getattr(config, "dtype", None)
     trained, limit = getattr(text, "max_position_embeddings", None), context_limit(text)
     return Description(

@@ -22,6 +22,7 @@ from specctl.errors import CheckpointError, UsageError
 HUB_S = 2.0  # seconds for the hub's answer to a connection
 ATTENTION = (None, "eager", "sdpa")
 """What a configuration may choose: of transformers' own, what takes a mask of any shape."""
+MOST_LAYERS = 1000
 LONGEST_LINE = 300  # characters of another library's message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -124,6 +125,9 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
+    layers = getattr(text, "num_hidden_layers", 1)
+    if not (type(layers) is int and 0 < layers <= MOST_LAYERS):
+        raise CheckpointError(f"target {name}: config.json: num_hidden_layers is {layers!r:.60}, not 1 … {MOST_LAYERS}")
     reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
     if reason is not None:
         raise unusable(name, reason)
@@ -195,8 +199,10 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
-    load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     try:
+        if not trust_remote_code:
+            _check_size(name, config)
         model = AutoModelForCausalLM.from_pretrained(
             location(name),
             dtype=dtype,
@@ -209,7 +215,7 @@ def load_model(
     except SafetensorError as error:  # which does not say of which file
         hint = f"specctl doctor --target {name} names the file"
         raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
-    except UsageError:
+    except (UsageError, CheckpointError):
         raise
     except Exception as error:  # whatever files can make transformers raise, a pickle that was not loaded included
         kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
@@ -222,6 +228,24 @@ def load_model(
             "more GPUs, or raise target.max_memory",
         )
     return model.eval()
+
+
+def _check_size(name: str, config: Any) -> None:
+    """Raise CheckpointError where the files of a directory are too small for what config.json describes: what they do
+    not hold would be drawn at random, for minutes."""
+    from transformers import AutoModelForCausalLM
+
+    held = sum(file.stat().st_size for file in Path(location(name)).glob("*.safetensors"))
+    if not held or getattr(config, "quantization_config", None):
+        return
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > held:  # a byte each is the least that is not quantised
+        raise CheckpointError(
+            f"cannot load target {name}: its weights are damaged, or another model's: {held:,} bytes for the "
+            f"{parameters:,} parameters that config.json describes",
+            f"specctl doctor --target {name} looks at its files",
+        )
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):

@@ -338,6 +338,8 @@ DAMAGED = {
         lambda directory: (directory / "generation_config.json").write_text('{"eos_token_id": "x"}'),
         "eos_token_id",
     ),
+    "size": (config_with(vocab_size=10**7), "another model's: .* bytes for the 9"),
+    "layers": (config_with(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     "dtype": (config_with(dtype=math.nan), r"config\.json"),
     "kernels": (config_with(attn_implementation="kernels-community/x"), "attn_implementation is 'kernels-community/x'"),
     "flash": (config_with(_attn_implementation="flash_attention_2"), "attn_implementation is 'flash_attention_2'"),
