@@ -77,19 +77,25 @@ def text(value: Any) -> str:
 def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Values as they are, unrounded; nothing is an empty cell, a list its items with `;` between them.
 
-    A text that a spreadsheet would compute has an apostrophe in front of it.
+    A text that a spreadsheet would compute has an apostrophe in front of it; a carriage return, which would end the row
+    unquoted, is a line feed.
     """
     made = io.StringIO()
     writer = csv.writer(made, lineterminator="\n")
     for row in (columns, *rows):
         plain = [";".join(map(str, value)) if isinstance(value, list) else value for value in row]
-        writer.writerow([f"'{value}" if isinstance(value, str) and _computed(value) else value for value in plain])
+        writer.writerow([_inert(value) if isinstance(value, str) else value for value in plain])
     return made.getvalue()
+
+
+def _inert(text: str) -> str:
+    text = text.replace("\r", "\n")
+    return f"'{text}" if _computed(text) else text
 
 
 def _computed(text: str) -> bool:
     """Whether a spreadsheet takes a text for a formula; `-3;-4` and `-1.5` are numbers, whoever wrote them."""
-    if not text.startswith(("=", "+", "-", "@", "\t", "\r")):
+    if not text.startswith(("=", "+", "-", "@", "\t", "\n")):
         return False
     return re.fullmatch(r"[-+\d.;e]+", text) is None
 

@@ -65,7 +65,7 @@ def pupil_of(made, target, **options):
 )
 def test_ranks_learn_what_one_process_learns(tiny, heads, family, algo, size, options):
     """Up to the order of sums, over two chunks; three ranks have batches of two texts, of which one gets none."""
-    made = recipe("", heads[family], tiny, algo=[algo], learner=options)
+    made = recipe("unread.jsonl", heads[family], tiny, algo=[algo], learner=options)
     alone = pupil_of(made, tiny)
     start, chunks = alone.played(), [answered(alone, tiny), answered(alone, tiny, ["Count down.", "Say no.", "Why?"])]
     lessons, expected = taught(alone, chunks)
@@ -85,7 +85,7 @@ def test_ranks_learn_what_one_process_learns(tiny, heads, family, algo, size, op
 
 def test_dropout_differs_by_rank(tiny, heads):
     """The same masks for every share would be half as many draws."""
-    pupil = Pupil(recipe("", heads["hydra"], tiny, algo=["ogd"], learner={"dropout": 0.5}), "ogd", tiny, 0)
+    pupil = Pupil(recipe("unread.jsonl", heads["hydra"], tiny, algo=["ogd"], learner={"dropout": 0.5}), "ogd", tiny, 0)
     answered(pupil, tiny).into(pupil.buffer)
     (batch,) = pupil._batches(pupil.buffer.examples())
     module, run, w = pupil.trainee.module, pupil.trainee.loss, pupil.objective.start()

@@ -342,6 +342,7 @@ def test_a_signal_while_libraries_are_imported(tmp_path, module, number, code):
     """Broken off in an import, transformers says that it could not import something: exit code 1."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n"

@@ -68,7 +68,7 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
         "speeds": "measured" if mode == "live" else "modelled",
         "pulls": {},
     }
-    document |= {"algo": "hedgespec", "run_dir": "run"}
+    document |= {"algo": "hedgespec", "run_dir": "run", "machine": {"cores": 2, "threads": 1, "others_busy": 0.5}}
     document |= {"lossless": {"sequences": 0, "mismatches": 0, "ties": 0, "unverified": 0}}
     console = Console(width=400, file=io.StringIO())
     console.print(show(document))

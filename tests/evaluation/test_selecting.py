@@ -391,7 +391,7 @@ def test_pools_of_several_sizes(tmp_path, recorded, target, pool):
 def test_an_option_that_a_policys_own_game_overrules_is_told(tmp_path, recorded, target, pool, capsys):
     """An option that is set to its default is taken for one that was left out, but not in silence."""
     prompts, table, _ = recorded
-    made = recipe(prompts, replay=table, algo=["normalhedge"], game={"drift": 5.0, "warmup_rounds": 2})
+    made = recipe(prompts, replay=table, algo=["normalhedge"], game={"drift": 5.0, "warmup_rounds": 3})
     selected(tmp_path, made, target, pool, rounds=False)
     said = capsys.readouterr().err
     assert "normalhedge plays a game of its own: game.drift=None;" in said and "warmup" not in said

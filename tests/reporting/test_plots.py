@@ -123,4 +123,4 @@ def test_no_cell_of_a_table_is_a_formula():
     cells = ["=1+1", "+a", "-a", "@a", "\t=1", "\r=1", "-1.5", "-3;4e-5", "a=b", -2.5, None, ["-x", "y"]]
     (head, row) = csv.reader(io.StringIO(to_csv(["=name"] + ["x"] * 11, [cells]), newline=""))
     assert head[0] == "'=name"
-    assert row == [*(f"'{text}" for text in cells[:6]), "-1.5", "-3;4e-5", "a=b", "-2.5", "", "'-x;y"]
+    assert row == [*(f"'{text}" for text in cells[:5]), "'\n=1", "-1.5", "-3;4e-5", "a=b", "-2.5", "", "'-x;y"]
