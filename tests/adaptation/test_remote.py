@@ -85,7 +85,9 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     once and counted in every row, also after a resumption; what it learns from at the moment stays."""
     context = SimpleNamespace(Queue=Box, Process=Silent)
     monkeypatch.setattr(remote.multiprocessing, "get_context", lambda kind: context)
-    made = recipe("unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"], asynchronous=True)
+    made = recipe(
+        "unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"], asynchronous=True
+    )
     pupil = RemotePupil(made, "ogd", tiny, 0)
     first, *others = chunks = [answered(pupil, tiny) for _ in range(6)]
     limit = pupil.buffer.max_bytes = int(2.5 * first.bytes)
