@@ -243,7 +243,7 @@ def test_other_weights_of_the_target_are_refused(tmp_path):
     of = {name: {**META, "target": META["target"] | {"weights": name}} for name in ("ab", "cd")}
     with ShardWriter(tmp_path / "new", of["ab"]) as writer:
         writer.append(ROWS[:2])
-    with pytest.raises(DataError, match='target.weights is "ab" there and "cd" now'):
+    with pytest.raises(DataError, match=r'target\.weights is "ab" there and "cd" now'):
         ShardWriter(tmp_path / "new", of["cd"], resume=True)
     leave_open(tmp_path / "old")
     with ShardWriter(tmp_path / "old", of["ab"], resume=True) as writer:
