@@ -16,12 +16,13 @@ import os
 import queue
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ class RemotePupil(Pupil):
 def _meeting() -> tuple[TemporaryDirectory[str], int | None]:
     """A directory that only this process and its learners know, and the descriptor by which it is flocked. Those that
     nobody holds are of killed runs, and removed."""
-    for left in Path(gettempdir()).glob("specctl-learner-*"):
+    for left in Path(tempfile.gettempdir()).glob("specctl-learner-*"):
         with suppress(OSError):
             os.close(_flocked(left))
             shutil.rmtree(left, ignore_errors=True)

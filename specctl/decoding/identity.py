@@ -61,7 +61,6 @@ def _directory(name: str, revision: str | None) -> Path | None:
 
     if not is_hub_id(name):
         return Path(location(name))
-
     found = try_to_load_from_cache(name, "config.json", revision=revision)
     return Path(found).parent if isinstance(found, str) else None
 

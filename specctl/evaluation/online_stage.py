@@ -295,11 +295,8 @@ class Stage:
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Go on from what `state` has told."""
-        self.chunks, self._turns, self.refused = (
-            index(facts["chunks"]),
-            index(facts["turns"]),
-            Counter(facts["refused"]),
-        )
+        self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
+        self.refused = Counter(facts["refused"])
         for name, pupil in self.pupils.items():
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}

@@ -80,6 +80,19 @@ class Silent:
         return False
 
 
+def test_meeting_places_of_killed_runs_are_removed(tmp_path, monkeypatch):
+    """Not that of a run which is at work, and nothing else."""
+    monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "specctl-learner-dead" / "ranks").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    place, kept = remote._meeting()
+    another, its = remote._meeting()
+    assert {path.name for path in tmp_path.iterdir()} == {"other", Path(place.name).name, Path(another.name).name}
+    for found, fd in ((place, kept), (another, its)):
+        found.cleanup()
+        os.close(fd)
+
+
 def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, capsys):
     """What waits for it and the texts of the chunk that is being answered share buffer.max_mb: the oldest go, told of
     once and counted in every row, also after a resumption; what it learns from at the moment stays."""

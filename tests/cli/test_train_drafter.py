@@ -69,6 +69,15 @@ def test_unfinished_data_is_finished_on_resume(specctl, calls, distilled, tmp_pa
     assert ("unfinished" in done.err) != bool(argv)
 
 
+def test_unfinished_data_that_was_trained_on_is_left_as_it_is(specctl, calls, distilled, tmp_path):
+    """A training that goes on needs the same data: finished, it would be refused."""
+    distilled(tmp_path / "distilled/sql", complete=False)
+    (tmp_path / "drafters/sql-eagle3.checkpoints").mkdir(parents=True)
+    done = specctl("train-drafter", "--resume")
+    assert done.code == 0 and "unfinished" in done.err
+    assert [command for command, _ in calls] == ["train-drafter"]
+
+
 def test_several_processes_do_not_all_distil(specctl, calls, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = specctl("train-drafter")

@@ -238,6 +238,18 @@ def test_other_settings_are_refused_by_name(tmp_path):
         pass
 
 
+def test_other_weights_of_the_target_are_refused(tmp_path):
+    """Replaced under the same path. Data of before the digests is gone on with: it says nothing of weights."""
+    of = {name: {**META, "target": META["target"] | {"weights": name}} for name in ("ab", "cd")}
+    with ShardWriter(tmp_path / "new", of["ab"]) as writer:
+        writer.append(ROWS[:2])
+    with pytest.raises(DataError, match=r'target\.weights is "ab" there and "cd" now'):
+        ShardWriter(tmp_path / "new", of["cd"], resume=True)
+    leave_open(tmp_path / "old")
+    with ShardWriter(tmp_path / "old", of["ab"], resume=True) as writer:
+        assert len(writer.done) == 10
+
+
 def test_jobs_of_an_array_share_a_directory(tmp_path):
     parts = {i: [record for record in ROWS if int(record["id"], 16) % 3 == i] for i in range(3)}
     for i in (0, 2):
