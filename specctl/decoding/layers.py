@@ -28,7 +28,7 @@ class Linear:
     """y = x Wᵀ (+ b) for inference; packs W for oneDNN where that is faster (bf16 on a CPU that has it)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.bias = bias
+        self.bias = None if bias is None else bias.detach()  # as the weight: it outlives a module that is emptied
         self.dtype = weight.dtype
         self.packed = _can_pack(weight)
         weight = weight.detach().contiguous()
