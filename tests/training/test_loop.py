@@ -405,7 +405,8 @@ def test_killed_runs_resume(distilled, tmp_path):
     place = tmp_path / "killed"
     file = written(recipe(distilled, place, max_steps=12), place)
     command = [sys.executable, "-m", "specctl", "train-drafter", "--recipe", file, "--resume"]
-    options = dict(cwd=place, stdout=subprocess.DEVNULL, stderr=(place / "stderr").open("w"))
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums depend on it
+    options = dict(cwd=place, env=environment, stdout=subprocess.DEVNULL, stderr=(place / "stderr").open("w"))
     for steps, delay in ((1, 0.0), (4, 0.02), (8, 0.05)):  # delays reach into the writing of checkpoint and drafter
         process = subprocess.Popen(command, **options)
         while steps_of(place) < steps and process.poll() is None:
