@@ -49,7 +49,7 @@ def places(losses: Callable[[Point], Tensor]) -> tuple[Point, ...]:
         return (WHOLE,) * stay.shape[1]
 
     def gains(place: Point) -> list[tuple[float, float]]:
-        """Of every learner, the mean gain over the texts, and what it has to exceed."""
+        """The mean gain over the texts, and what it has to exceed, by learner."""
         found = (stay - losses(place))[known]
         error = found.std(0) / math.sqrt(len(found)) if len(found) > 1 else torch.zeros(found.shape[1])
         return list(zip(found.mean(0).tolist(), (DOUBT * error).tolist(), strict=True))
