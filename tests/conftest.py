@@ -7,6 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specctl.decoding.loading import builtin_path
 from specctl.decoding.target import load_target
 
+torch.set_num_threads(1)
+
 PROMPTS = [
     "List the names of all students.",
     "Table: pets\nColumns: name, age, owner\n\nQuestion: how many pets are older than 3? Write one SQL query.",
@@ -60,9 +62,13 @@ def largest_tensor():
     return LargestTensor
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread():
-    """Small products gain nothing from a second thread, and lose much when something else runs on its core."""
+    """Small products gain nothing from a second thread, and lose much when something else runs on its core.
+
+    Set again after every test: a command that a test calls in this process chooses a number of its own.
+    """
+    yield
     torch.set_num_threads(1)
 
 

@@ -1,7 +1,6 @@
 """The built-in target, and a drafter whose quality is known."""
 
 import pytest
-import torch
 
 from specctl.decoding.draft import DraftTree
 from specctl.decoding.target import load_target
@@ -10,11 +9,6 @@ from specctl.decoding.target import load_target
 @pytest.fixture(scope="package")
 def target():
     return load_target("builtin", device="cpu", dtype="fp32")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="package")
