@@ -15,10 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specctl.decoding.draft import DraftTree
+from specctl.decoding.records import DraftTree, Label, Verdict
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
-from specctl.decoding.verify import Verdict
 from specctl.drafters.feature_layer import own_features
 from specctl.drafters.head import SlotBatch
 from specctl.drafters.lm import LMBatch
@@ -97,11 +96,6 @@ class ReplayBuffer(FeatureStore):
         self.texts: dict[int, Text] = {}
         self.bytes = self.dropped = 0
         self._next = 0
-        self._names: Sequence[str] = ()
-
-    def open(self, names: Sequence[str]) -> None:
-        """Names, one each, of the prompts that are decoded next: their examples' `prompt_id`."""
-        self._names = names
 
     def examples(self, only: Literal["all", "rejected"] = "all") -> list[Example]:
         """What can be learnt from, oldest first; with "rejected" texts in which a draft was."""
@@ -133,8 +127,8 @@ class ReplayBuffer(FeatureStore):
 
     def _add(self, state: DecodeState, b: int, text: _Open) -> None:
         row = state.rows[b]
-        name = self._names[row.index] if self._names else str(row.index)
-        example = Example(self._next, name, list(row.ids), row.prompt_length)
+        label = row.request.label or Label(str(row.index))
+        example = Example(self._next, label.query, list(row.ids), row.prompt_length)
         self._next += 1
         features = None
         if self.feedback == "verdict" and self.size(example) <= self.max_bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from specctl.decoding.draft import Drafter, DraftTree, Proposer, empty_draft
+from specctl.decoding.protocols import Controller, Drafter, Proposer
+from specctl.decoding.records import DraftTree, Verdict, empty_draft
+from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
-from specctl.decoding.verify import Verdict
 from specctl.recipe import DraftingRecipe
 
 LONGEST = 15  # K, where a drafter names none
@@ -35,7 +36,7 @@ def best_length(a: float, alpha: float, longest: int) -> int:
     return max(range(longest + 1), key=lambda k: (tokens_per_cost(a, k, alpha), -k))
 
 
-class AutoLength:
+class AutoLength(Controller):
     """A controller: one drafter, at the depth that pays at the moment.
 
     a is the running share of accepted draft tokens among those that were verified (accepted and rejected), α the
@@ -46,6 +47,7 @@ class AutoLength:
         """`alpha`: a declared cost ratio; None measures it, and makes a run depend on the clock."""
         self._declared = alpha
         self.rounds: Counter[int] = Counter()  # by k
+        self.texts: set[Text] = set()
         self.forget()
         self.use(drafter)
 
@@ -82,6 +84,12 @@ class AutoLength:
         self.unused += 1
         return 1 if self.unused % TRY_EVERY == 0 else 0
 
+    def begin(self, text: Text) -> None:
+        self.texts.add(text)
+
+    def end(self, text: Text) -> None:
+        self.texts.remove(text)
+
     def choose(self, state: DecodeState) -> Proposer:
         self._k = self.length()
         self.rounds[self._k] += 1
@@ -106,8 +114,9 @@ class AutoLength:
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         self.step_s = MEMORY * self.step_s + time.perf_counter() - self._drafted
         self.steps = MEMORY * self.steps + 1
-        accepted = sum(row.accepted - before[0] for row, before in zip(state.rows, self._before, strict=True))
-        rejected = sum(row.rejections - before[1] for row, before in zip(state.rows, self._before, strict=True))
+        own = [(row, *before) for row, before in zip(state.rows, self._before, strict=True) if row in self.texts]
+        accepted = sum(row.accepted - before for row, before, _ in own)
+        rejected = sum(row.rejections - before for row, _, before in own)
         if self._k:
             self.draft_s = MEMORY * self.draft_s + self._seconds
             self.draft_tokens = MEMORY * self.draft_tokens + max(verdict.depths)  # likely tokens only may be drafted

@@ -20,7 +20,8 @@ from specctl.adaptation.group import ALONE, Group
 from specctl.adaptation.learners import feedback, make_learner
 from specctl.adaptation.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.watchdog import Acceptance, Ruling, Watchdog
-from specctl.decoding.draft import Drafter
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.drafters.feature import FeatureDrafter
@@ -136,10 +137,6 @@ class Pupil:
         """A drafter of the weights w [P]."""
         return self.trainee.drafter(self.objective.state(w), self.recipe.drafting)
 
-    def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
-        """The prompts that are decoded next."""
-        self.buffer.open(queries)
-
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """What is answered meanwhile leaves no trace: nothing is learnt from it, and no text makes room for it."""
@@ -149,9 +146,9 @@ class Pupil:
         finally:
             self.buffer = kept
 
-    def drafting(self) -> dict[str, Any]:
-        """Options of `decode`."""
-        return {"drafter": self.drafter, "on_round": self.buffer.observe}
+    def drafting(self, labels: list[Label]) -> dict[str, Any]:
+        """Options of `decode` for texts of these labels."""
+        return {"drafter": self.drafter, "on_round": self.buffer.observe, "labels": labels}
 
     @contextmanager
     def awake(self) -> Iterator[None]:

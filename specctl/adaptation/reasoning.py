@@ -24,8 +24,8 @@ from specctl.adaptation.lookahead import Lookahead, Trace
 from specctl.adaptation.preferences import Lesson, PreferenceLearner
 from specctl.adaptation.stream import Arrival
 from specctl.adaptation.writer import Draft, Writer
-from specctl.decoding.draft import Drafter
 from specctl.decoding.loading import load_model, load_tokenizer
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters.lm_drafter import cast
 from specctl.drafters.pool import module, read_drafter, whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,8 @@ from specctl import progress
 from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.pupil import Lesson, Pupil, new_buffer
 from specctl.adaptation.watchdog import Acceptance
-from specctl.decoding.draft import Drafter
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.formats import checkpoint
@@ -29,7 +30,7 @@ from specctl.selection import registry
 from specctl.selection.arms import named
 from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded
-from specctl.selection.controller import Round, Selector, Text
+from specctl.selection.controller import Round, Selector
 from specctl.selection.rules import overruled
 from specctl.training.feature_files import Features
 
@@ -102,12 +103,6 @@ class Specialists:
         self._accepted[entry.arm][entry.query] += entry.accepted
         self._verified[entry.arm][entry.query] += min(entry.accepted + 1, entry.drafted)
 
-    def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
-        """The prompts that are decoded next."""
-        self.buffer.open(queries)
-        keys = queries if self.recipe.policy.reset == "query" else [f"{n}" for n in range(len(queries))]
-        self._selector.open([Text(*parts) for parts in zip(queries, domains, keys, strict=True)])
-
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """What is answered meanwhile leaves no trace; between two chunks, when there is nothing to be counted yet."""
@@ -120,9 +115,11 @@ class Specialists:
                 counts.clear()
             self._selector = self._select()
 
-    def drafting(self) -> dict[str, Any]:
-        """Options of `decode`."""
-        found: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps}
+    def drafting(self, labels: list[Label]) -> dict[str, Any]:
+        """Options of `decode` for texts of these labels; within a chunk those of one slot are one game's."""
+        if self.recipe.policy.reset != "query":
+            labels = [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
+        found: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
         return found | {"on_round": self.buffer.observe} if self.learns else found
 
     def sit(self, acceptance: Acceptance) -> Lesson:

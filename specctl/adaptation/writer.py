@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from specctl.adaptation.steps import Step, Stepper
 from specctl.adaptation.stream import Arrival
-from specctl.decoding.draft import Drafter
 from specctl.decoding.loop import decode
 from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.errors import DataError

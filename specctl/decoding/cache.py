@@ -253,12 +253,18 @@ class KVCache:
         alone._views()
         return alone
 
+    def moved_to(self, larger: KVCache) -> KVCache:
+        """`larger`, of the same sequences with more slots, with all that is here."""
+        larger.store[:, :, : self.capacity] = self.store
+        larger.skipped = self.skipped
+        return larger
+
     def select(self, index: Tensor) -> None:
-        """Keep only the sequences in `index` (batch shrinking as sequences finish)."""
+        """Hold the sequences in `index`, in that order; one that is named twice is there twice."""
         self.store = self.store.index_select(1, index)
         # Where nobody has skipped anything the device that holds the index need not be asked.
-        kept = index.tolist() if any(self.skipped) else range(len(index))
-        self.skipped = [self.skipped[b] for b in kept]
+        some = any(self.skipped)
+        self.skipped = [self.skipped[b] for b in index.tolist()] if some else [NOTHING] * len(index)
         self._views()
 
     def filled(self, starts: list[int]) -> None:

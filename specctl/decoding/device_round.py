@@ -18,11 +18,12 @@ from torch import Tensor
 from specctl.decoding import graphs
 from specctl.decoding.cache import plan_at
 from specctl.decoding.catch_up import RECOMPUTE
-from specctl.decoding.draft import PADDING, DeviceDraft, DraftTree, OnDevice, Proposer
-from specctl.decoding.resident import Resident, ancestors, bookings
+from specctl.decoding.protocols import DeviceDraft, OnDevice, Proposer
+from specctl.decoding.records import PADDING, DraftTree
+from specctl.decoding.resident import Resident, ancestors, bookings, widest_ends
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.verify import behind, judge, unusable, usable
+from specctl.decoding.verify import behind, judge, not_finite, usable
 
 
 def device_rounds(
@@ -41,8 +42,6 @@ def device_rounds(
         return None
     if state.catch_up != RECOMPUTE:  # the masks of plan_at know of no slots that were skipped
         return None
-    if any(request.sampling.repetition_penalty != 1 for request in state.requests):
-        return None
     draft = drafter.on_device(state, budget())
     if draft is None or draft.reach > state.spare:
         return None
@@ -60,7 +59,7 @@ class DeviceRounds:
         self, target: Target, state: DecodeState, drafter: OnDevice, budget: Callable[[], int], *, capture: bool
     ):
         self.target, self.state, self.drafter, self.budget, self.capture = target, state, drafter, budget, capture
-        self.batch = 0
+        self.store: Tensor | None = None  # the cache's, for which all was made
         self.loaded = self.failed = False
         self.under_way: deque[graphs.Readback] = deque()
 
@@ -69,6 +68,9 @@ class DeviceRounds:
         host's. Where a text has finished, no round is under way afterwards and the host may change the batch.
         """
         if self.failed:
+            return False
+        if self.state.draws.penalised:
+            self.settle()
             return False
         try:
             if not self.loaded:
@@ -80,22 +82,29 @@ class DeviceRounds:
             self._give_up(error)
             return False
         if len(self.under_way) > 1 and self._book():
-            self._settle()
+            self.settle()
         return True
 
     def load(self) -> None:
         """Begin where the host's state stands."""
-        if self.batch != self.state.batch:
+        if not self._fits():
             self._place()
         self.sequences.load(self.state)
         self.draft.load(self.state)
         self.loaded = True
 
+    def _fits(self) -> bool:
+        """Whether what was made is for the texts that there are: their caches, their ends and how they are drawn."""
+        if self.store is not self.state.cache.store:
+            return False
+        sequences = self.sequences
+        return sequences.draws.greedy != self.state.sampled and sequences.ends >= widest_ends(self.state)
+
     def _place(self) -> None:
-        """Make everything anew for a batch of another size."""
+        """Make everything anew, for a batch of another size or in another place."""
         draft = self.drafter.on_device(self.state, self.budget())
         assert draft is not None
-        self.draft, self.batch = draft, self.state.batch
+        self.draft, self.store = draft, self.state.cache.store
         self.sequences = Resident(self.state, draft.depth + 1)
         carried = [self.sequences.length, self.sequences.finished, *draft.carried]
         self.graphs = graphs.Graphs(carried, self.sequences.record)
@@ -140,19 +149,22 @@ class DeviceRounds:
         return logits, tapped, plan.positions, deep
 
     def _book(self) -> bool:
-        """Read what the oldest round under way committed; whether a text has finished with it. CheckpointError where
-        the logits that it read are not finite."""
+        """Read what the oldest round under way committed; whether a text has finished with it."""
         found = bookings(self.under_way.popleft().tolist())
-        before = len(self.state.finished)
+        live = self.state.live
         for row, booking in zip(self.state.rows, found, strict=True):
-            if row.stop is None:
-                if not booking.usable:
-                    raise unusable(self.target)
+            if row.stop is not None:
+                continue
+            if booking.usable:
                 self.state.book(row, booking.committed, booking.depth, booking.rejected)
-        return len(self.state.finished) > before
+            else:
+                row.fail(not_finite(self.target))
+        return len(self.state.live) < len(live)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for all rounds, and hand the drafter's memory back: the host may do as it likes."""
+        if not self.loaded:
+            return
         while self.under_way:
             self._book()
         self.draft.store(self.state)
@@ -164,7 +176,7 @@ class DeviceRounds:
         while self.under_way:
             self._book()
         self.drafter.invalidate(self.state)
-        self.failed = True
+        self.failed, self.loaded = True, False
         graphs.refuse(self.state.device)
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
         warnings.warn(f"decoding on {self.state.device} runs without CUDA graphs: {reason}", stacklevel=2)

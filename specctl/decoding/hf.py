@@ -54,6 +54,12 @@ class ShardedCache(KVCache):
         alone._views()
         return alone
 
+    def moved_to(self, larger: KVCache) -> KVCache:
+        assert isinstance(larger, ShardedCache)
+        for device, part in self.parts.items():
+            part.moved_to(larger.parts[device])
+        return larger
+
     def select(self, index: Tensor) -> None:
         for device, part in self.parts.items():
             part.select(index.to(device))

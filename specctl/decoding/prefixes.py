@@ -66,12 +66,12 @@ class Prefixes:
         kept = [line.tapped for line in here if line.tapped is not None]
         return torch.cat(logits), pad_sequence(kept, batch_first=True) if kept else None
 
-    def keep(self, state: DecodeState) -> None:
-        """Remember the texts that have finished since the last call, while their rows are there."""
-        finished = {id(row) for row in state.finished}
-        for b, row in enumerate(state.rows):
+    def keep(self, state: DecodeState, slots: list[int]) -> None:
+        """Remember the texts in `slots`, which have finished, while their rows are there."""
+        for b in slots:
+            row = state.rows[b]
             count = len(row.ids) - 1
-            if id(row) in finished and all(line.ids != row.ids[:count] for line in self.lines):
+            if all(line.ids != row.ids[:count] for line in self.lines):
                 features = None if state.features is None else state.features[b, :count].clone()
                 self.lines.append(Line(row.ids[:count], state.cache.store[:, b, :count].clone(), features))
 

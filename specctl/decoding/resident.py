@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specctl.decoding.draft import DraftTree
+from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import Draws
 from specctl.decoding.state import DecodeState
 
@@ -25,6 +25,7 @@ class Booking(NamedTuple):
     usable: bool  # the logits that the last token was drawn from are finite
 
 
+NO_TOKEN = -1
 HEAD = 4  # numbers before the tokens in a row of `Resident.record`: tokens, depth, rejected, usable
 
 
@@ -34,6 +35,7 @@ class Resident:
     Attributes:
         ids: [B, capacity]; length, limit: [B]; the last of the `length` committed tokens is not cached.
         finished: [B] bool; such a sequence commits nothing any more.
+        eos: [B, 1, ends] ids that end each sequence, filled up with `NO_TOKEN`.
         record: [B, HEAD + widest]: what the last round committed, untrimmed.
         cache, features: the state's own.
         widest: most tokens that a round commits.
@@ -47,11 +49,12 @@ class Resident:
         self.length, self.limit = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.record = torch.zeros(batch, HEAD + widest, dtype=torch.long, device=device)
-        self.eos = torch.tensor(sorted(state.eos_ids), dtype=torch.long, device=device)
+        self.ends = widest_ends(state)
+        self.eos = torch.zeros(batch, 1, self.ends, dtype=torch.long, device=device)
         self.sequences = torch.arange(batch, device=device).unsqueeze(1)
-        self.draws = Draws([row.sampling for row in state.requests[:batch]], [0] * batch, device)
+        self.draws = Draws([row.request.sampling for row in state.rows], [0] * batch, device)
         # A graph holds the path that was taken: greedy only where every text to come is.
-        self.draws.greedy = all(request.sampling.temperature == 0 for request in state.requests)
+        self.draws.greedy = not state.sampled
 
     def load(self, state: DecodeState) -> None:
         """Take over what the host knows."""
@@ -61,6 +64,8 @@ class Resident:
         self.length.copy_(torch.tensor([len(row.ids) for row in state.rows]))
         self.limit.copy_(torch.tensor([row.limit for row in state.rows]))
         self.finished.copy_(torch.tensor([row.stop is not None for row in state.rows]))
+        eos = [(sorted(row.eos_ids) + [NO_TOKEN] * self.ends)[: self.ends] for row in state.rows]
+        self.eos.copy_(torch.tensor(eos).unsqueeze(1))
         for name in ("own_seeds", "temperature", "top_k", "top_p"):
             getattr(self.draws, name).copy_(getattr(state.draws, name))
 
@@ -117,6 +122,11 @@ class Resident:
         kept = torch.where(self.finished, 0, kept)
         self.length += kept
         self.finished |= (until_end <= kept) | (self.length >= self.limit)
+
+
+def widest_ends(state: DecodeState) -> int:
+    """How many ids may end a sequence, at most."""
+    return max(len(row.eos_ids) for row in state.rows)
 
 
 def bookings(record: list[list[int]]) -> list[Booking]:

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.sampling import Draws, Sampling
-
-if TYPE_CHECKING:
-    from specctl.decoding.target import Target
-    from specctl.decoding.verify import Verdict
-
+from specctl.decoding.records import Request, Sequence, Verdict
+from specctl.decoding.sampling import Draws
+from specctl.decoding.target import Target
 
 T = TypeVar("T")
 APART = 16  # rows: what a round commits is less
-
-
-@dataclass(frozen=True)
-class Request:
-    """A text to be generated: its prompt, how it is sampled, its longest total length and its seed."""
-
-    prompt: list[int]
-    sampling: Sampling
-    limit: int
-    seed: int
+ROOM = 512  # new tokens that a text is given room for at once
 
 
 class Memory(Protocol):
-    """What a drafter keeps for the sequences of a batch."""
+    """What a drafter keeps for the sequences of a batch.
+
+    Where it is as long as the state's `capacity`, its owner makes it longer when that has grown.
+    """
 
     def select(self, index: Tensor) -> None:
-        """Keep the sequences in `index` only, in that order."""
+        """Hold the sequences in `index`, in that order: some are dropped; one that is named twice is there twice."""
 
     def renew(self, b: int) -> None:
         """Slot b holds another text from now on."""
@@ -64,106 +54,58 @@ class PerText(Generic[T]):
         self.rows[b] = self.new()
 
 
-@dataclass
-class Sequence:
-    """One sequence and its counts. `ids` are the committed tokens, prompt included; the last one is not yet cached.
-
-    `accepted`, `rejections` and the by-depth lists count draft tokens of rounds as committed (trimmed at the end of the
-    sequence); `offered[d]` counts the rounds in which a draft token at depth d+1 was verified.
-    """
-
-    index: int
-    ids: list[int]
-    prompt_length: int
-    limit: int  # longest total length
-    stop: str | None = None  # "eos" or "length" once finished
-    target_passes: int = 0
-    accepted: int = 0
-    rejections: int = 0
-    drafted: int = 0
-    accepted_by_depth: list[int] = field(default_factory=list)
-    offered_by_depth: list[int] = field(default_factory=list)
-
-    @property
-    def output(self) -> list[int]:
-        return self.ids[self.prompt_length :]
-
-    @property
-    def room(self) -> int:
-        """Draft tokens that can still matter: the target adds one more, and a finished sequence takes none."""
-        return 0 if self.stop is not None else max(0, self.limit - len(self.ids) - 1)
-
-    def count(self, accepted: int, offered: int, rejected: bool, drafted: int) -> None:
-        """Book one round: `accepted` of `offered` verified depths, in a draft `drafted` deep."""
-        self.target_passes += 1
-        self.accepted += accepted
-        self.rejections += rejected
-        self.drafted += drafted
-        missing = offered - len(self.offered_by_depth)
-        if missing > 0:
-            self.offered_by_depth += [0] * missing
-            self.accepted_by_depth += [0] * missing
-        for depth in range(offered):
-            self.offered_by_depth[depth] += 1
-            self.accepted_by_depth[depth] += depth < accepted
-
-
 class DecodeState:
-    """A batch of B live rows; texts that find no place in it wait until one is free.
+    """A batch of B sequences; it grows and shrinks, and so does the room that each of them has.
 
     Attributes:
-        rows: the live sequences, in batch order. Finished ones may stay a while as idle rows.
+        rows: the sequences, in batch order. Finished ones may stay a while as idle rows.
         cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
         features: [B, capacity, F] tapped target states of the cached positions (None without taps).
         memory: what each drafter keeps for these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
+        sampled: some text, now or to come, is not greedy.
         replays: rounds so far that were replays of a CUDA graph.
         spare: rows that the caches have behind the longest text.
-        exact_rows: > 0 fixes the rows of every step (and the cache span), so that all kernels see one shape.
+        capacity: rows of the caches.
+        exact_rows: > 0 fixes the rows of every step, the cache span and B, so that all kernels see one shape.
         catch_up: how much of these texts a drafter reads that has fallen behind.
     """
+
+    draws: Draws
 
     def __init__(
         self,
         target: Target,
-        requests: list[Request],
         *,
-        slots: int,
-        taps: tuple[int, ...],
+        taps: tuple[int, ...] = (),
         spare: int,
-        exact_rows: int,
+        exact_rows: int = 0,
         catch_up: CatchUp = RECOMPUTE,
-        ends: frozenset[int] = frozenset(),
+        capacity: int = 0,
     ):
-        """`ends`: ids that finish a sequence as the target's end-of-sequence tokens do."""
-        self.device, self.dtype = target.device, target.dtype
-        self.eos_ids = target.eos_ids | ends
-        self.requests = requests
-        self.rows = [self._sequence(index) for index in range(min(slots, len(requests)))]
-        self.waiting = deque(range(len(self.rows), len(requests)))
-        self.finished: list[Sequence] = []  # since `take_finished`
-        self._draw_for_rows()
-        self.taps = taps
-        self.exact_rows = exact_rows
-        self.catch_up = catch_up
-        self.spare = spare
-        self.capacity = max(max(request.limit, len(request.prompt)) for request in requests) + spare + 1
-        self.cache: KVCache = target.model.new_cache(len(self.rows), self.capacity)
+        """`capacity`: room that is there from the beginning; more is made where a text needs it."""
+        self.target, self.device, self.dtype = target, target.device, target.dtype
+        self.taps, self.spare, self.exact_rows, self.catch_up = taps, spare, exact_rows, catch_up
+        self.capacity = capacity
+        self.sampled = False
+        self.replays = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sequences, and what is kept for them."""
+        self.rows: list[Sequence] = []
+        self.cache: KVCache = self.target.model.new_cache(0, self.capacity)
         self.features: Tensor | None = None
         self.memory: dict[Any, Any] = {}  # drafter → Memory
-        self.replays = 0
-
-    def _sequence(self, index: int) -> Sequence:
-        request = self.requests[index]
-        return Sequence(index, list(request.prompt), len(request.prompt), request.limit)
-
-    def _draw_for_rows(self) -> None:
-        chosen = [self.requests[row.index] for row in self.rows]
-        self.draws = Draws([one.sampling for one in chosen], [one.seed for one in chosen], self.device)
 
     @property
     def batch(self) -> int:
         return len(self.rows)
+
+    @property
+    def live(self) -> list[int]:
+        """The slots of sequences that are not finished."""
+        return [b for b, row in enumerate(self.rows) if row.stop is None]
 
     @property
     def unfinished(self) -> bool:
@@ -173,6 +115,97 @@ class DecodeState:
     def cached(self) -> list[int]:
         """Valid cache rows of each sequence: everything but the last committed token."""
         return [len(row.ids) - 1 for row in self.rows]
+
+    def sequence(self, request: Request, index: int = 0) -> Sequence:
+        """What a request begins with."""
+        return Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
+
+    def place(self, sequences: list[Sequence]) -> list[int]:
+        """Give each a slot, that of a finished sequence or a new one; returns the slots, whose prompts are to be
+        read."""
+        before = self.batch
+        slots = [b for b, row in enumerate(self.rows) if row.stop is not None][: len(sequences)]
+        for b, sequence in zip(slots, sequences, strict=False):
+            self.rows[b] = sequence
+        self.rows += sequences[len(slots) :]
+        slots += range(before, self.batch)
+        self.sampled = self.sampled or any(row.request.sampling.temperature > 0 for row in sequences)
+        self.reserve(ROOM)
+        if not before:
+            self.cache = self.target.model.new_cache(self.batch, self.capacity)
+        elif self.batch > before:  # a new slot is a copy of another one until its prompt is read
+            self._select([*range(before), *[0] * (self.batch - before)])
+        for memory in self.memory.values():
+            for b in slots:
+                memory.renew(b)
+        self._draw_for_rows()
+        return slots
+
+    def lacks(self, ahead: int) -> bool:
+        """Whether some sequence has no room for `ahead` more tokens, of those that it may have."""
+        return self._needed(ahead) > self.capacity
+
+    def _needed(self, ahead: int) -> int:
+        return 1 + self.spare + max((min(len(row.ids) + ahead, row.limit) for row in self.rows), default=0)
+
+    def reserve(self, ahead: int) -> None:
+        """Make room for `ahead` more tokens of every sequence, or as many as it may have."""
+        if not self.lacks(ahead):
+            return
+        longest = 1 + self.spare + max(row.limit for row in self.rows)
+        self.capacity = max(self._needed(ahead), min(2 * self.capacity, longest))
+        if self.cache.batch:
+            self.cache = self.cache.moved_to(self.target.model.new_cache(self.cache.batch, self.capacity))
+        if self.features is not None:
+            missing = self.capacity - self.features.shape[1]
+            self.features = torch.nn.functional.pad(self.features, (0, 0, 0, missing))
+
+    @property
+    def thin(self) -> bool:
+        """Whether a quarter of the batch or more are finished rows, which cost as much as live ones."""
+        return not self.exact_rows and 0 < len(self.live) <= 0.75 * self.batch
+
+    def shrink(self) -> None:
+        """Drop finished rows."""
+        if self.live:
+            self._keep(self.live)
+
+    def discard(self, slots: list[int]) -> None:
+        """Let go of what failed sequences have left: a NaN among keys is one everywhere, masked or not."""
+        sound = [b for b in range(self.batch) if b not in slots]
+        if not sound:
+            self.clear()
+        elif self.exact_rows:
+            self._select([b if b in sound else sound[0] for b in range(self.batch)])
+        elif slots:
+            self._keep(sound)
+
+    def _keep(self, slots: list[int]) -> None:
+        self.rows = [self.rows[b] for b in slots]
+        self._select(slots)
+        self._draw_for_rows()
+
+    def _select(self, slots: list[int]) -> None:
+        """Hold what is kept for the sequences in `slots`, in that order."""
+        index = torch.tensor(slots, device=self.device)
+        self.cache.select(index)
+        if self.features is not None:
+            self.features = self.features[index]
+        for memory in self.memory.values():
+            memory.select(index)
+
+    def _draw_for_rows(self) -> None:
+        requests = [row.request for row in self.rows]
+        self.draws = Draws([one.sampling for one in requests], [one.seed for one in requests], self.device)
+
+    def alone(self, b: int) -> DecodeState:
+        """A state of sequence b only, over the same memory; drafters know nothing of it yet."""
+        alone = copy.copy(self)
+        alone.rows, alone.memory = [self.rows[b]], {}
+        alone.cache = self.cache.sequence(b)
+        alone.features = None if self.features is None else self.features[b : b + 1]
+        alone._draw_for_rows()
+        return alone
 
     def begin(self, slots: list[int], first: list[int], tapped: Tensor | None) -> None:
         """Commit the first token of the sequences in `slots`, drawn from the prefill, and keep the prompts' features
@@ -184,21 +217,13 @@ class DecodeState:
         for slot, token in zip(slots, first, strict=True):
             self._extend(self.rows[slot], [token])
 
-    def admit(self) -> list[int]:
-        """Give the slots of finished sequences to waiting texts; returns those slots, which are to be prefilled."""
-        slots = [b for b, row in enumerate(self.rows) if row.stop is not None][: len(self.waiting)]
-        for b in slots:
-            self.rows[b] = self._sequence(self.waiting.popleft())
-            for memory in self.memory.values():
-                memory.renew(b)
-        if slots:
-            self._draw_for_rows()
-        return slots
-
     def commit(self, verdict: Verdict) -> None:
         """Append what the target committed; keep cache rows and features of the accepted paths only."""
         for b, row in enumerate(self.rows):
             if row.stop is not None:
+                continue
+            if b in verdict.failed:
+                row.fail(verdict.failed[b])
                 continue
             path, start = verdict.paths[b], len(row.ids) - 1
             if not verdict.chain:
@@ -226,36 +251,17 @@ class DecodeState:
             kept = torch.tensor([0, *(node + 1 for node in path)], device=self.device)
             self.features[b, start : start + len(path) + 1] = tapped[kept]
 
-    def _extend(self, row: Sequence, tokens: list[int]) -> int:
+    @staticmethod
+    def _extend(row: Sequence, tokens: list[int]) -> int:
         """Append tokens up to the end-of-sequence token or the limit; returns how many were kept."""
         kept = 0
         for token in tokens:
             row.ids.append(token)
             kept += 1
-            if token in self.eos_ids:
+            if token in row.eos_ids:
                 row.stop = "eos"
             elif len(row.ids) >= row.limit:
                 row.stop = "length"
             if row.stop is not None:
-                self.finished.append(row)
                 break
         return kept
-
-    def shrink(self) -> None:
-        """Drop finished rows once they are a quarter of the batch: dead rows cost as much as live ones."""
-        live = [b for b, row in enumerate(self.rows) if row.stop is None]
-        if self.exact_rows or self.waiting or len(live) > 0.75 * self.batch or not live:
-            return
-        index = torch.tensor(live, device=self.device)
-        self.rows = [self.rows[b] for b in live]
-        self.cache.select(index)
-        self._draw_for_rows()
-        if self.features is not None:
-            self.features = self.features[index]
-        for memory in self.memory.values():
-            memory.select(index)
-
-    def take_finished(self) -> list[Sequence]:
-        """The sequences that have finished since the last call."""
-        finished, self.finished = self.finished, []
-        return finished

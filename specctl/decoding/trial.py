@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import topology
 from specctl.decoding.hf import HFModel
+from specctl.decoding.records import topology
 
 PARENTS = [-1, -1, 0, 1, 2]
 LEAVES = [3, 4]

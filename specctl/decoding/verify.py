@@ -8,54 +8,16 @@ Algorithm 1; Chen et al. 2023, Algorithm 2; or for the chain as a block, Sun et 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import Plan, plan_rows
-from specctl.decoding.draft import PADDING, DraftTree, topology
+from specctl.decoding.records import PADDING, DraftTree, Verdict, topology
 from specctl.decoding.sampling import ACCEPT, TARGET, Draws
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
-
-
-@dataclass
-class Verdict:
-    """What the target said about a draft.
-
-    Attributes:
-        paths: per sequence, the accepted nodes from the root.
-        committed: per sequence, the accepted tokens and the bonus token.
-        stops: per sequence: "rejected", "leaf" (nothing was rejected), or "eos" / "length" once committed.
-        depths: how deep each draft was.
-        logits, hidden, tapped: target rows [B, 1 + n, ·] of the root and all nodes, until the next step.
-        chain: the draft was a chain, so accepted cache rows are already in place.
-    """
-
-    paths: list[list[int]]
-    committed: list[list[int]]
-    stops: list[str]
-    depths: list[int]
-    logits: Tensor
-    hidden: Tensor
-    tapped: Tensor | None
-    chain: bool
-
-    def predicting(self, states: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
-        """Of `states` [B, 1 + n, ·] (logits, hidden) the rows that the first `counts[b]` tokens of each sequence's
-        `committed` were drawn from, [counts[b], ·] each."""
-        pairs = zip(counts, self.paths, strict=True)
-        assert all(0 <= count <= len(path) + 1 for count, path in pairs), "a round was not kept"
-        width = states.shape[1]
-        places = [
-            b * width + node
-            for b, (path, count) in enumerate(zip(self.paths, counts, strict=True))
-            for node in [0, *(node + 1 for node in path)][:count]
-        ]
-        return states.flatten(0, 1)[torch.tensor(places, dtype=torch.long, device=states.device)].split(counts)
 
 
 def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
@@ -72,20 +34,20 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     texts = [row.ids for row in state.rows]
     discouraged = state.draws.penalise(logits, texts, draft.parents.tolist(), draft.tokens)
     path, accepted, bonus = judge(state.draws, draft, discouraged, plan.positions[:, :rows] + 1)
-    check_logits(target, behind(logits, path, accepted))
+    failed = unusable(target, behind(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]
     stops = []
     for nodes, parents in zip(paths, draft.parents.tolist(), strict=True):
         last = nodes[-1] if nodes else -1
         stops.append("rejected" if last in parents else "leaf")
-    return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain)
+    return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain, failed)
 
 
-def check_logits(target: Target, logits: Tensor) -> None:
-    """CheckpointError where a row of `logits` [B, V] that a token was drawn from is NaN somewhere, or infinite."""
-    if not bool(usable(logits).all()):
-        raise unusable(target)
+def unusable(target: Target, logits: Tensor) -> dict[int, Exception]:
+    """The sequences whose row of `logits` [B, V], which a token was drawn from, is NaN somewhere, or infinite; each
+    with the CheckpointError that says so."""
+    return {b: not_finite(target) for b, fine in enumerate(usable(logits).tolist()) if not fine}
 
 
 def usable(logits: Tensor) -> Tensor:
@@ -93,7 +55,7 @@ def usable(logits: Tensor) -> Tensor:
     return logits.float().amax(-1).isfinite()
 
 
-def unusable(target: Target) -> CheckpointError:
+def not_finite(target: Target) -> CheckpointError:
     return CheckpointError(
         f"the logits of target {target.name} are not finite in {str(target.dtype).removeprefix('torch.')}",
         "an overflow of fp16 is none in bf16 or fp32 (--dtype); otherwise its weights are damaged",

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from specctl import progress
-from specctl.decoding.loop import Decoded, stream
+from specctl.decoding.loop import stream
+from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.plan import Job, parse_shard, plan

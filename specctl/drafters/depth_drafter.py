@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specctl.decoding.draft import DraftTree, Score, empty_draft
+from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.depth_heads import DepthHeads

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import Plan, plan_rows
-from specctl.decoding.draft import ChainRows, DraftTree, Score
+from specctl.decoding.records import ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.feature_device import FeatureRounds

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import plan_at
-from specctl.decoding.draft import PADDING, DraftTree
+from specctl.decoding.records import PADDING, DraftTree
 from specctl.decoding.resident import Resident
 from specctl.decoding.state import DecodeState
 

@@ -177,12 +177,17 @@ class FeatureLayer(HeadWeights, ABC):
     def _memory(self, state: DecodeState) -> Memory:
         memory = state.memory.get(self.key)
         if memory is None:
-            options = dict(dtype=state.dtype, device=state.device)
-            cache = KVCache(1, state.batch, self.kv_heads, state.capacity, self.dim, **options)
-            cache.rope = self._rope_for(state.capacity)
             hidden = torch.zeros(state.batch, self.size, device=state.device)
-            memory = state.memory[self.key] = Memory(cache, [0] * state.batch, hidden)
+            memory = state.memory[self.key] = Memory(self._new_cache(state), [0] * state.batch, hidden)
+        elif memory.cache.capacity < state.capacity:
+            memory.cache = memory.cache.moved_to(self._new_cache(state))
         return memory
+
+    def _new_cache(self, state: DecodeState) -> KVCache:
+        options = dict(dtype=state.dtype, device=state.device)
+        cache = KVCache(1, state.batch, self.kv_heads, state.capacity, self.dim, **options)
+        cache.rope = self._rope_for(state.capacity)
+        return cache
 
     def invalidate(self, state: DecodeState) -> None:
         """Forget keys and values; the next `advance` recomputes them from the retained features."""

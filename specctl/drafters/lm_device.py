@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import plan_at
-from specctl.decoding.draft import PADDING, DraftTree
+from specctl.decoding.records import PADDING, DraftTree
 from specctl.decoding.resident import Resident
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache, Plan, plan_rows
-from specctl.decoding.draft import ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.hf import HFModel
 from specctl.decoding.lean import LeanModel, why_not
+from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target
@@ -150,6 +150,8 @@ class LMDrafter:
                 [[] for _ in state.rows],
                 torch.zeros(state.batch, self.vocab_size, dtype=state.dtype, device=state.device),
             )
+        elif memory.cache.capacity < state.capacity:
+            memory.cache = memory.cache.moved_to(self.model.new_cache(state.batch, state.capacity))
         texts = [row.ids for row in state.rows]
         ends = [len(ids) for ids in texts]
         read = partial(self._catch_up, memory, texts)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache, Plan
-from specctl.decoding.draft import Score
+from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.feature_layer import Memory

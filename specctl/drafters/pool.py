@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from specctl.decoding.draft import Drafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import CONFIG, located, misfit, shown
 from specctl.drafters.lora import Adapter, Update

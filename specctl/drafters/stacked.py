@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.decoding.draft import Drafter, Score
 from specctl.decoding.layers import DraftLinear, Linear, RMSNorm
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.lora import LowRank

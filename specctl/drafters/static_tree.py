@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.draft import ChainRows, DraftTree
+from specctl.decoding.records import ChainRows, DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.drafters.tree import Shape
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from specctl.decoding.draft import DraftTree, Score
+from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.datastore import Datastore

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specctl.decoding.draft import PADDING, ChainRows, DraftTree, first_chain
+from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
 from specctl.recipe import DraftingRecipe
 
 

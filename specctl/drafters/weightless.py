@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specctl.decoding.draft import Drafter
+    from specctl.decoding.protocols import Drafter
     from specctl.recipe import DraftingRecipe
 
 
 def _none(drafting: DraftingRecipe) -> Drafter:
-    from specctl.decoding.draft import NoDraft
+    from specctl.decoding.plain import NoDraft
 
     return NoDraft()
 

@@ -22,7 +22,7 @@ from transformers.generation import BaseStreamer
 
 from specctl import threads
 from specctl.decoding.loading import load_model
-from specctl.decoding.loop import Decoded
+from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.drafters import pool

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specctl.decoding.draft import Drafter
 from specctl.decoding.loading import load_model, load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.timing import bandwidth
 from specctl.distillation.prompts import Prompt, Rejections, read_domains

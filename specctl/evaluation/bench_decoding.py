@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import Drafter
-from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.loop import decode
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Decoded
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters import pool

@@ -11,9 +11,11 @@ import torch
 
 from specctl.decoding import graphs
 from specctl.decoding.device_round import DeviceRounds, device_rounds
-from specctl.decoding.draft import Drafter, NoDraft
-from specctl.decoding.loop import MAX_NODES
-from specctl.decoding.state import DecodeState, Request
+from specctl.decoding.engine import MAX_NODES
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Request
+from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters import eagle3
@@ -67,8 +69,9 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
     generator = torch.Generator().manual_seed(recipe.data.seed)
     context = min(recipe.context, target.context_length - NEW)
     prompt = torch.randint(5, target.vocab_size, (context,), generator=generator).tolist()
-    request = Request(prompt, filters(recipe.sampling), context + NEW, recipe.data.seed)
-    state = DecodeState(target, [request], slots=1, taps=drafter.taps, spare=MAX_NODES, exact_rows=0)
+    request = Request(prompt, filters(recipe.sampling), NEW, recipe.data.seed)
+    state = DecodeState(target, taps=drafter.taps, spare=MAX_NODES)
+    state.place([state.sequence(request)])
     rounds = device_rounds(target, state, drafter, lambda: MAX_NODES - 1)
     if rounds is not None:
         logits, _, tapped = target.prefill([prompt], state.cache, state.taps)

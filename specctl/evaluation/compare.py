@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.decoding.draft import Drafter, DraftTree
-from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.loop import decode
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Decoded, DraftTree, Verdict
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
-from specctl.decoding.verify import Verdict
 from specctl.distillation.prompts import prompt_id
 from specctl.drafters import pool
 from specctl.errors import UsageError

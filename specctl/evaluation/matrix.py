@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specctl import threads
-from specctl.decoding.draft import Drafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
 from specctl.drafters import pool

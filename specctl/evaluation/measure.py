@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from specctl import progress
-from specctl.decoding.draft import Drafter
-from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.loop import decode
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Prompt, Rejections

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from specctl.decoding.loop import Decoded
+from specctl.decoding.records import Decoded
 
 RESAMPLES = 2000
 LEVEL = 0.95

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specctl.decoding.loop import Decoded
+from specctl.decoding.records import Decoded
 from specctl.evaluation import metrics
 from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.metrics import Floats, Interval, ratio

@@ -18,8 +18,8 @@ from specctl.adaptation.remote import RemotePupil
 from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import Arrival
 from specctl.adaptation.watchdog import Acceptance
-from specctl.decoding.draft import Drafter
-from specctl.decoding.loop import Decoded
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.drafters.weightless import WEIGHTLESS
@@ -160,9 +160,8 @@ class Stage:
 
     def _answers(self, name: str, pupil: Learner) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            pupil.open([case.prompt.id for case in turn], [case.prompt.domain for case in turn])
             with pupil.awake():
-                options = pupil.drafting()
+                options = pupil.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
                 if isinstance(pupil, Pupil):
                     options |= self._drafting(name, options.pop("drafter"))
                 decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)

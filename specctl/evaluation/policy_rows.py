@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from specctl.decoding.loop import Decoded
+from specctl.decoding.records import Decoded
 from specctl.evaluation import metrics
 from specctl.evaluation.metrics import Interval
 from specctl.selection.controller import Tally

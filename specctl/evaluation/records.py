@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specctl.decoding.identity import with_weights
-from specctl.decoding.loop import Decoded
+from specctl.decoding.records import Decoded
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
 from specctl.evaluation.lossless import Agreement
 from specctl.recipe import EvalRecipe, OnlineRecipe

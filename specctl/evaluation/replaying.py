@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from specctl.decoding.draft import Drafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.evaluation.measure import Case, filters
 from specctl.evaluation.metrics import Interval

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import IO
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.draft import Controller, Drafter, Fixed
-from specctl.decoding.loop import Decoded
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.protocols import Controller, Drafter
+from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.errors import UsageError
@@ -26,7 +26,7 @@ from specctl.selection import registry
 from specctl.selection.arms import make_arms, named
 from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded, Together
-from specctl.selection.controller import Round, Selector, Text
+from specctl.selection.controller import Round, Selector
 from specctl.selection.policy import Arms, Array, Policy
 from specctl.selection.router import Router
 from specctl.selection.router_training import prompt_text
@@ -112,7 +112,7 @@ class Stage:
             on_round=functools.partial(self._note, name),
         )
 
-    def _policy(self, name: str, arms: Arms, text: Text) -> Policy:
+    def _policy(self, name: str, arms: Arms, text: Label) -> Policy:
         """A fresh policy for a game that begins with this text."""
         options = self.recipe.policy
         if name == registry.ROUTER:
@@ -123,7 +123,7 @@ class Stage:
                 policy.losses((1 - self._routed(text)).tolist())
         return policy
 
-    def _routed(self, text: Text) -> Array:
+    def _routed(self, text: Label) -> Array:
         """What the router thinks of every arm for a prompt."""
         assert self.router is not None
         return self.router.probabilities([self.prompts[text.query]])[0]
@@ -169,25 +169,23 @@ class Stage:
         catch_up = CatchUp(options.sink, options.window) if streams else RECOMPUTE
 
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            began = time.perf_counter()
+            labels = None
             if isinstance(controller, Selector):
-                controller.open([self._text(name, case, seed) for case, seed in zip(turn, seeds, strict=True)])
-            opening = (time.perf_counter() - began) / len(turn)  # a router reads the prompts
-            decoded = decode_turn(
-                self.target, self.recipe.sampling, turn, seeds, controller=controller, taps=taps, catch_up=catch_up
-            )
-            return [{name: replace(one, decode_s=one.decode_s + opening)} for one in decoded]
+                labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
+            options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
+            return [{name: one} for one in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)]
 
         return answer
 
-    def _text(self, name: str, case: Case, seed: int) -> Text:
+    def _label(self, name: str, case: Case, seed: int) -> Label:
         repeat = seed - case.seed(self.recipe.sampling.seed)
-        key = self.game_of(case.prompt.id, repeat, "query" if self.algo[name] == registry.ROUTER else None)
-        return Text(case.prompt.id, case.prompt.domain, key, repeat)
+        alone = self.recipe.reset == "query" or self.algo[name] == registry.ROUTER
+        key = None if alone else self.game_of(case.prompt.id, repeat)
+        return Label(case.prompt.id, case.prompt.domain, key, repeat)
 
-    def game_of(self, id: str, repeat: int, reset: str | None = None) -> str:
-        """What all texts between two resets have in common, by the recipe's reset or another one."""
-        unit = {"query": id, "session": self.session_of[id], "stream": ""}[reset or self.recipe.reset]
+    def game_of(self, id: str, repeat: int) -> str:
+        """What all texts between two resets have in common."""
+        unit = {"query": id, "session": self.session_of[id], "stream": ""}[self.recipe.reset]
         return f"{repeat} {unit}"
 
     def _note(self, algo: str, entry: Round) -> None:

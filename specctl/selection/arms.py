@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from specctl import progress
-from specctl.decoding.draft import Drafter, NoDraft
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.drafters.lookup import DEPTH

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
 from specctl.selection import registry
 from specctl.selection.arms import reach
 from specctl.selection.clock import Clock
 from specctl.selection.combined import Guarded
-from specctl.selection.controller import Round, Selector, Text
+from specctl.selection.controller import Round, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game import Game
 from specctl.selection.policy import Arms, Policy, seed_of
@@ -24,7 +25,7 @@ def make_selector(
     arms: Sequence[Guarded],
     name: str,
     recipe: GameRecipe,
-    new_policy: Callable[[Arms, Text], Policy],
+    new_policy: Callable[[Arms, Label], Policy],
     *,
     batch: int = 1,
     seed: int,
@@ -46,7 +47,7 @@ def make_selector(
     drafters = list(dict.fromkeys(arm.drafter for arm in arms))
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
 
-    def new_game(text: Text) -> Game:
+    def new_game(text: Label) -> Game:
         own = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query))
         return Game(new_policy(own, text), rules, own, clock)
 

@@ -1,4 +1,4 @@
-"""Drafters made of drafters: one that may fail, one for each sequence of a batch, and all of them at once."""
+"""Drafters made of drafters: one that may fail, and all of them at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from specctl import progress
-from specctl.decoding.draft import PADDING, Drafter, DraftTree, Proposer, empty_draft, topology
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
@@ -79,28 +78,6 @@ class Guarded:
             )
         self.failures += 1
         self.drafter.invalidate(state)  # what it keeps may be half written
-
-
-class PerSequence:
-    """Another drafter for each sequence of the batch: `drafters[b]`.
-
-    Every drafter that is wanted somewhere drafts for the whole batch: a forward of eight rows costs little more than
-    that of one, and taking batches apart would cost a forward a sequence.
-    """
-
-    def __init__(self, drafters: Sequence[Proposer]):
-        self.drafters = drafters
-
-    def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        drafts = {drafter: drafter.propose(state, budget) for drafter in dict.fromkeys(self.drafters)}
-        chosen = [drafts[drafter] for drafter in self.drafters]
-        sizes = [int((draft.parents[b] != PADDING).sum()) for b, draft in enumerate(chosen)]
-        width = max(sizes)
-        tokens = torch.zeros(state.batch, width, dtype=torch.long, device=state.device)
-        parents = torch.full_like(tokens, PADDING)
-        for b, (draft, size) in enumerate(zip(chosen, sizes, strict=True)):
-            tokens[b, :size], parents[b, :size] = draft.tokens[b, :size], draft.parents[b, :size]
-        return DraftTree(tokens, parents, chain=all(draft.chain for draft in chosen))
 
 
 class Together:

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from specctl.decoding.draft import DraftTree, Proposer
+from specctl.decoding.controllers import PerSequence
+from specctl.decoding.protocols import Controller, Proposer
+from specctl.decoding.records import DraftTree, Label, Verdict
+from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
-from specctl.decoding.verify import Verdict
 from specctl.selection.clock import Clock
-from specctl.selection.combined import Guarded, Made, PerSequence, taps_of
+from specctl.selection.combined import Guarded, Made, taps_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game import Game
 from specctl.selection.rewards import Outcome
 
-
-@dataclass(frozen=True)
-class Text:
-    """A prompt as the controller knows it. Texts of one `key` are played by one game, one after the other: what was
-    learnt is forgotten between keys. `seed` tells repeats of a prompt apart, as in the records."""
-
-    query: str
-    domain: str
-    key: str
-    seed: int = 0
+GAMES = 256  # that wait for another text of their key; the oldest is forgotten
 
 
 @dataclass
@@ -64,8 +57,20 @@ class Round:
     scored: int
 
 
-class Selector:
-    """A `Controller` that plays one game a key.
+@dataclass
+class Play:
+    """A text that is being decoded."""
+
+    label: Label
+    game: Game
+    dropped: int  # what the game had dropped before it
+    rounds: int = 0
+    arm: int | None = None  # of the last round
+
+
+class Selector(Controller):
+    """Plays one game for all texts whose labels have one key, which are decoded one after the other, and one for each
+    text without a key. What a game has learnt is nobody else's.
 
     Args:
         arms: what can be chosen, in the order of the policy's arms.
@@ -80,7 +85,7 @@ class Selector:
     def __init__(
         self,
         arms: Sequence[Guarded],
-        new_game: Callable[[Text], Game],
+        new_game: Callable[[Label], Game],
         scorer: Scorer | None,
         clock: Clock,
         *,
@@ -99,8 +104,8 @@ class Selector:
         """As new: no game, no counts, nothing measured."""
         self.tally = Tally()
         self.clock.forget()
-        self.games: dict[str, Game] = {}
-        self.texts: Sequence[Text] = ()
+        self.games: OrderedDict[str, Game] = OrderedDict()  # by key, that of the last text last
+        self.plays: dict[Text, Play] = {}
         for arm in self.arms:
             arm.forget()
         if self.scorer is not None:
@@ -111,36 +116,38 @@ class Selector:
         """Times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
         return sum(arm.failures for arm in self.arms) + (sum(self.scorer.failures) if self.scorer is not None else 0)
 
-    def open(self, texts: Sequence[Text]) -> None:
-        """The texts that are decoded next, in the order of their prompts; games of other keys are over.
+    def begin(self, text: Text) -> None:
+        """Find the game of a text. ValueError where another text of its key is being decoded: a game hears of one at a
+        time."""
+        label = text.request.label or Label(str(text.index))
+        if label.key is None:
+            game = self.new_game(label)
+        else:
+            if any(play.label.key == label.key for play in self.plays.values()):
+                raise ValueError("texts of one key are decoded one after the other")
+            game = self.games.pop(label.key) if label.key in self.games else self.new_game(label)
+            self.games[label.key] = game
+            while len(self.games) > max(GAMES, len(self.plays) + 1):
+                self.games.popitem(last=False)
+        self.plays[text] = Play(label, game, game.dropped)
 
-        Raises ValueError where two of them have one key: a game hears of one text at a time.
-        """
-        keys = [text.key for text in texts]
-        if len(set(keys)) < len(keys):
-            raise ValueError("texts of one key are decoded one after the other")
-        self.tally.dropped += sum(game.dropped for key, game in self.games.items() if key not in keys)
-        self.games = {text.key: self.games.get(text.key) or self.new_game(text) for text in texts}
-        self.texts = texts
-        self._rounds = [0] * len(texts)
-        self._arm: list[int | None] = [None] * len(texts)  # of the last round
-
-    def _game(self, text: int) -> Game:
-        return self.games[self.texts[text].key]
+    def end(self, text: Text) -> None:
+        play = self.plays.pop(text)
+        self.tally.dropped += play.game.dropped - play.dropped
 
     def choose(self, state: DecodeState) -> Proposer:
         self._lengths = [len(row.ids) for row in state.rows]
-        self._live = [b for b, row in enumerate(state.rows) if row.stop is None]
+        self._live = [b for b in state.live if state.rows[b] in self.plays]
         new: set[int] = set()  # arms that some text was switched to
         for b in self._live:
-            text = state.rows[b].index
-            arm = self._game(text).choose()
+            play = self.plays[state.rows[b]]
+            arm = play.game.choose()
             self.tally.pulls[arm] += 1
-            if self._arm[text] not in (None, arm):
+            if play.arm not in (None, arm):
                 self.tally.switches += 1
                 self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
                 new.add(arm)
-            self._arm[text] = arm
+            play.arm = arm
         self.tally.switch_s += [self.arms[arm].catch_up(state) for arm in sorted(new)]
         self._began = time.perf_counter()  # that they had been idle is not what a round of theirs costs
         first = self._live[0]
@@ -150,7 +157,7 @@ class Selector:
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         seconds = self._seconds(state, time.perf_counter() - self._began)
         if self.scorer is not None:
-            self.scorer.keep(state, verdict)
+            self.scorer.keep(state, verdict, self._live)
         for b in self._live:
             row, arm = state.rows[b], self._played(state, b)
             made = self._made(arm)
@@ -163,13 +170,13 @@ class Selector:
                 overlap=overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None,
                 seconds=seconds[arm],
             )
-            self._game(row.index).played(arm, outcome)
+            self.plays[row].game.played(arm, outcome)
         scored = self._score(state) if self.scorer is not None else {}
         for b in self._live:
             self._close(state, verdict, b, scored.get(b, 0))
 
     def _played(self, state: DecodeState, b: int) -> int:
-        arm = self._arm[state.rows[b].index]
+        arm = self.plays[state.rows[b]].arm
         assert arm is not None
         return arm
 
@@ -193,7 +200,7 @@ class Selector:
         for b in self._live:
             row = state.rows[b]
             ending = self.ends and row.stop is not None
-            wanted[b] = self._game(row.index).unscored if ending else self._game(row.index).due()
+            wanted[b] = self.plays[row].game.unscored if ending else self.plays[row].game.due()
         if not any(wanted):
             return {}
         began = time.perf_counter()
@@ -207,27 +214,28 @@ class Selector:
         for b, found in enumerate(scores):
             if wanted[b]:
                 gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (found.gamma, found.hit))
-                self._game(state.rows[b].index).scored(gamma, hit)
+                self.plays[state.rows[b]].game.scored(gamma, hit)
         return {b: wanted[b] for b in self._live}
 
     def _close(self, state: DecodeState, verdict: Verdict, b: int, scored: int) -> None:
         """A round is over, and perhaps its text."""
-        row, text = state.rows[b], self.texts[state.rows[b].index]
-        game = self._game(row.index)
+        row = state.rows[b]
+        play = self.plays[row]
+        game, label = play.game, play.label
         if row.stop is not None:
             game.ended()
         entry = game.log[-1]
         self.tally.decide_us.append(entry.decide_us)
-        self._rounds[row.index] += 1
+        play.rounds += 1
         if self.on_round is None:
             return
         learnt = entry.losses[-1][-1].tolist() if entry.losses else entry.reward
         self.on_round(
             Round(
-                text.query,
-                text.domain,
-                text.seed,
-                self._rounds[row.index],
+                label.query,
+                label.domain,
+                label.seed,
+                play.rounds,
                 self.arms[entry.arm].name,
                 entry.committed,
                 min(len(verdict.paths[b]), entry.committed),

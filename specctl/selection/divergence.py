@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import DraftTree, first_chain, topology
-from specctl.decoding.loop import MAX_NODES
+from specctl.decoding.engine import MAX_NODES
+from specctl.decoding.records import DraftTree, first_chain, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.selection.policy import Array

@@ -8,7 +8,7 @@ what probability each drafter's proposal would have been accepted there, and whe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specctl import kernels, progress
-from specctl.decoding.draft import Drafter, Score
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Request, Score, Verdict
 from specctl.decoding.sampling import DRAFT, Draws, Sampling
-from specctl.decoding.state import DecodeState, PerText, Request
+from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
-from specctl.decoding.verify import Verdict
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.stacked import Stacked, teams
 from specctl.errors import SpecctlError
@@ -91,12 +91,13 @@ class Scorer:
             memory = state.memory[self] = PerText(_Kept, state.batch)
         return memory.rows
 
-    def keep(self, state: DecodeState, verdict: Verdict) -> None:
-        """Retain the target's rows of the tokens that this round has committed; to be called after every commit."""
+    def keep(self, state: DecodeState, verdict: Verdict, slots: Collection[int]) -> None:
+        """Retain the target's rows of the tokens that this round has committed in `slots`; to be called after every
+        commit, with all of the slots whose texts will be scored."""
         counts: list[int] = []
-        for kept, row in zip(self._texts(state), state.rows, strict=True):
+        for b, (kept, row) in enumerate(zip(self._texts(state), state.rows, strict=True)):
             start = kept.end or row.prompt_length + 1  # the token of the prefill pass has no row here
-            counts.append(len(row.ids) - start)
+            counts.append(len(row.ids) - start if b in slots else 0)
             kept.end = len(row.ids)
         for kept, part in zip(self._texts(state), verdict.predicting(verdict.logits, counts), strict=True):
             kept.rows.extend(part.unbind())
@@ -171,14 +172,9 @@ def table(
         seed: of the text. It decides which tokens a drafter that samples would have drawn (`hit`).
     """
     target, ids = scorer.target, prompt_ids + output_ids
-    state = DecodeState(
-        target,
-        [Request(ids[:-1], sampling, len(ids), seed)],
-        slots=1,
-        taps=tuple(sorted({tap for drafter in scorer.drafters for tap in drafter.taps})),
-        spare=0,
-        exact_rows=0,
-    )
+    taps = tuple(sorted({tap for drafter in scorer.drafters for tap in drafter.taps}))
+    state = DecodeState(target, taps=taps, spare=0)
+    state.place([state.sequence(Request(ids[:-1], sampling, 1, seed))])
     _, hidden, tapped = target.prefill([ids[:-1]], state.cache, state.taps)
     state.begin([0], ids[-1:], tapped)
     state.rows[0].prompt_length = first = len(prompt_ids)

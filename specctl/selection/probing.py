@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from specctl.decoding.draft import DraftTree, NoDraft
 from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.protocols import Controller
+from specctl.decoding.records import DraftTree, Verdict
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
-from specctl.decoding.verify import Verdict
 from specctl.selection.combined import Guarded, taps_of
 from specctl.selection.feedback import Scorer
 from specctl.selection.overheads import Overheads
@@ -23,7 +24,7 @@ ENOUGH = 5  # samples of the longer span; fewer where the texts are over before
 Sample = tuple[int, float]  # tokens, seconds
 
 
-class Probe:
+class Probe(Controller):
     """A controller that drafts nothing, lets every arm read up and score now and then, and looks at the clock."""
 
     def __init__(self, target: Target, arms: Sequence[Guarded], reach: Sequence[int]):
@@ -44,7 +45,7 @@ class Probe:
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         for scorers in self.scorers:
             for scorer in scorers:
-                scorer.keep(state, verdict)
+                scorer.keep(state, verdict, range(state.batch))
         span = SPANS[self._turn % len(SPANS)]
         if state.rows[0].stop is not None or self.scorers[0][0].pending(state) != [span]:
             return

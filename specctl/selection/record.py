@@ -23,8 +23,9 @@ import torch
 
 from specctl import progress
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import DraftTree, NoDraft, empty_draft, topology
 from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target

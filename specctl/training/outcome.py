@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from specctl.decoding.draft import Drafter
-from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.loop import decode
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target
 from specctl.formats import checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specctl.decoding.draft import Drafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import lm, lora, pool
 from specctl.drafters.lora import Adapter

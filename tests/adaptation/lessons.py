@@ -3,6 +3,7 @@
 from specctl.adaptation.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
 from specctl.decoding.loop import decode
+from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from tests.evaluation.streams import QUESTIONS
 
@@ -11,10 +12,9 @@ ACCEPTANCE = Acceptance.of([(5, 10)])
 
 def answered(pupil, target, questions=QUESTIONS, tokens=16):
     """The chunk of a pupil's answers."""
-    pupil.open(questions, ["sql"] * len(questions))
     prompts = [target.render([{"role": "user", "content": text}]) for text in questions]
     options = {"sampling": GREEDY, "max_new_tokens": tokens, "seeds": [0] * len(prompts)}
-    decode(target, prompts, **options, **pupil.drafting())
+    decode(target, prompts, **options, **pupil.drafting([Label(text, "sql") for text in questions]))
     chunk = Chunk.of(pupil.buffer, ACCEPTANCE)
     pupil.buffer.clear()
     return chunk

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.decoding.loop import decode, stream
+from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
 from specctl.drafters.eagle3 import Eagle3Drafter
@@ -85,7 +86,6 @@ def run(
     watch=None,
 ):
     """Decode; what the buffer has seen."""
-    buffer.open([f"prompt {n}" for n in range(len(prompts))])
 
     def observe(*round):
         if watch is not None:
@@ -95,6 +95,7 @@ def run(
     return decode(
         target, prompts, sampling=sampling, max_new_tokens=lengths, seeds=SEEDS[: len(prompts)], drafter=drafter,
         slots=slots, taps=taps, exact=exact, on_round=observe,
+        labels=[Label(f"prompt {n}") for n in range(len(prompts))],
     )  # fmt: skip
 
 

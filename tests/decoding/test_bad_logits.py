@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specctl.decoding.draft import DraftTree
 from specctl.decoding.loop import decode
+from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.errors import CheckpointError

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from specctl.decoding import device_round, graphs, loop
+from specctl.decoding import device_round, engine, graphs, loop
 from specctl.decoding.cache import KVCache, plan_at, plan_rows
-from specctl.decoding.draft import PADDING, topology
+from specctl.decoding.records import PADDING, topology
 from specctl.decoding.resident import ancestors
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
@@ -142,13 +142,13 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
 @pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "lm"])
 def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
     """Of a batch the sequences share the rows of a step: how deep each drafts follows its size on the device, too."""
-    monkeypatch.setattr(loop, "SHARED_ROWS", {"cpu": 9})
+    monkeypatch.setattr(engine, "SHARED_ROWS", {"cpu": 9})
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     whole, depths = device_round.DeviceRounds.round, set()
     monkeypatch.setattr(
         device_round.DeviceRounds,
         "round",
-        lambda self, span: (depths.add((self.batch, self.draft.depth)), whole(self, span)),
+        lambda self, span: (depths.add((self.state.batch, self.draft.depth)), whole(self, span)),
     )
     found = decode(tiny, sampling=MIXED, drafter=drafters(name), slots=3, share_rows=True)
     assert {(3, 2)} < depths <= {(3, 2), (2, 3), (1, 4)}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specctl.decoding import loop
-from specctl.decoding.draft import DraftTree
+from specctl.decoding import engine, loop
+from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
 
 
@@ -33,27 +33,27 @@ def budgets(target, prompts, **options):
 
 def test_sequences_of_a_batch_share_the_cheap_rows(target, prompts):
     """Not in exact mode, whose rows are fixed; and not where acceptance is measured."""
-    whole = {loop.MAX_NODES - 1}
+    whole = {engine.MAX_NODES - 1}
     seen = budgets(target, prompts)
-    assert seen[3] == {loop.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
+    assert seen[3] == {engine.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
     assert set.union(*budgets(target, prompts, share_rows=False).values()) == whole
-    assert set.union(*budgets(target, prompts, exact=True).values()) == {loop.EXACT_ROWS - 1}
+    assert set.union(*budgets(target, prompts, exact=True).values()) == {engine.EXACT_ROWS - 1}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_step_of_many_sequences_is_no_larger_than_what_is_cheap(device):
     """A GPU's default tree of 48 nodes for each of 64 sequences would be 3,136 rows: six steps' worth."""
-    rows = loop.SHARED_ROWS[device]
-    nodes = [loop.nodes_within(rows, batch) for batch in range(1, rows + 1)]
+    rows = engine.SHARED_ROWS[device]
+    nodes = [engine.nodes_within(rows, batch) for batch in range(1, rows + 1)]
     assert all(batch * (1 + count) <= rows for batch, count in enumerate(nodes, 1) if count > 1)
-    assert all(batch * (2 + count) > rows for batch, count in enumerate(nodes, 1) if count < loop.MAX_NODES - 1)
+    assert all(batch * (2 + count) > rows for batch, count in enumerate(nodes, 1) if count < engine.MAX_NODES - 1)
     assert nodes == sorted(nodes, reverse=True) and nodes[-1] == 1
 
 
 def test_a_gpu_shares_rows_too(monkeypatch):
     state = SimpleNamespace(device=torch.device("cuda"), batch=64, exact_rows=0)
-    assert loop._budget(state, share=True) == 3
-    assert loop._budget(state, share=False) == loop.MAX_NODES - 1
+    assert engine._budget(state, share=True) == 3
+    assert engine._budget(state, share=False) == engine.MAX_NODES - 1
 
 
 def test_texts_leave_when_they_are_finished(target, prompts):
@@ -71,7 +71,7 @@ def test_texts_leave_when_they_are_finished(target, prompts):
 def test_few_threads_for_a_text_and_more_for_prompts_and_batches(target, prompts, monkeypatch):
     """A prompt is a step of many rows; a text that waits for a slot is in no step."""
     asked = []
-    monkeypatch.setattr(loop.threads, "suited", lambda flops: asked.append(flops / target.row_flops) or nullcontext())
+    monkeypatch.setattr(engine.threads, "suited", lambda flops: asked.append(flops / target.row_flops) or nullcontext())
     options = {"sampling": GREEDY, "max_new_tokens": 2}
     loop.decode(target, prompts[:1], seeds=[0], **options)
     assert asked == [1, len(prompts[0])]

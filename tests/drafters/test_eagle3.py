@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import DraftTree
 from specctl.decoding.layers import DraftLinear, Linear
 from specctl.decoding.loading import cpu_has_bf16
 from specctl.decoding.loop import decode
+from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3 import Eagle3Drafter

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from specctl import kernels
 from specctl.decoding.loop import decode
+from specctl.decoding.protocols import Controller
 from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.decoding.state import APART
 from specctl.drafters import lm, lm_drafter
@@ -293,7 +294,7 @@ def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch)
     nobody = Scripted(lambda row, budget: ([], []))
     rounds = iter(range(1000))
 
-    class Sleep:
+    class Sleep(Controller):
         def choose(self, state):
             return drafter if next(rounds) % 80 == 0 else nobody
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specctl.decoding.draft import NoDraft
+from specctl.decoding.plain import NoDraft
 from specctl.drafters import lm, lm_drafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specctl.decoding.draft import DraftTree
+from specctl.decoding.records import DraftTree
 from specctl.decoding.target import load_target
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.loop import decode
+from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 from specctl.evaluation import metrics
 

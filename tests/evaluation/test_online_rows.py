@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from specctl.decoding.loop import Decoded
+from specctl.decoding.records import Decoded
 from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.online_rows import Passes
 from specctl.evaluation.policy_rows import Stream

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.decoding import device_round
-from specctl.decoding.loop import Decoded, decode
+from specctl.decoding.loop import decode
+from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Prompt, Rejections
 from specctl.drafters.lm_drafter import LMDrafter

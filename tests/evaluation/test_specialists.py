@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from specctl.decoding.loop import Decoded
+from specctl.decoding.records import Decoded
 from specctl.evaluation.records import Record
 from specctl.evaluation.rows import Row
 from specctl.evaluation.specialists import best, mean, tabulate

@@ -5,8 +5,9 @@ import random
 import torch
 from transformers import AutoModelForCausalLM
 
-from specctl.decoding.draft import PADDING, DraftTree
 from specctl.decoding.loading import builtin_path
+from specctl.decoding.protocols import Controller
+from specctl.decoding.records import PADDING, DraftTree
 from specctl.drafters import lm
 
 
@@ -100,7 +101,7 @@ def _token(draw, text, position, right, vocabulary):
     return text[position] if known else draw.randrange(vocabulary)
 
 
-class Rotate:
+class Rotate(Controller):
     """Plays its drafters in turn: every one of them sits idle for rounds and then has to catch up."""
 
     def __init__(self, drafters):

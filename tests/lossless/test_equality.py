@@ -9,8 +9,8 @@ import torch
 
 from specctl import kernels
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, pool

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specctl.decoding.draft import PADDING, DraftTree
+from specctl.decoding.records import PADDING, DraftTree
 from specctl.decoding.sampling import ACCEPT, TARGET
 from specctl.decoding.verify import judge
 from specctl.kernels import cpu, reference

@@ -9,9 +9,9 @@ import torch
 
 from specctl.decoding import lean
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.draft import topology
 from specctl.decoding.loading import load_config, load_model
 from specctl.decoding.loop import decode
+from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.errors import UsageError

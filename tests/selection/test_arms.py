@@ -2,7 +2,7 @@
 
 import pytest
 
-from specctl.decoding.draft import NoDraft
+from specctl.decoding.plain import NoDraft
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head

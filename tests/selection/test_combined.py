@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from specctl.decoding.draft import DraftTree, NoDraft
+from specctl.decoding.controllers import PerSequence
 from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.protocols import Controller
+from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
 from specctl.errors import Interrupted
-from specctl.selection.combined import Guarded, PerSequence, Together, union
+from specctl.selection.combined import Guarded, Together, union
 from tests.lossless.drafters import constant, perfect
 
 
@@ -76,7 +79,7 @@ def test_every_sequence_has_its_own_drafter(target, prompts):
         assert one.target_passes == by_itself.target_passes
 
 
-class Played:
+class Played(Controller):
     def __init__(self, drafters):
         self.drafters = drafters
 

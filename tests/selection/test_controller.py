@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from specctl.decoding.loop import decode
+from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.lm_drafter import LMDrafter
 from specctl.drafters.lm_drafter import Shape as LMShape
@@ -14,7 +15,7 @@ from specctl.selection import registry
 from specctl.selection.build import make_selector
 from specctl.selection.clock import Clock
 from specctl.selection.combined import Guarded, taps_of
-from specctl.selection.controller import Selector, Text
+from specctl.selection.controller import Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game import Game
 from specctl.selection.policy import Arms
@@ -50,7 +51,6 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
 
 
 def played(target, controller, prompts, keys):
-    controller.open([Text(f"q{n}", "sql", key) for n, key in enumerate(keys)])
     return decode(
         target,
         prompts,
@@ -59,6 +59,7 @@ def played(target, controller, prompts, keys):
         seeds=[0] * len(prompts),
         controller=controller,
         taps=controller.taps,
+        labels=[Label(f"q{n}", "sql", key) for n, key in enumerate(keys)],
     )
 
 
@@ -118,7 +119,7 @@ def test_a_batch_is_several_games(target, pool, prompts):
 
 def test_two_texts_of_one_game_are_refused(target, pool, prompts):
     with pytest.raises(ValueError, match="one after the other"):
-        selector(target, pool, "random").open([Text("a", "", "k"), Text("b", "", "k")])
+        played(target, selector(target, pool, "random"), prompts[:2], ["k", "k"])
 
 
 def test_bd_is_the_played_arms_own(target, pool, prompts):
@@ -145,7 +146,6 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
     controller.scorer.score = poisoned
     for prompt in prompts:
         played(target, controller, [prompt], ["same"])
-    controller.open([])
     assert controller.tally.dropped > 0
     assert log[-1].weights[0] > 0.5 and log[-1].weights[3] < 0.1
 
@@ -168,9 +168,8 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
     cut = [one > whole + 0.1 for one, whole in ended]
     assert len(cut) > 1 and (any(cut) if texts == 1 else not any(cut))
     cut = make_selector(target, arms[:1], "ucbspec", GameRecipe(), new_policy, **options)
-    controller.open([Text("q", "", "a")])
-    cut.open([Text("q", "", "a")])
-    assert (controller.games["a"].rules.depth, cut.games["a"].rules.depth) == (DEPTH, 1)
+    label = Label("q")
+    assert (controller.new_game(label).rules.depth, cut.new_game(label).rules.depth) == (DEPTH, 1)
 
 
 class Unscorable(Lookup):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.draft import DraftTree, NoDraft, first_chain
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.records import DraftTree, first_chain
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.verify import verify
 from specctl.drafters import eagle3
@@ -90,7 +91,8 @@ def test_overlaps_of_drafts_that_nobody_verifies(target, drafters, text, monkeyp
 @torch.inference_mode()
 def test_each_sequence_of_a_batch_has_its_own_rows(target, drafters, prompts):
     """Of another place in the batch, another text's: a tree of some width keeps the rows of all sequences together."""
-    from specctl.decoding.state import DecodeState, Request
+    from specctl.decoding.records import Request
+    from specctl.decoding.state import DecodeState
 
     texts = [prompts[0], prompts[1]]
     for name in ("tree", "hydra", "lm"):
@@ -100,8 +102,8 @@ def test_each_sequence_of_a_batch_has_its_own_rows(target, drafters, prompts):
             state = standing(target, ids, drafter.taps, GREEDY)
             draft = drafter.propose(state, 20)
             alone.append(overlap(draft, 0, verify(target, state, draft).logits[0]))
-        requests = [Request(ids[:-1], GREEDY, len(ids) + 40, 0) for ids in texts]
-        state = DecodeState(target, requests, slots=2, taps=drafter.taps, spare=63, exact_rows=0)
+        state = DecodeState(target, taps=drafter.taps, spare=63)
+        state.place([state.sequence(Request(ids[:-1], GREEDY, 41)) for ids in texts])
         _, _, tapped = target.prefill([ids[:-1] for ids in texts], state.cache, drafter.taps)
         state.begin([0, 1], [ids[-1] for ids in texts], tapped)
         draft = drafter.propose(state, 20)

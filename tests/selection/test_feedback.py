@@ -6,8 +6,10 @@ import torch
 
 from specctl import kernels
 from specctl.decoding.loop import decode
+from specctl.decoding.protocols import Controller
+from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY, Sampling
-from specctl.decoding.state import DecodeState, Request
+from specctl.decoding.state import DecodeState
 from specctl.drafters import eagle3, pool
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3_head import Eagle3Head
@@ -79,9 +81,8 @@ def text(request, target, prompts):
 
 def standing(target, ids, taps, sampling):
     """A state in which `ids` are committed."""
-    state = DecodeState(
-        target, [Request(ids[:-1], sampling, len(ids) + 40, SEED)], slots=1, taps=taps, spare=63, exact_rows=0
-    )
+    state = DecodeState(target, taps=taps, spare=63)
+    state.place([state.sequence(Request(ids[:-1], sampling, 41, SEED))])
     _, _, tapped = target.prefill([ids[:-1]], state.cache, taps)
     state.begin([0], ids[-1:], tapped)
     return state
@@ -204,7 +205,7 @@ def test_accepted_length_is_the_run_of_hits(target, drafters, text):
             assert run == accepted, (name, stood)
 
 
-class Watch:
+class Watch(Controller):
     """Plays one drafter and scores the others: `per_round` tokens of every text, and what is left at the end."""
 
     def __init__(self, drafter, scorer, per_round):
@@ -215,7 +216,7 @@ class Watch:
         return self.drafter
 
     def observe(self, state, draft, verdict):
-        self.scorer.keep(state, verdict)
+        self.scorer.keep(state, verdict, range(state.batch))
         self.rounds += 1
         counts = [
             count if row.stop is not None else min(count, self.per_round if self.rounds % 2 else 0)

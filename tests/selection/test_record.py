@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.draft import NoDraft
 from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import eagle3
 from specctl.drafters.datastore import Datastore

@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from specctl.decoding import loop
+from specctl.decoding import engine
 from specctl.decoding.loop import decode
+from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import eagle3
 from specctl.drafters.lm_drafter import LMDrafter
@@ -17,7 +18,6 @@ from specctl.drafters.tree import Shape
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import build, game, record, registry, replay
 from specctl.selection.combined import Guarded
-from specctl.selection.controller import Text
 from specctl.selection.hindsight import Hindsight
 from specctl.selection.record import Query
 from specctl.selection.rewards import block_divergence, block_efficiency, throughput, tokens
@@ -45,8 +45,8 @@ def ticking(monkeypatch):
         now[0] += STEP
         return verify(*asked)
 
-    verify = loop.verify
-    monkeypatch.setattr(loop, "verify", verified)
+    verify = engine.verify
+    monkeypatch.setattr(engine, "verify", verified)
     monkeypatch.setattr(build, "step_seconds", lambda target, rows, batch: [STEP * batch])
     monkeypatch.setattr(record, "step_seconds", lambda target, rows: [STEP] * len(rows))
     return now
@@ -129,9 +129,8 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
             on_round=lambda line: None,
         )
         for query in queries:
-            controller.open([Text(query.id, "d", "all")])
             options = dict(sampling=GREEDY, max_new_tokens=NEW, seeds=[0], taps=controller.taps)
-            decode(target, [query.ids], controller=controller, **options)
+            decode(target, [query.ids], controller=controller, labels=[Label(query.id, "d", "all")], **options)
         (one,), (other,) = mine, theirs
         assert [entry.arm for entry in one.log] == [entry.arm for entry in other.log], (name, options)
         assert [entry.committed for entry in one.log] == [entry.committed for entry in other.log]
@@ -171,8 +170,8 @@ def test_a_drafter_that_always_raises_is_left(target, prompts, name):
         on_round=lambda line: played.append(line.arm),
     )
     for n, ids in enumerate(prompts):
-        controller.open([Text(f"q{n}", "d", "all")])
-        decode(target, [ids], sampling=GREEDY, max_new_tokens=60, seeds=[0], controller=controller, taps=())
+        options = dict(sampling=GREEDY, max_new_tokens=60, seeds=[0], taps=(), labels=[Label(f"q{n}", "d", "all")])
+        decode(target, [ids], controller=controller, **options)
     late = played[10:]
     explores = name in ("ucbspec", "exp3spec")
     assert "broken" in played[:10] and len(late) > 8
@@ -208,8 +207,7 @@ def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, promp
     controller = build.make_selector(
         target, arms, "metasd-ucb", recipe, lambda own, text: policies[text.key], on_round=rounds.append, **options
     )
-    controller.open([Text(key, "d", key) for key in policies])
-    asked = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0] * 3, taps=())
+    asked = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0] * 3, taps=(), labels=[Label(q, "d", q) for q in policies])
     decode(target, prompts, controller=controller, **asked)
     first = {line.query: line for line in rounds[:3]}
     K = 3
@@ -243,10 +241,15 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
         on_round=lambda line: None,
     )
     seen = []
-    controller.open([Text("q", "d", "q")])
-    game = controller.games["q"]
-    played = game.played
-    game.played = lambda arm, outcome: (seen.append(outcome.seconds), played(arm, outcome))
+    new_game = controller.new_game
+
+    def watched(label):
+        game = new_game(label)
+        played = game.played
+        game.played = lambda arm, outcome: (seen.append(outcome.seconds), played(arm, outcome))
+        return game
+
+    controller.new_game = watched
     decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=8, seeds=[0], controller=controller, taps=())
     assert controller.tally.switches > 1 and seen == [pytest.approx(1.0 + STEP)] * len(seen)
     controller.clock.took(0, 99.0)

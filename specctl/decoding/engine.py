@@ -1,0 +1,342 @@
+"""The engine: texts that come and go, decoded together. Every command that decodes runs this one loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+
+import torch
+
+from specctl import threads
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.controllers import Fixed, PerSequence, invalidate
+from specctl.decoding.device_round import DeviceRounds, device_rounds
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.protocols import Controller, Drafter, OnRound, Proposer
+from specctl.decoding.records import Decoded, Event, Request, Sequence
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.decoding.verify import unusable, verify
+from specctl.errors import DataError, UsageError
+
+MAX_NODES = 63  # ancestor bitmasks are int64 with a sign: the root and 62 nodes
+# Rows of a step of several sequences, which share them: up to so many a step costs little more than one row. On a CPU
+# measured on the built-in target with 8 sequences. On a GPU not measured yet: by its data sheet an H100 computes about
+# 300 rows in the time in which it reads the weights.
+SHARED_ROWS = {"cpu": 24, "cuda": 256}
+EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
+AHEAD = 2 * (MAX_NODES + 1)  # tokens that two rounds commit at most: one may be under way on the device
+
+
+class Engine:
+    """Decodes the texts of requests, which may be added and cancelled between any two steps.
+
+    A text depends on its request alone, not on what is decoded beside it (in fp32 token for token; in half precision
+    two nearly equal logits may change places). Each ends in exactly one event.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        drafter: Drafter | None = None,
+        controller: Controller | None = None,
+        taps: tuple[int, ...] | None = None,
+        exact: bool = False,
+        slots: int | None = None,
+        longest: int = 0,
+        share_rows: bool = True,
+        catch_up: CatchUp = RECOMPUTE,
+        on_round: OnRound | None = None,
+        host: bool = False,
+        prefixes: Prefixes | None = None,
+    ):
+        """
+        Args:
+            drafter: drafts every round; None = plain decoding. A `controller` chooses per round instead; it then names
+                the `taps` its drafters read, and those of requests' own controllers.
+            exact: fixed shapes, so that speculative and plain decoding are bitwise equal also in bf16 (chains). Needs
+                `longest`, and `slots` that are all taken by the first step.
+            slots: so many sequences at a time; others wait. None = all at once.
+            longest: tokens of the longest text to come, prompt included; 0 = not known, room is made as it is needed.
+            share_rows: the sequences of a batch share the rows that cost little more than one (`SHARED_ROWS`): shorter
+                drafts, more tokens a second. False: drafts as long as they are for one sequence, to measure those.
+            catch_up: how much of a text a drafter reads that has fallen behind, its beginning included.
+            on_round: called after every commit.
+            host: every round is the host's, as it is where `on_round` or a controller looks on: for decoding that is
+                compared with such. Else rounds run on the device where they can (device_round.py).
+            prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read
+                again.
+        """
+        self.target, self.slots, self.prefixes = target, slots, prefixes
+        self.share_rows, self.on_round = share_rows, on_round
+        self.controller = controller or Fixed(drafter or NoDraft())
+        if taps is None:
+            taps = drafter.taps if drafter is not None else ()
+        rows = EXACT_ROWS if exact else 0
+        spare = max(MAX_NODES, rows)
+        capacity = longest + spare + 1 if exact else 0
+        self.state = DecodeState(target, taps=taps, spare=spare, exact_rows=rows, catch_up=catch_up, capacity=capacity)
+        self.waiting: dict[int, Sequence] = {}
+        self.texts: dict[int, Sequence] = {}  # that have a slot, or an end that was not told yet
+        self._controllers: dict[int, Controller] = {}  # of the texts that have their own
+        self.clock = Clock()
+        self._added = 0
+        # Unwatched, rounds can run ahead of the host.
+        self._ahead = type(self.controller) is Fixed and on_round is None and not host
+        self._device: DeviceRounds | None = None
+
+    def add(self, request: Request, controller: Controller | None = None) -> int:
+        """Take a request; returns the id of its text. It is read, and gets its first token, in a step to come.
+
+        Args:
+            controller: chooses who drafts for it; None = the engine's.
+
+        Raises:
+            DataError: the prompt is empty, too long for the target's context or holds an id that the target has not;
+                nothing may be generated; an id in `ends` is none of the target's.
+        """
+        target, size = self.target, len(request.prompt)
+        if not 0 < size < target.context_length:
+            raise DataError(
+                f"a prompt has {size} tokens; target {target.name} takes 1 to {target.context_length - 1}",
+                "shorten the prompt",
+            )
+        if request.max_new_tokens < 1:
+            raise DataError(f"max_new_tokens is {request.max_new_tokens}; a text has at least 1")
+        for name, ids in (("a prompt", request.prompt), ("ends", request.ends)):
+            unknown = [id for id in ids if not 0 <= id < target.vocab_size]
+            if unknown:
+                raise DataError(
+                    f"{name} holds id {unknown[0]}; target {target.name} has ids 0 to {target.vocab_size - 1}"
+                )
+        sequence = self.state.sequence(request, self._added)
+        if self.state.exact_rows and sequence.limit + self.state.spare >= self.state.capacity:
+            raise DataError(f"a text of up to {sequence.limit} tokens; in exact mode `longest` bounds all")
+        self._added += 1
+        self.state.sampled |= request.sampling.temperature > 0
+        self.waiting[sequence.index] = sequence
+        if controller is not None:
+            self._controllers[sequence.index] = controller
+        return sequence.index
+
+    def cancel(self, id: int) -> None:
+        """End a text where it stands; the next step tells it. UsageError where no text of this id is being decoded."""
+        if id in self.waiting:
+            self.texts[id] = self.waiting.pop(id)
+        text = self.texts.get(id)
+        if text is None or text.stop is not None:
+            raise UsageError(f"text {id} has ended" if 0 <= id < self._added else f"there is no text {id}")
+        self._settle()
+        text.stop = text.stop or "cancelled"  # a round that was under way may have ended it
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do or to tell."""
+        return bool(self.waiting or self.texts)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Read the prompts of texts that find a slot or, where none does, run a round of all texts; tell what became of
+        them."""
+        self.clock.start()
+        if slots := self._admit():
+            self._prefill(slots)
+            self._clear_up()
+            self.clock.prefilled()
+        else:
+            if self.state.unfinished:
+                self._round()
+            self._clear_up()
+            self.clock.decoded()
+        return list(self._tell())
+
+    def _round(self) -> None:
+        """Choose, propose, verify, commit, observe."""
+        state = self.state
+        if state.lacks(AHEAD):
+            self._settle()
+            state.reserve(AHEAD)
+            if not state.unfinished:  # what was under way has ended the last text
+                return
+        controllers = list(dict.fromkeys(self._controller(state.rows[b]) for b in state.live))
+        if self._round_on_device(controllers):
+            return
+        chosen = self._choose(controllers)
+        try:
+            draft = chosen.propose(state, _budget(state, self.share_rows))
+        except Exception as error:  # whatever a drafter raises ends no text but its own
+            self._blame(chosen, error)
+            return
+        verdict = verify(self.target, state, draft)
+        state.commit(verdict)
+        for controller in controllers:
+            controller.observe(state, draft, verdict)
+        if self.on_round is not None:
+            self.on_round(state, draft, verdict)
+
+    def _round_on_device(self, controllers: list[Controller]) -> bool:
+        """Launch a round that the host does not wait for; False where this one must be the host's."""
+        if not self._ahead or controllers != [self.controller]:
+            self._settle()
+            return False
+        if self._device is None:
+            assert isinstance(self.controller, Fixed)
+            budget = partial(_budget, self.state, self.share_rows)
+            self._device = device_rounds(self.target, self.state, self.controller.drafter, budget)
+            self._ahead = self._device is not None
+        return self._device is not None and self._device.advance()
+
+    def _settle(self) -> None:
+        """Wait for rounds under way: the host may change the batch afterwards."""
+        if self._device is not None:
+            self._device.settle()
+
+    def _admit(self) -> list[int]:
+        """Give waiting texts the slots that are free; returns those."""
+        count = len(self.waiting)
+        if self.slots is not None:
+            count = min(count, self.slots - len(self.state.live))
+        if count <= 0:
+            return []
+        self._settle()
+        texts = [self.waiting.pop(id) for id in list(islice(self.waiting, count))]
+        for text in texts:
+            self.texts[text.index] = text
+            try:
+                self._controller(text).begin(text)
+            except Exception as error:  # of a text that it cannot take
+                text.fail(error)
+        self.clock.decoded()  # that somebody chooses is no cost of the prompts
+        self.clock.start()
+        taken = [text for text in texts if text.stop is None]
+        return self.state.place(taken) if taken else []
+
+    def _prefill(self, slots: list[int]) -> None:
+        """Run the prompts that stand in `slots` and commit the first token of each."""
+        target, state = self.target, self.state
+        prompts = [state.rows[b].ids for b in slots]
+        with threads.suited(target.row_flops * sum(map(len, prompts))):
+            if self.prefixes is None:
+                logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
+            else:
+                logits, tapped = self.prefixes.prefill(target, prompts, state.cache, state.taps, slots)
+        failed = unusable(target, logits)
+        positions = torch.tensor([[len(prompt)] for prompt in prompts])
+        draws = state.draws.select(slots)
+        logits = draws.penalise(logits.unsqueeze(1), prompts, [[] for _ in prompts], positions[:, :0])
+        first = draws.draw(logits, positions)
+        state.begin(slots, [row[0] for row in first.tolist()], tapped)
+        for place, error in failed.items():
+            state.rows[slots[place]].fail(error)
+
+    def _choose(self, controllers: list[Controller]) -> Proposer:
+        """What the controllers choose for their texts, as one."""
+        chosen = {controller: controller.choose(self.state) for controller in controllers}
+        if len(chosen) == 1:
+            return chosen[controllers[0]]
+        first = chosen[controllers[0]]  # drafts for idle slots, too: nobody reads that
+        return PerSequence([chosen.get(self._controller(row), first) for row in self.state.rows])
+
+    def _controller(self, text: Sequence) -> Controller:
+        return self._controllers.get(text.index, self.controller)
+
+    def _blame(self, chosen: Proposer, error: Exception) -> None:
+        """End the texts that cannot be drafted for, even alone; all of them where none fails alone."""
+        state = self.state
+        errors = {b: self._alone(chosen, b) for b in state.live} if len(state.live) > 1 else {}
+        if not any(errors.values()):
+            errors = dict.fromkeys(state.live, error)
+        for b, reason in errors.items():
+            if reason is not None:
+                state.rows[b].fail(reason)
+        invalidate(chosen, state)  # what it keeps of the others may be half written
+
+    def _alone(self, chosen: Proposer, b: int) -> Exception | None:
+        """What is raised where sequence b is drafted for alone, from the beginning."""
+        own = chosen.drafters[b] if isinstance(chosen, PerSequence) else chosen
+        alone = self.state.alone(b)
+        try:
+            own.propose(alone, _budget(alone, self.share_rows))
+        except Exception as error:
+            return error
+        return None
+
+    def _clear_up(self) -> None:
+        """Keep what later prompts may begin with, and drop slots that are in the way."""
+        state = self.state
+        if thin := state.thin and not self.waiting:
+            self._settle()
+        ended = [b for b, row in enumerate(state.rows) if row.stop is not None and row.index in self.texts]
+        failed = [b for b in ended if state.rows[b].stop == "failed"]
+        if self.prefixes is not None:
+            self.prefixes.keep(state, [b for b in ended if b not in failed])
+        if failed:
+            state.discard(failed)
+        if thin:
+            state.shrink()
+
+    def _tell(self) -> Iterator[Event]:
+        """What was not told yet, of every text."""
+        for text in list(self.texts.values()):
+            tokens, text.told = text.ids[text.told :], len(text.ids)
+            if text.stop is None:
+                if tokens:
+                    yield Event(text.index, tokens)
+                continue
+            del self.texts[text.index]
+            if text.output:  # it has begun
+                self._controller(text).end(text)
+            self._controllers.pop(text.index, None)
+            yield Event(text.index, tokens, self._decoded(text), text.error)
+
+    def _decoded(self, text: Sequence) -> Decoded:
+        return Decoded(
+            text.ids[: text.prompt_length],
+            text.output,
+            str(text.stop),
+            text.target_passes,
+            text.accepted,
+            text.rejections,
+            text.drafted,
+            text.accepted_by_depth,
+            text.offered_by_depth,
+            self.clock.prefill_s,
+            self.clock.decode_s,
+            text.index,
+            self.state.replays,
+        )
+
+
+class Clock:
+    """Seconds of prefills and of rounds, without those between two steps."""
+
+    def __init__(self) -> None:
+        self.prefill_s = self.decode_s = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self.mark = time.perf_counter()
+
+    def prefilled(self) -> None:
+        self.prefill_s += time.perf_counter() - self.mark
+
+    def decoded(self) -> None:
+        self.decode_s += time.perf_counter() - self.mark
+
+
+def _budget(state: DecodeState, share: bool) -> int:
+    """Draft nodes a step has room for."""
+    if state.exact_rows:
+        return state.exact_rows - 1
+    if share and state.batch > 1:
+        return nodes_within(SHARED_ROWS["cpu" if state.device.type == "cpu" else "cuda"], state.batch)
+    return MAX_NODES - 1
+
+
+def nodes_within(rows: int, batch: int) -> int:
+    """Draft nodes of each sequence of a batch whose step has `rows` rows, roots included; one at least."""
+    return min(max(rows // batch, 2), MAX_NODES) - 1

@@ -1,0 +1,58 @@
+"""Plain decoding: the drafter that drafts nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.protocols import DeviceDraft
+from specctl.decoding.records import DraftTree, Score, empty_draft
+from specctl.decoding.resident import Resident
+from specctl.decoding.state import DecodeState
+
+
+class NoDraft:
+    """Plain decoding: the empty draft."""
+
+    taps: tuple[int, ...] = ()
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        return empty_draft(state.batch, state.device)
+
+    def advance(self, state: DecodeState) -> None:
+        """Nothing to consume."""
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """It proposes nothing, anywhere."""
+        return [Score(span, tokens=torch.empty(1, len(span), 0, dtype=torch.long)) for span in spans]
+
+    def behind(self, state: DecodeState) -> list[int]:
+        return [0] * state.batch
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Nothing is cached."""
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft:
+        return PlainRounds()
+
+
+class PlainRounds:
+    """Plain decoding on the device."""
+
+    depth, reach = 0, 1
+
+    def __init__(self) -> None:
+        self.carried: list[Tensor] = []
+
+    def load(self, state: DecodeState) -> None:
+        """Nothing is remembered."""
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        nothing = sequences.ids[:, :0]
+        return DraftTree(nothing, nothing)
+
+    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+        """Nothing to consume."""
+
+    def store(self, state: DecodeState) -> None:
+        """Nothing is remembered."""

@@ -1,0 +1,117 @@
+"""The protocols through which decoding knows drafters and controllers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from specctl.decoding.records import DraftTree, Score, Sequence, Verdict
+from specctl.decoding.resident import Resident
+from specctl.decoding.state import DecodeState
+
+OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
+
+
+class Proposer(Protocol):
+    """Anything that drafts for one round."""
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """At most `budget` nodes per sequence, from the last committed token."""
+        ...
+
+
+class Drafter(Proposer, Protocol):
+    """A model or an index that proposes tokens, and can be kept while others draft.
+
+    `taps` are the target's hidden states it reads (indices into `transformers`' hidden_states; empty for independent
+    drafters). State that belongs to a sequence being decoded lives in `state.memory[self]`, never in the drafter.
+    """
+
+    taps: tuple[int, ...]
+
+    def advance(self, state: DecodeState) -> None:
+        """Consume the committed positions it has not seen yet (lazy: an idle drafter catches up in one call)."""
+        ...
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Its rows at the committed positions `spans[b]` of every live sequence, at draft depths 1 .. `depths`.
+
+        Positions are those of the tokens that are predicted; each must be at least 2 (there is text and a feature to
+        draft from) and below the length of its sequence. A span may be empty.
+        """
+        ...
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """How many tokens of every live sequence the next `advance` has to read: what it costs to switch to it."""
+        ...
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget cached keys and values (after a weight update)."""
+        ...
+
+
+class DeviceDraft(Protocol):
+    """A drafter's part of rounds that run on the device alone (device_round.py), for the sequences of one batch.
+
+    Attributes:
+        depth: longest path that it drafts; 0 = plain decoding.
+        reach: cache slots behind the committed text that its rows and those of the target's step take.
+        carried: tensors that a round changes and the next one reads.
+    """
+
+    depth: int
+    reach: int
+    carried: list[Tensor]
+
+    def load(self, state: DecodeState) -> None:
+        """Catch up with the committed text; take over the host's memory of it."""
+        ...
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        """A draft of the same shape in every round, with padding where a sequence has no room for it."""
+        ...
+
+    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+        """Consume what was committed behind the first `before` [B] tokens."""
+        ...
+
+    def store(self, state: DecodeState) -> None:
+        """Hand the memory of the committed text back to the host."""
+        ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A drafter that can draft on the device alone."""
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
+        """Its part of rounds with at most `budget` nodes per sequence; None where its shape or its model cannot."""
+        ...
+
+    def invalidate(self, state: DecodeState) -> None:
+        """As of a `Drafter`."""
+        ...
+
+
+class Controller(ABC):
+    """Chooses who drafts for the texts that it was told of, and learns from what the target said.
+
+    A state may hold other texts, too: those of other controllers, and slots that are idle.
+    """
+
+    def begin(self, text: Sequence) -> None:  # noqa: B027 - most have nothing to do
+        """Prepare for a text whose prompt is about to be read. What is raised here ends that text."""
+
+    @abstractmethod
+    def choose(self, state: DecodeState) -> Proposer:
+        """Name the drafter of the next round; some text of its own is live."""
+
+    @abstractmethod
+    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> Any:
+        """Learn from a round, which is committed."""
+
+    def end(self, text: Sequence) -> None:  # noqa: B027
+        """Let go of a text, however it has ended."""

@@ -1,0 +1,322 @@
+"""Texts that come, go and fail while others are decoded: each is what it would have been alone."""
+
+import random
+
+import pytest
+import torch
+
+from specctl.decoding import engine as engine_module
+from specctl.decoding import state as state_module
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.protocols import Controller
+from specctl.decoding.records import Label, Request
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.target import load_target
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.errors import CheckpointError, DataError, UsageError
+from tests.decoding.test_device_round import SHAPES, WORDS, eagle3, small_lm
+
+HOT, COLD = Sampling(1.0, 0, 1.0), Sampling(0.7, 12, 0.9)
+PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_directory):
+    """It says but a few words, the end among them, so that random drafts are often right."""
+    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
+    target.model.head.bias = torch.full((target.vocab_size,), -1e4)
+    target.model.head.bias[WORDS] = 0.0
+    target.model.head.bias[WORDS[0]] = -2.0
+    return target
+
+
+MADE = {
+    "plain": lambda target: None,
+    "lookup": lambda target: Lookup(),
+    "suffix": lambda target: Suffix(),
+    "eagle3 tree": lambda target: eagle3(target, SHAPES["tree"]),
+    "lm sampled": lambda target: small_lm(target, "sampled"),
+}
+
+
+def requests(count, rng, samplings=(GREEDY, HOT, COLD)):
+    """Prompts and texts of all lengths."""
+    return [
+        Request(
+            [rng.choice(WORDS[1:]) for _ in range(rng.choice([1, 2, 7, 30]))],
+            rng.choice(samplings),
+            rng.choice([1, 2, 5, 20, 45]),
+            rng.randrange(1000),
+            frozenset(rng.sample(WORDS[1:], rng.choice([0, 0, 1]))),
+        )
+        for _ in range(count)
+    ]
+
+
+def alone(target, request, drafter=None):
+    """The text that the request is for."""
+    (found,) = decode(
+        target,
+        [request.prompt],
+        sampling=request.sampling,
+        max_new_tokens=request.max_new_tokens,
+        seeds=[request.seed],
+        ends=request.ends,
+        drafter=drafter,
+        host=True,
+    )
+    return found
+
+
+def drain(engine, told=None):
+    """All events until nothing is left, as (tokens, end) of every text."""
+    told = {} if told is None else told
+    while engine.busy:
+        listen(engine.step(), told)
+    return told
+
+
+def listen(events, told):
+    for event in events:
+        tokens, ended = told.setdefault(event.id, ([], []))
+        assert not ended, "a text was told of after its end"
+        tokens += event.tokens
+        if event.ended is not None:
+            assert event.ended.output_ids == tokens and event.ended.index == event.id
+            ended.append(event)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("rounds", ["0", "eager"], ids=["by the host", "by the device"])
+def test_texts_come_and_go(tiny, monkeypatch, name, seed, rounds):
+    """Whatever arrives or is cancelled between two steps, in any order: no text depends on it. Room is made in small
+    steps, and the ids that end a text, its sampling and its seed are its own."""
+    rng = random.Random(seed)
+    drafter = MADE[name](tiny)
+    asked = requests(12, rng, (GREEDY, HOT, COLD, PENALISED) if seed == 2 else (GREEDY, HOT, COLD))
+    own = drafter if name == "lm sampled" else None  # the ratio rule's texts depend on the drafter, plain ones do not
+    expected = [alone(tiny, request, own) for request in asked]
+    monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
+    monkeypatch.setattr(state_module, "ROOM", 4)
+    monkeypatch.setattr(engine_module, "AHEAD", 20)
+    engine = Engine(tiny, drafter=drafter, slots=rng.choice([None, 2, 4]), share_rows=False)
+    told, cancelled, waiting = {}, set(), list(asked)
+    while waiting or engine.busy:
+        for _ in range(rng.choice([0, 0, 0, 1, 3]) if waiting else 0):
+            if waiting:
+                assert engine.add(waiting.pop(0)) == len(asked) - len(waiting) - 1
+        begun = [id for id, (_, ended) in told.items() if not ended and id not in cancelled]
+        if begun and rng.random() < 0.05:
+            gone = rng.choice(begun)
+            cancelled.add(gone)
+            engine.cancel(gone)
+        listen(engine.step(), told)
+    assert sorted(told) == list(range(12))
+    for id, (tokens, (end,)) in told.items():
+        if end.ended.stop == "cancelled":
+            assert id in cancelled and tokens == expected[id].output_ids[: len(tokens)]
+        else:
+            assert (tokens, end.ended.stop) == (expected[id].output_ids, expected[id].stop)
+
+
+def test_what_waits_can_be_cancelled(tiny):
+    engine = Engine(tiny, slots=1)
+    first, second = (engine.add(Request([40, 41], GREEDY, 4, ends=frozenset())) for _ in range(2))
+    told = {}
+    listen(engine.step(), told)
+    engine.cancel(second)
+    drain(engine, told)
+    assert told[second][0] == [] and told[second][1][0].ended.stop == "cancelled"
+    assert told[first][1][0].ended.stop in ("eos", "length")
+    with pytest.raises(UsageError, match="text 0 has ended"):
+        engine.cancel(first)
+    with pytest.raises(UsageError, match="there is no text 7"):
+        engine.cancel(7)
+
+
+BAD = {
+    "0 tokens": Request([], GREEDY, 4),
+    "takes 1 to": Request([40] * 10_000, GREEDY, 4),
+    "a prompt holds id -1": Request([40, -1], GREEDY, 4),
+    "a prompt holds id 99999": Request([99999], GREEDY, 4),
+    "ends holds id 99999": Request([40], GREEDY, 4, ends=frozenset({99999})),
+    "max_new_tokens is 0": Request([40], GREEDY, 0),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_request_that_cannot_be_is_refused(tiny, reason):
+    """The others do not notice."""
+    fine = Request([40, 41], HOT, 9, 3)
+    engine = Engine(tiny)
+    engine.add(fine)
+    engine.step()
+    with pytest.raises(DataError, match=reason):
+        engine.add(BAD[reason])
+    assert drain(engine, {0: ([*engine.texts[0].output], [])})[0][0] == alone(tiny, fine).output_ids
+
+
+def test_a_text_longer_than_exact_mode_was_made_for_is_refused(tiny):
+    engine = Engine(tiny, exact=True, longest=12, slots=1)
+    assert engine.add(Request([40, 41], GREEDY, 10)) == 0
+    with pytest.raises(DataError, match="exact mode"):
+        engine.add(Request([40, 41], GREEDY, 11))
+
+
+class Damaged:
+    """A model that has no states from some position on, and leaves NaN in its cache."""
+
+    def __init__(self, model, position):
+        self.model, self.position = model, position
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def forward(self, tokens, cache, plan, taps):
+        hidden, tapped = self.model.forward(tokens, cache, plan, taps)
+        for b in (plan.positions.amax(1) >= self.position).nonzero().flatten().tolist():
+            hidden[b] = torch.nan
+            if tapped is not None:
+                tapped[b] = torch.nan
+            cache.store[:, b, self.position :] = torch.nan
+        return hidden, tapped
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "lm sampled", "exact"])
+@pytest.mark.parametrize("position", [40, 52], ids=["in a prompt", "in a round"])
+@pytest.mark.parametrize("slots", [2, None], ids=["slots are used again", "all at once"])
+def test_logits_that_are_not_finite_end_their_text_alone(tiny, monkeypatch, name, position, slots):
+    """Neither those beside it nor those that get its slot afterwards read what it has left."""
+    drafter = None if name == "exact" else MADE[name](tiny)
+    asked = [Request([40 + n, 41, 43][: n + 1], GREEDY, 14, n) for n in range(3)] * 2
+    expected = [alone(tiny, request).output_ids for request in asked]
+    asked[1] = Request([40] * 50, HOT, 30, 8)
+    assert len(alone(tiny, asked[1]).output_ids) > 4
+    monkeypatch.setattr(tiny, "model", Damaged(tiny.model, position))
+    engine = Engine(tiny, drafter=drafter, slots=slots, exact=name == "exact", longest=80)
+    for request in asked:
+        engine.add(request)
+    told = drain(engine)
+    (failed,) = told[1][1]
+    assert failed.ended.stop == "failed" and len(told[1][0]) < 4
+    assert isinstance(failed.error, CheckpointError) and "not finite" in str(failed.error)
+    assert [told[n][0] for n in (0, 2, 3, 4, 5)] == [expected[n] for n in (0, 2, 3, 4, 5)]
+
+
+class Fussy(Lookup):
+    """Raises where it drafts for a text that has a certain token."""
+
+    def __init__(self, token):
+        super().__init__()
+        self.token = token
+
+    def propose(self, state, budget):
+        if any(self.token in row.ids for row in state.rows if row.stop is None):
+            raise RuntimeError("I will not")
+        return super().propose(state, budget)
+
+
+def test_a_drafter_that_raises_ends_the_text_that_it_raises_for(tiny):
+    asked = [Request([40, 41], GREEDY, 9), Request([600, 41], GREEDY, 9), Request([44, 44], GREEDY, 9)]
+    engine = Engine(tiny, drafter=Fussy(600))
+    for request in asked:
+        engine.add(request)
+    told = drain(engine)
+    (failed,) = told[1][1]
+    assert failed.ended.stop == "failed" and str(failed.error) == "I will not" and len(told[1][0]) == 1
+    for n in (0, 2):
+        assert told[n][0] == alone(tiny, asked[n]).output_ids
+
+
+def test_a_drafter_that_cannot_take_a_batch_ends_all_of_it(tiny):
+    class Single(Lookup):
+        def propose(self, state, budget):
+            if state.batch > 1:
+                raise RuntimeError("one at a time")
+            return super().propose(state, budget)
+
+    engine = Engine(tiny, drafter=Single())
+    for start in (40, 41):
+        engine.add(Request([start], GREEDY, 9))
+    assert {str(end.error) for _, (end,) in drain(engine).values()} == {"one at a time"}
+    with pytest.raises(RuntimeError, match="one at a time"):
+        decode(tiny, [[40], [41]], sampling=GREEDY, max_new_tokens=9, seeds=[0, 0], drafter=Single())
+
+
+class Watching(Controller):
+    """Plays a drafter and notes what it is told."""
+
+    def __init__(self, drafter, refuses=None):
+        self.drafter, self.refuses = drafter, refuses
+        self.begun, self.ended, self.seen = [], [], 0
+
+    def begin(self, text):
+        if text.request.label and text.request.label.query == self.refuses:
+            raise ValueError("not this one")
+        self.begun.append(text.index)
+
+    def choose(self, state):
+        assert {row.index for row in state.rows if row.stop is None} & {*self.begun} - {*self.ended}
+        return self.drafter
+
+    def observe(self, state, draft, verdict):
+        self.seen += 1
+
+    def end(self, text):
+        self.ended.append(text.index)
+
+
+def test_every_text_has_its_own_controller(tiny):
+    """Which hears of it alone: when it begins, of its rounds, and when it ends, however that is."""
+    own, other, default = Watching(Lookup()), Watching(NoDraft()), Watching(Suffix())
+    asked = [Request([40 + n, 41], GREEDY, 12, n) for n in range(6)]
+    engine = Engine(tiny, controller=default, slots=4)
+    for n, request in enumerate(asked):
+        engine.add(request, (own, other, None)[n % 3])
+    told = {}
+    listen(engine.step(), told)
+    engine.cancel(3)
+    drain(engine, told)
+    for n, controller in enumerate((own, other, default)):
+        assert controller.begun == [n, n + 3] and sorted(controller.ended) == [n, n + 3] and controller.seen
+    for n in (0, 1, 2, 4, 5):
+        assert told[n][0] == alone(tiny, asked[n]).output_ids
+
+
+def test_a_text_that_its_controller_refuses_fails(tiny):
+    engine = Engine(tiny, controller=Watching(Lookup(), refuses="b"))
+    for query in "abc":
+        engine.add(Request([40, 41], GREEDY, 5, label=Label(query)))
+    told = drain(engine)
+    assert str(told[1][1][0].error) == "not this one" and told[1][0] == []
+    assert told[0][0] == told[2][0] == alone(tiny, Request([40, 41], GREEDY, 5)).output_ids
+    assert engine.controller.begun == sorted(engine.controller.ended) == [0, 2]
+
+
+def test_room_is_made_as_texts_get_longer(tiny, monkeypatch):
+    """Not for as many tokens as they might have; and what was kept is still there."""
+    monkeypatch.setattr(state_module, "ROOM", 8)
+    request = Request([40, 41], Sampling(1.0, 0, 1.0), 400, 0, frozenset())
+    monkeypatch.setattr(tiny, "eos_ids", frozenset())
+    engine = Engine(tiny, drafter=eagle3(tiny, SHAPES["tree"]))
+    engine.add(request)
+    sizes = []
+    while engine.busy:
+        engine.step()
+        sizes.append(engine.state.capacity)
+    assert sizes[0] < 100 and sizes == sorted(sizes) and len(set(sizes)) < 6
+    assert len(set(sizes)) > 2 and sizes[-1] <= 402 + engine.state.spare + 1
+
+
+def test_an_engine_that_has_run_dry_goes_on(tiny):
+    engine = Engine(tiny, controller=Fixed(Lookup()))
+    for n in range(3):
+        request = Request([40 + n], HOT, 7, n)
+        assert engine.add(request) == n
+        assert drain(engine)[n][0] == alone(tiny, request).output_ids
+        assert not engine.busy and engine.step() == []
