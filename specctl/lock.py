@@ -5,8 +5,8 @@ left from a dead process, whatever process has got its number since. Some networ
 machine, or know none. There the signature tells: every `BEAT` seconds its holder counts it up, and one that stands
 still for `PATIENCE` beats belongs to nobody any more. No two clocks are compared.
 
-Programs that are started do not inherit the flock (Python's descriptors are closed on exec, and our workers are
-spawned, not forked): one that outlives its parent keeps nobody out.
+Programs that are started do not inherit the flock (Python's descriptors are closed on exec, our workers are spawned,
+and the one that is forked, `decoding.chat`, closes them): one that outlives its parent keeps nobody out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HINT = "wait until it has ended, or end it, and start again; another --output-di
 
 
 class Lock:
-    """The lock `path`, in a directory that exists, held from construction to `release`. `what`: that it is for.
+    """The lock `path`, in a directory that exists, held from construction to `release`. `what`: the thing it is for.
 
     Raises:
         UsageError: another process holds it, or `path` is no lock of ours, which is left as it is.
@@ -57,12 +57,12 @@ class Lock:
         threading.Thread(target=self._live, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Give the lock back, and remove its file; harmless the second time."""
+        """Give the lock back, and remove its file unless somebody has taken it over; harmless the second time."""
         with self._signing:
             if self._ended.is_set():
                 return
             self._ended.set()
-        if same_file(self._fd, self.path):
+        if same_file(self._fd, self.path) and self._seen().get("id", self._id) == self._id:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
 
@@ -93,7 +93,7 @@ class Lock:
             own.unlink(missing_ok=True)
 
     def _created_in_sight(self) -> int | None:
-        """The same where the file system has no hard links: who looks between creation and signature waits for it."""
+        """`_created` on a file system without hard links: whoever looks before the signature is there waits for it."""
         try:
             fd = _new(self.path)
         except FileExistsError:
@@ -148,26 +148,27 @@ class Lock:
                 raise self._busy(seen)
 
     def _confirm(self) -> None:
-        """Of several that have watched and do not see each other's flocks, the last to sign has it."""
+        """UsageError unless this process was the last to sign, of several that do not see each other's flocks."""
         time.sleep(BEAT)
         if (seen := self._seen()).get("id") != self._id:
             raise self._busy(seen)
 
     def _seen(self) -> Signature:
-        """What is signed now. The file is opened for every look: a network file system asks its server then."""
+        """The signature in the file now, opened anew for every look: a network file system asks its server then."""
         with suppress(OSError), open(self.path, "rb") as file:
             return _parsed(file.read(SIGNATURE)) or {}
         return {}
 
     def _owner(self, fd: int) -> Signature:
-        """Who has signed; empty where nobody has. UsageError for a file that is not ours: signing would destroy it."""
+        """The signature in the file; empty where there is none. UsageError for a file that is not ours: signing would
+        destroy it."""
         there = os.fstat(fd)
-        found = None
+        signature = None
         if stat.S_ISREG(there.st_mode) and there.st_size <= SIGNATURE:
-            found = _parsed(os.pread(fd, SIGNATURE, 0))
-        if found is None:
+            signature = _parsed(os.pread(fd, SIGNATURE, 0))
+        if signature is None:
             raise self._foreign()
-        return found
+        return signature
 
     def _sign(self, fd: int) -> None:
         """Name this process in one write of fixed size: one killed on the way never leaves a lock without an owner."""
@@ -180,8 +181,9 @@ class Lock:
     def _live(self) -> None:
         """Sign until the end, or until somebody has thought us dead."""
         while not self._ended.wait(BEAT):
-            if self._seen().get("id", self._id) != self._id:
-                return progress.warn(f"{self.what} was taken over by {describe(self._seen())}: end one of the two")
+            holder = self._seen()
+            if holder.get("id", self._id) != self._id and not self._ended.is_set():
+                return progress.warn(f"{self.what} was taken over by {describe(holder)}: end one of the two")
             with self._signing, suppress(OSError):
                 if not self._ended.is_set():
                     self._sign(self._fd)
@@ -200,7 +202,7 @@ def held(path: Path, what: Path) -> Iterator[None]:
     Under torchrun it is the first process that holds it. Afterwards the file is gone, and so is its directory if the
     block has left nothing in it. Raises as `Lock`.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not progress.leads():
         yield
         return
     lock = Lock(path, what)
@@ -258,7 +260,7 @@ def _parsed(content: bytes) -> Signature | None:
     if not content.strip(b" \0"):
         return {}
     try:
-        found = json.loads(content)
+        signature = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and {"host", "pid"} <= found.keys() else None
+    return signature if isinstance(signature, dict) and {"host", "pid"} <= signature.keys() else None

@@ -40,8 +40,13 @@ def log(message: str) -> None:
 
 def warn(message: str) -> None:
     """One line the user should act on, to stderr, also with `-q`."""
-    if _rank() == 0:
+    if leads():
         _line(f"warning: {message}")
+
+
+def leads() -> bool:
+    """Whether this is the first process under torchrun, or the only one: it speaks and writes for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def track(description: str, total: int | None = None, unit: str = "it", quiet: bool = False) -> Progress:
@@ -220,12 +225,8 @@ interrupts = Interrupts()
 _display = _Display()
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def _silent() -> bool:
-    return _quiet or _rank() != 0
+    return _quiet or not leads()
 
 
 def _line(message: str) -> None:

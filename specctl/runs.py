@@ -8,6 +8,7 @@ result.json            the result document, written last
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -26,12 +27,13 @@ from typing import Any
 
 import yaml
 
-from specctl import lock, threads
+from specctl import lock, progress, threads
 from specctl.errors import SpecctlError, UsageError
 from specctl.redaction import redacted
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
+MOST_THREADS = 4096  # that a file is believed
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]*)(-[0-9a-f]+)?\.tmp")
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
 
@@ -43,7 +45,7 @@ class Run:
         self.dir = Path(dir)
         self.command, self.target, self.seed = command, target, seed
         self._started, self._others = time.monotonic(), threads.Others()
-        self._writes = os.environ.get("RANK", "0") == "0"
+        self._writes = progress.leads()
         self._recipe: Any = None  # of a run that has not begun
         self._earlier = b""  # its first metrics, where it goes on from another
 
@@ -67,8 +69,7 @@ class Run:
     def held(self) -> Iterator[None]:
         """No other process runs in the directory meanwhile: UsageError where one does."""
         with lock.held(self.dir / lock.NAME, self.dir):
-            if self._writes:
-                sweep(self.dir)
+            sweep(self.dir)
             yield
 
     @property
@@ -167,7 +168,7 @@ def _new_name(runs: Path, command: str) -> Path:
     """A directory for a run that nobody else has, made at once: the jobs of an array start within one second."""
     while True:
         place = runs / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        if os.environ.get("RANK", "0") != "0":  # writes nothing
+        if not progress.leads():  # writes nothing
             return place
         make_dir(runs)
         with suppress(FileExistsError):
@@ -190,10 +191,10 @@ def check_same_command(directory: Path, command: str) -> None:
 def threads_of(directory: Path) -> int | None:
     """The threads of the run in a directory; None where it does not tell."""
     try:
-        found = json.loads((directory / "run.json").read_text())["hardware"]["threads"]
+        count = json.loads((directory / "run.json").read_text())["hardware"]["threads"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if type(found) is int else None
+    return count if type(count) is int and 0 < count <= MOST_THREADS else None
 
 
 def recipe_seed(recipe: Any) -> int | None:
@@ -238,10 +239,13 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
 
 def sweep(directory: Path, name: str = "") -> None:
     """Remove what `atomic_write` and `formats.checkpoint.staged` have left of `name` (or of anything) where their
-    process was killed. Whoever calls it holds the lock on what is written there."""
-    for path in directory.iterdir() if directory.is_dir() else ():
-        found = _LEFT.fullmatch(path.name)
-        if found is None or name not in ("", found["name"]) or _alive(int(found["pid"])):
+    process was killed. Whoever calls it holds the lock on what is written there; under torchrun that is the first
+    process, and the others remove nothing."""
+    if not progress.leads() or not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        left = _LEFT.fullmatch(path.name)
+        if left is None or name not in ("", left["name"]) or _alive(int(left["pid"])):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -262,7 +266,7 @@ def _alive(pid: int) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What fails within, such as a write to a full disk, names `path` where the operating system names none."""
+    """Name `path` in an OSError from within, such as a full disk's, where the operating system names no file."""
     try:
         yield
     except OSError as error:
@@ -291,6 +295,12 @@ def environment(seed: int | None) -> dict[str, Any]:
         "git": git_sha(),
         "hardware": hardware(),
     }
+
+
+def sha256(path: Path) -> str:
+    """Digest of a file, 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def version(distribution: str) -> str | None:

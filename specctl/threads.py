@@ -21,9 +21,9 @@ from pathlib import Path, PurePosixPath
 from specctl import progress
 
 ENOUGH_FLOPS = 40e6
-"""Of a step, for each thread. Measured: at 17 MFLOP (the built-in target, one text) a second thread gains nothing."""
+"""FLOPs of a step for each thread. Measured: at 17e6 (the built-in target, one text) a second thread gains nothing."""
 WATCHED_S = 0.25
-"""For so long others are watched before a command starts: 25 ticks of the kernel's clock on every core."""
+"""Seconds in which others are watched before a command starts: 25 ticks of the kernel's clock on every core."""
 ROOT = Path("/")
 
 
@@ -72,12 +72,12 @@ def chosen(asked: int | None) -> Iterator[None]:
     global _asked
     before, outer = torch.get_num_threads(), _asked
     _asked = asked
-    found = read(before, asked)
-    count = free(found)
-    if count < before and found.asked is None:
-        progress.log(f"{counted(count, 'thread')} of {before}: {why(found)} (OMP_NUM_THREADS={before} takes all)")
-    torch.set_num_threads(count)
     try:
+        facts = read(before, asked)
+        count = free(facts)
+        if count < before and facts.asked is None:
+            progress.log(f"{counted(count, 'thread')} of {before}: {why(facts)} (OMP_NUM_THREADS={before} takes all)")
+        torch.set_num_threads(count)
         yield
     finally:
         _asked = outer
@@ -89,7 +89,7 @@ _asked: int | None = None  # by the recipe of the command that runs
 
 @contextmanager
 def suited(flops: float) -> Iterator[None]:
-    """Within it steps have so many FLOPs: as many threads as they pay for, of those of the command.
+    """Compute with as many of the command's threads as steps of so many FLOPs pay for.
 
     Where one is within another only the inner one counts. A number that the user asked for stays as it is.
     """
@@ -140,7 +140,7 @@ def read(default: int, asked: int | None = None, environ: Mapping[str, str] = os
 
 
 def why(facts: Facts) -> str:
-    """What leaves fewer threads than PyTorch would take, in words."""
+    """The reason for fewer threads than PyTorch would take, in words."""
     if facts.processes > 1:
         return f"{facts.processes} processes share the cores"
     if facts.quota < facts.allowed - round(facts.busy):
@@ -198,7 +198,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _limit(group: Path) -> float:
-    """Of one control group; inf without a limit, or where it cannot be read."""
+    """Cores that one control group grants; inf without a limit, or where it cannot be read."""
     try:
         if (group / "cpu.max").exists():
             granted, period = (group / "cpu.max").read_text().split()

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": {"errors", "redaction"},
     "lock": {"errors", "progress"},
     "redaction": set(),
-    "runs": {"errors", "lock", "redaction", "threads"},
+    "runs": {"errors", "lock", "progress", "redaction", "threads"},
     "threads": {"progress"},
     "recipe": {"errors", "recipes", "redaction"},
     "recipes": set(),

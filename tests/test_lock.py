@@ -170,6 +170,15 @@ def test_of_two_that_have_watched_the_last_to_sign_goes_on(place, monkeypatch):
         pass
 
 
+def test_who_is_thought_dead_removes_nobody_elses_lock(place, monkeypatch):
+    """Stopped for a minute on another machine, it wakes up and ends: the lock is no longer its own."""
+    monkeypatch.setattr(lock, "BEAT", 60.0)
+    sleeper = lock.Lock(place / lock.NAME)
+    sign(place / lock.NAME, id="another")
+    sleeper.release()
+    assert "elsewhere" in (place / lock.NAME).read_text()
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe", "text", "list", "long"])
 def test_a_file_that_is_no_lock_is_left_alone(place, tmp_path, kind):
     path, other = place / lock.NAME, tmp_path / "thesis"

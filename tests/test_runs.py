@@ -55,13 +55,17 @@ def test_runs_of_an_array_have_names_of_their_own(tmp_path, monkeypatch):
     assert names == ["eval-now-aa", "eval-now-bb"]
 
 
-def test_what_a_killed_process_has_left_is_removed(tmp_path):
+def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
     """By whoever is next in the directory; not what a process that runs is writing, and nothing else."""
     dead = 2**22 + 1  # above the largest process number
     left = [f".records.parquet.{dead}.tmp", f".drafter.{dead}-ab12.tmp"]
     kept = [f".records.parquet.{os.getpid()}.tmp", ".mine.tmp", "..7.tmp", f"x.{dead}.tmp", f".y.{dead}"]
     for name in left + kept:
         (tmp_path / name).mkdir() if "-ab" in name else (tmp_path / name).write_text("")
+    monkeypatch.setenv("RANK", "1")
+    runs.sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*left, *kept}, "the first process alone holds the lock"
+    monkeypatch.delenv("RANK")
     runs.sweep(tmp_path, "drafter")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left[0], *kept])
     with runs.Run(tmp_path).held():
@@ -122,7 +126,7 @@ def test_a_directory_that_cannot_be_made(tmp_path):
         runs.Run.create("eval", EvalRecipe(), tmp_path / "file/out")
 
 
-@pytest.mark.parametrize(("threads", "kept"), [(2, [2]), (None, [])])
+@pytest.mark.parametrize(("threads", "kept"), [(2, [2]), (None, []), (-1, []), (10**9, [])])
 def test_a_run_that_goes_on_computes_with_the_threads_of_the_first(tmp_path, monkeypatch, threads, kept):
     """Another number rounds differently: the sums of a resumed run would not be those of an uninterrupted one."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

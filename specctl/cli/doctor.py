@@ -132,12 +132,13 @@ def taken(facts: Facts, asked: int | None) -> Finding:
 
     count = threads.free(facts)
     text = f"{threads.counted(asked or count, 'thread')} on {threads.counted(facts.allowed, 'core')}"
-    if count == facts.default and (asked or 0) <= count:
-        return Finding("threads", "ok", text)
-    text = f"{text}: {threads.why(facts)}"
+    if count < facts.default:
+        text += f": {threads.why(facts)}"
     if asked and asked > count:
         return Finding("threads", "note", text, f"unset OMP_NUM_THREADS: commands then take {count}")
-    return Finding("threads", "note", text, "speeds that are measured now are not those of a quiet machine")
+    if count < facts.default:
+        return Finding("threads", "note", text, "speeds that are measured now are not those of a quiet machine")
+    return Finding("threads", "ok", text)
 
 
 def surroundings() -> Iterator[Finding]:

@@ -63,7 +63,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
 
 
 def asked(recipe: EvalRecipe) -> str:
-    """What the figures of a table are of, in words."""
+    """The prompts and the sampling that a table was measured on, in words."""
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
     return (

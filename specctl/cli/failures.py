@@ -18,7 +18,7 @@ MESSAGE = 1500  # characters of all lines, the first of which is always shown
 
 @dataclass(frozen=True)
 class Failure:
-    """What a user is told: type for programs, message and hint for people, the exit code."""
+    """An error as a user is told of it: type for programs, message and hint for people, the exit code."""
 
     type: str
     message: str
@@ -26,6 +26,7 @@ class Failure:
     code: int
 
 
+_DECODING = ("sampling.max_new_tokens", "target.dtype=bf16", "target.device_map=auto")
 SMALLER = {  # command → recipe keys that make it need less memory
     "distill": ("batch_size", "sampling.max_new_tokens", "target.device_map=auto"),
     "train-drafter": (
@@ -36,22 +37,26 @@ SMALLER = {  # command → recipe keys that make it need less memory
         "features.mode=online",
         "target.device_map=auto",
     ),
-    "eval": ("sampling.max_new_tokens", "target.dtype=bf16", "target.device_map=auto"),
-    "generate": ("sampling.max_new_tokens", "target.dtype=bf16", "target.device_map=auto"),
+    "eval": _DECODING,
+    "generate": _DECODING,
+    "select": ("batch", *_DECODING),
+    "online": ("batch", *_DECODING),
     "bench": ("batches", "vocabularies", "context"),
 }
 
 
 def explain(error: BaseException, command: str | None = None) -> Failure:
     """The failure an exception of `command` stands for, in words that fit a screen whatever was given."""
-    found = _explain(error, command)
-    return replace(found, message=presentable(found.message), hint=found.hint and presentable(found.hint))
+    failure = _explain(error, command)
+    return replace(failure, message=presentable(failure.message), hint=failure.hint and presentable(failure.hint))
 
 
 def presentable(message: str) -> str:
     """A message without passwords, without the middle of long lines, with so many lines as can be read at once, and
     without characters that a terminal would obey."""
-    lines = [CONTROL.sub(_escaped, brief(line, LINE)) for line in redacted(message).split("\n")]
+    lines = [
+        CONTROL.sub(lambda char: f"\\x{ord(char[0]):02x}", brief(line, LINE)) for line in redacted(message).split("\n")
+    ]
     kept = lines[:1]
     for line in lines[1:LINES]:
         if sum(map(len, kept)) + len(line) > MESSAGE:
@@ -61,12 +66,8 @@ def presentable(message: str) -> str:
     return "\n".join(kept + [f"and {more} more"] * bool(more))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return f"\\x{ord(found[0]):02x}"
-
-
 def _explain(error: BaseException, command: str | None) -> Failure:
-    """Errors of our own carry everything, the rest is put into words here."""
+    """The failure, whole: errors of our own carry everything, the rest is put into words here."""
     if isinstance(error, SpecctlError):
         return Failure(type(error).__name__, error.message, error.hint, error.exit_code)
     if isinstance(error, KeyboardInterrupt):

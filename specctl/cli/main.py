@@ -89,13 +89,10 @@ def run(argv: list[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
-        failure = explain(progress.interrupts.behind(error), _command(argv))
+        command = next((word for word in argv if not word.startswith("-")), None)
+        failure = explain(progress.interrupts.behind(error), command)
         if output.verbose:
             print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         with suppress(SpecctlError):  # stdout may be what failed
             output.failure(failure)
         return failure.code
-
-
-def _command(argv: list[str]) -> str | None:
-    return next((word for word in argv if not word.startswith("-")), None)

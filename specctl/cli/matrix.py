@@ -42,7 +42,7 @@ def _value(value: float | None, best: bool) -> Text:
 
 
 def _outdone(matrix: dict[str, Any]) -> list[str]:
-    """Where training was not worth it: a line that the stars alone would hide."""
+    """Domains in which a baseline beats every trained drafter, in a line: the stars alone would hide them."""
     count = len(matrix["drafters"])
     found = []
     for domain, column in zip(matrix["domains"], zip(*matrix["values"], strict=True), strict=True):

@@ -112,12 +112,13 @@ def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
 
 
 def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
-    """The trainings of the drafters to start from that are missing."""
+    """Trainings of the drafters that the stream should start from and that are not there. UsageError where they
+    have no prompts."""
     from specctl import data_prep
     from specctl.recipe import DataRecipe, TrainRecipe
     from specctl.recipe.train import FirstDataRecipe
 
-    options, found = recipe.warmup, []
+    options, trainings = recipe.warmup, []
     for family in recipe.families:
         place = recipe.start_of(family)
         if (place / "config.json").is_file():
@@ -127,7 +128,7 @@ def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
                 f"no drafter in {place}, and no prompts of {recipe.first_domain} to warm one up on",
                 "--init DRAFTER, --domain NAME, or warmup.prompts=FILE: never those of the stream",
             )
-        found.append(
+        trainings.append(
             TrainRecipe(
                 target=recipe.target,
                 resources=recipe.resources,
@@ -139,7 +140,7 @@ def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
                 resume=recipe.resume,
             )
         )
-    return found
+    return trainings
 
 
 def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
@@ -166,7 +167,7 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
 
 
 def stream_of(recipe: OnlineRecipe) -> str:
-    """What comes, in words."""
+    """The stream in words: prompts of each domain, and their order."""
     domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
     return f"{domains or 'those of ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"
 

@@ -124,7 +124,7 @@ def _fidelity(document: dict[str, Any]) -> list[str]:
 
 
 def _cut(document: dict[str, Any]) -> list[str]:
-    """Where most steps of the target alone, one a round, are none."""
+    """A warning where most steps of the target alone reached their longest length and were cut."""
     alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
     if alone is None or 2 * alone["cut"] <= alone["rounds"]:
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -42,7 +41,7 @@ class Output:
         self, document: dict[str, Any], show: Callable[[dict[str, Any]], RenderableType], brief: str = ""
     ) -> None:
         """Print one result: the document (--json), `brief` (-q), or what `show` makes of the document."""
-        if not _speaks():
+        if not progress.leads():
             return
         if self.json:
             self._print_json(document)
@@ -58,7 +57,7 @@ class Output:
         if hint:
             hint = ("\n" if "\n" in failure.message else " ") + hint
         print(f"error: {failure.message}{hint}", file=sys.stderr, flush=True)
-        if self.json and _speaks():
+        if self.json and progress.leads():
             self._print_json({"error": {"type": failure.type, "message": failure.message, "hint": failure.hint}})
 
     @staticmethod
@@ -89,11 +88,6 @@ class Output:
 
 
 output = Output()
-
-
-def _speaks() -> bool:
-    """Under torchrun the first process speaks for all."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def table(*columns: str, rows: list[list[Any]]) -> RenderableType:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from specctl import lock
+from specctl import lock, progress
 from specctl.cli.output import cell, output
 from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError
@@ -62,7 +62,7 @@ def local_target(target: TargetRecipe) -> str | None:
 
 
 def step_name(path: str) -> str:
-    """What a target's path is called."""
+    """The path that a target's steps take, in words."""
     return "the lean step" if path == "lean" else "the forward of transformers"
 
 
@@ -93,7 +93,7 @@ def check_output(command: str, path: Path, *, resume: bool = False, overwrite: b
 
     Under torchrun the first process checks: the others may find what it has made a moment ago.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not progress.leads():
         return
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")

@@ -69,15 +69,15 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     from specctl.selection import recording
     from specctl.selection.arms import members
 
-    found = members(recipe)
-    recipe = with_domains_of_pool(recipe, found)
+    arms = members(recipe)
+    recipe = with_domains_of_pool(recipe, arms)
     plan.check_data(recipe.data)
     if recipe.record:  # before its run directory: whoever is told of that one alone would overwrite both
         recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
         plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     if dry_run:
-        return plan.show("select", recipe, steps(recipe, found))
+        return plan.show("select", recipe, steps(recipe, arms))
     with library_output():
         _, document = api.execute("select", recipe)
     output.result(document, show, brief=document["run_dir"])
@@ -109,20 +109,20 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 
 def presets(recipe: SelectRecipe) -> list[str]:
-    """What each policy brings to its game that the recipe's `game.*` does not say, a line each."""
+    """A line for each policy whose game differs from the recipe's `game.*`: the keys, with the values it plays by."""
     from specctl.selection.registry import learns
     from specctl.selection.rules import rules_for
 
     said = recipe.game.model_dump()
     keys = {"reward": ["reward"], "losses": [key for key in said if key != "reward"], "nothing": []}
-    found = []
+    lines = []
     for name in recipe.algo:
         rules = rules_for(name, recipe.game, ANY_DEPTH)
         played = {key: getattr(rules, key) for key in keys[learns(name)]}
         own = {key: None if value == ANY_DEPTH else value for key, value in played.items()}
         told = [f"game.{key}={json.dumps(value)}" for key, value in own.items() if value != said[key]]
-        found += [f"{name} brings {', '.join(told)}"] * bool(told)
-    return found
+        lines += [f"{name} brings {', '.join(told)}"] * bool(told)
+    return lines
 
 
 def show(document: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict
 from itertools import islice
@@ -134,7 +135,7 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
 
 
 def tell_what_is_there(recipe: TrainRecipe, sources: list[Path]) -> None:
-    """Whose data it is, where that is another target's, and which of the user's options have no say in it."""
+    """Tell of data that another target wrote, and of options that change nothing about data that is there."""
     from specctl.distillation import store
 
     set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
@@ -178,7 +179,7 @@ def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
 
 
 def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
-    """What is known of the data; of data that is still to be distilled a guess, responses of half their longest."""
+    """Counts and lengths of the data; for data that is still to be distilled a guess: half of the longest response."""
     from specctl.distillation import store
     from specctl.training.estimate import Texts
 
@@ -230,9 +231,10 @@ def _training(recipe: TrainRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """Its fields, and what its mat is of: it is not the figure of `eval`."""
+    """The fields of the result, and which prompts its mat was measured on: it is not the figure of `eval`."""
+    mat = document.get("mat", math.nan)
     of = "held-out prompts of the training data; specctl eval measures the test split"
-    return fields(document | ({"mat": f"{text(document['mat'])} ({of})"} if document.get("mat") else {}))
+    return fields(document if math.isnan(mat) else document | {"mat": f"{text(mat)} ({of})"})
 
 
 def show_pool(document: dict[str, Any]) -> Any:

@@ -3,7 +3,8 @@
 A template is a program that comes with the model. The sandbox it runs in keeps it from files and from Python's
 internals, but not from loops of 99,999² steps or strings of 10 GB, some of them inside of C code that no signal
 interrupts. So it runs in a process of its own, with limits on its time and memory. The process is forked once, at the
-first conversation, and touches nothing but the tokenizer: no tensor, no device, no file.
+first conversation, and touches nothing but the tokenizer: no tensor, no device, no file. Of its parent's files and
+connections it keeps none open: whoever waits for the parent's end sees it.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Renderer:
                 interrupts.check()
             answer = json.loads(self._channel.recv_bytes())
         except (EOFError, ConnectionError) as error:
+            self._stop.detach()  # its number may soon be another process'
+            self._channel.close()
             raise CheckpointError(f"{where} {_fate(self._child)} on one conversation", "mend the template") from error
         except BaseException:
             self._stop()  # it may be in the middle of an answer, which the next question would get
@@ -78,7 +81,7 @@ class Renderer:
 
 
 def template_file(name: str) -> str:
-    """Where the chat template of a model is, for messages."""
+    """The file that a model's chat template is in, for messages."""
     root = builtin_path() if name == "builtin" else Path(name).expanduser()
     files = (root / file for file in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
     return next((str(file) for file in files if file.is_file()), "tokenizer_config.json")
@@ -90,6 +93,10 @@ def _serve(tokenizer: Any, channel: Connection) -> NoReturn:
         gc.freeze()  # or its first collection writes to, and so copies, every page that it shares
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the parent's business
+        with suppress(OSError):  # a system without such a directory
+            for descriptor in {*map(int, os.listdir("/dev/fd"))} - {0, 1, 2, channel.fileno()}:
+                with suppress(OSError):  # the listing's own
+                    os.close(descriptor)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not come along
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, _size() + MEMORY)
@@ -117,7 +124,7 @@ def _answer(tokenizer: Any, messages: list[dict[str, str]], options: dict[str, A
 
 
 def _fate(child: int) -> str:
-    """What the child died of."""
+    """The cause of the child's end, in words."""
     with suppress(ChildProcessError):
         _, status = os.waitpid(child, 0)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0

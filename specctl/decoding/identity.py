@@ -22,15 +22,15 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
     files = weight_files(directory) if directory is not None else []
     if not files:
         return None
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        found.update(f"{size}\n".encode())
+        digest.update(f"{size}\n".encode())
         with open(path, "rb") as file:
             for start, length in [(0, size)] if size <= WHOLE else _sample(file, size):
                 file.seek(start)
-                found.update(file.read(length))
-    return found.hexdigest()[:16]
+                digest.update(file.read(length))
+    return digest.hexdigest()[:16]
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -45,8 +45,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What was kept about a run, to be compared with `now`; both have an identity as `target`. An earlier specctl has
-    kept nothing of a target's weights, which then say nothing against it."""
+    """The description `kept` of an earlier run, to be compared with `now`; both have an identity as `target`. Where an
+    earlier specctl has kept no digest of its weights, the two do not differ by that."""
     there, here = kept.get("target"), now.get("target")
     if not isinstance(there, Mapping) or not isinstance(here, Mapping) or "weights" not in here:
         return dict(kept)
@@ -54,7 +54,7 @@ def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
 
 
 def _directory(name: str, revision: str | None) -> Path | None:
-    """Where a target that was loaded is kept."""
+    """The directory of a target that was loaded; None where there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     from specctl.decoding.loading import is_hub_id, location  # torch: comparing identities needs none

@@ -21,7 +21,7 @@ from specctl.errors import CheckpointError, UsageError
 
 HUB_S = 2.0  # seconds for the hub's answer to a connection
 ATTENTION = (None, "eager", "sdpa")
-"""What a configuration may choose: of transformers' own, what takes a mask of any shape."""
+"""Attention that a configuration may choose: transformers' own, as far as it takes a mask of any shape."""
 MOST_LAYERS = 1000
 LONGEST_LINE = 300  # characters of another library's message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -135,9 +135,11 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, on one line of ordinary length: its first, or its kind where it says nothing."""
-    said = str(error).strip().splitlines()
-    return said[0][:LONGEST_LINE] if said else type(error).__name__
+    """The first line of a library's error, of ordinary length, behind its kind where the line may not tell enough."""
+    said = str(error).strip().splitlines()[:1]
+    telling = isinstance(error, OSError | ValueError | RuntimeError | CheckpointError)
+    kind = [] if said and telling else [type(error).__name__]
+    return ": ".join(kind + said)[:LONGEST_LINE]
 
 
 def is_hub_id(name: str) -> bool:
@@ -215,12 +217,11 @@ def load_model(
     except SafetensorError as error:  # which does not say of which file
         hint = f"specctl doctor --target {name} names the file"
         raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
-    except (UsageError, CheckpointError):
+    except (UsageError, CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever files can make transformers raise, a pickle that was not loaded included
-        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
         hint = f"specctl doctor --target {name} looks at its files"
-        raise CheckpointError(f"cannot load target {name}: {kind}{first_line(error)}", hint) from error
+        raise CheckpointError(f"cannot load target {name}: {first_line(error)}", hint) from error
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
@@ -253,14 +254,15 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(location(name), revision=revision, trust_remote_code=trust_remote_code)
-        vocabulary = found.encode("a", add_special_tokens=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            location(name), revision=revision, trust_remote_code=trust_remote_code
+        )
+        vocabulary = tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:  # whatever a file can make the libraries raise
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"cannot load the tokenizer of {name}: {kind}{first_line(error)}") from error
+        raise CheckpointError(f"cannot load the tokenizer of {name}: {first_line(error)}") from error
     if not vocabulary:  # transformers makes an empty one where the files are missing
         raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json beside config.json")
-    return found
+    return tokenizer
 
 
 def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:

@@ -228,15 +228,15 @@ def _tried(name: str, model) -> HFModel:
 
 def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
     """All ids that end a response, wherever they are written down. CheckpointError where one of them is none."""
-    found: list[Any] = []
+    ids: list[Any] = []
     for source in (generation_config, config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
         if value is not None:
-            found += value if isinstance(value, list) else [value]
-    if not all(type(one) is int for one in found):
+            ids += value if isinstance(value, list) else [value]
+    if not all(type(one) is int for one in ids):
         where = getattr(config, "_name_or_path", "") or "the target"
-        raise CheckpointError(f"{where}: eos_token_id is {sorted(map(str, found))!r:.60}, not a list of token ids")
-    return frozenset(found)
+        raise CheckpointError(f"{where}: eos_token_id is {sorted(map(str, ids))!r:.60}, not a list of token ids")
+    return frozenset(ids)
 
 
 def load_target(

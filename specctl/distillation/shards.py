@@ -11,7 +11,6 @@ Every writer has a manifest of its own, so the jobs of an array share a director
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl.errors import DataError, one_line
+from specctl.runs import sha256
 
 Record = dict[str, Any]
 Writer = tuple[int, int]  # i of n
@@ -62,11 +62,7 @@ def load_manifest(path: Path) -> dict[str, Any]:
         return {"version": 1, "complete": False, "shards": []}
     manifest = load_json(path)
     entries = manifest.get("shards")
-    if (
-        not isinstance(entries, list)
-        or not all(map(_is_entry, entries))
-        or not isinstance(manifest.get("complete"), bool)
-    ):
+    if not (isinstance(entries, list) and all(map(_is_entry, entries)) and type(manifest.get("complete")) is bool):
         raise DataError(f"{path} is damaged", hint="delete it and run `specctl distill --resume`: the shards are kept")
     # A manifest names shards beside it and nothing else: no path leads out of the directory.
     if not all(_NAME.fullmatch(entry["file"]) for entry in entries):
@@ -80,7 +76,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object. DataError where there is none."""
+    """The JSON object in a file. DataError where there is none."""
     try:
         if not path.is_file():
             raise FileNotFoundError("no such file")
@@ -92,11 +88,6 @@ def load_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise DataError(f"{path} is damaged: not a JSON object", hint="restore it or distil again with --overwrite")
     return document
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify(directory: Path, entry: dict[str, Any]) -> Path:

@@ -20,7 +20,7 @@ from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
 from specctl.lock import Lock
-from specctl.runs import atomic_write, make_dir, sweep
+from specctl.runs import atomic_write, make_dir, sha256, sweep
 
 META = "meta.json"
 BUSY = "wait for it, or give each job its own --shard i/n"
@@ -53,7 +53,7 @@ def summary(directory: str | Path) -> StoreSummary:
         responses=sum(entry["records"] for entry in sealed) + len(open_lengths),
         response_tokens=sum(entry["tokens"] for entry in sealed) + sum(open_lengths),
         shards=len(shards.files(directory, "shard")),
-        complete=any({(i, n) for i in range(n)} <= ended for _, n in filter(None, ended)),
+        complete=any(all((i, n) in ended for i in range(n)) for _, n in filter(None, ended)),
         meta=_meta(directory),
     )
 
@@ -278,7 +278,7 @@ class ShardWriter:
             "file": sealed.name,
             "records": len(self._rows),
             "tokens": sum(self._rows),
-            "sha256": shards.sha256(sealed),
+            "sha256": sha256(sealed),
         }
         self._manifest["shards"].append(entry)
         self._write_manifest()
@@ -296,7 +296,7 @@ def _of_other_splits(paths: list[Path], writer: Writer) -> list[Path]:
 
 
 def _meta(directory: Path) -> dict[str, Any]:
-    """What all responses share. DataError where it is not told."""
+    """What all responses share, from meta.json. DataError where that cannot be read."""
     meta = shards.load_json(directory / META)
     if not isinstance(meta.get("target", {}), dict):
         raise DataError(f"{directory / META} is damaged: target is no object", "distil again with --overwrite")

@@ -42,7 +42,7 @@ def misfit(file: str, key: str, why: str) -> CheckpointError:
 
 @contextmanager
 def located(directory: Path) -> Iterator[None]:
-    """Within it, a CheckpointError that begins with the name of a file gets the directory before that."""
+    """Put the directory before the name of a file with which a CheckpointError from within begins."""
     try:
         yield
     except CheckpointError as error:
@@ -79,7 +79,7 @@ def filled(make: Callable[[], Module], tensors: Mapping[str, Tensor]) -> Module:
 
 
 def guarded(make: Callable[[], Made]) -> Made:
-    """What `make` makes of config.json. CheckpointError for whatever goes wrong within."""
+    """The result of `make`, which follows config.json. CheckpointError for whatever goes wrong in it."""
     try:
         return make()
     except CheckpointError:
@@ -117,7 +117,7 @@ def _outline(make: Callable[[], Module], tensors: int) -> Module:
 
 @contextmanager
 def _at_most(parameters: int, modules: int) -> Iterator[None]:
-    """Within it, CheckpointError stops whatever makes more parameters or parts of modules than this: a billion layers
+    """Stop by CheckpointError whatever makes more parameters or parts of modules than this within: a billion layers
     take for ever on `meta`, too."""
     left = {"parameters": parameters, "modules": modules}
 

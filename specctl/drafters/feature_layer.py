@@ -45,7 +45,7 @@ class HeadWeights:
         return RMSNorm(module.weight.detach().to(self.device), module.eps, self.dtype)
 
     def adapted(self, adapter: Adapter) -> Self:
-        """The same with low-rank updates: it shares every weight and has caches of its own."""
+        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             setattr(twin, name, self._updated(value, adapter))

@@ -180,7 +180,7 @@ class HeadLayer(nn.Module):
 
 
 class Losses(NamedTuple):
-    """Of n rows: Σ decay^step · loss (differentiable), every loss [n] (0 where it does not count), and which count."""
+    """Losses of n rows: Σ decay^step · loss (differentiable), each loss [n], 0 where it does not count, which count."""
 
     total: Tensor
     each: Tensor

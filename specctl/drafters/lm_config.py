@@ -21,7 +21,7 @@ FORBIDDEN = re.compile("implementation|kernel|quantization|auto_map|remote_code"
 """In the name of a key: it chooses code, not a shape."""
 
 _WORD = re.compile(r"[\w.+-]{0,64}")  # no path, no address, no repository
-LARGEST, MOST_LAYERS, MOST_ITEMS = 2**31, 1000, 4096
+LARGEST, MOST_LAYERS, MOST_ITEMS, DEEPEST = 2**31, 1000, 4096, 20
 
 
 def configuration(architecture: Any) -> PretrainedConfig:
@@ -40,7 +40,7 @@ def configuration(architecture: Any) -> PretrainedConfig:
 
 
 def stored(config: PretrainedConfig) -> dict[str, Any]:
-    """What `configuration` reads."""
+    """The "architecture" of a configuration, as `configuration` reads it."""
     known = keys(config.model_type)
     return {key: value for key, value in config.to_diff_dict().items() if key in known}
 
@@ -54,6 +54,8 @@ def keys(model_type: Any) -> set[str]:
 
 def check_plain(value: Any, place: str = "") -> None:
     """Raise CheckpointError for what is no number, word, or small list or object of such: the first one in `value`."""
+    if place.count(".") > DEEPEST:
+        raise misfit(CONFIG, place, "is nested too deeply")
     if isinstance(value, Mapping):
         for key, one in value.items():
             below = f"{place}.{shown(key)[1:-1]}".lstrip(".")

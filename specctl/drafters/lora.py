@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Update:
-    """What config.json of an adapter says beside its base's."""
+    """The part of an adapter's config.json that is not its base's."""
 
     rank: Annotated[int, Field(strict=True, gt=0, le=1 << 16)]
     alpha: Annotated[float, Field(strict=True, gt=0, le=1e6)]
@@ -69,14 +69,15 @@ class Adapter:
     def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Adapter:
         """From the contents of a checkpoint. CheckpointError when they are not an adapter's."""
         shape = Update.of(config)
-        downs = {name.removesuffix(DOWN): tensor for name, tensor in tensors.items() if name.endswith(DOWN)}
         for name, tensor in tensors.items():
-            if not name.endswith((UP, DOWN)) or name.removesuffix(UP).removesuffix(DOWN) + UP not in tensors:
+            half, other = (UP, DOWN) if name.endswith(UP) else (DOWN, UP)
+            if not name.endswith(half):
                 raise misfit(WEIGHTS, shown(name), "is no half of a LoRA update")
-            if name.removesuffix(UP) not in downs and name.endswith(UP):
+            if name.removesuffix(half) + other not in tensors:
                 raise misfit(WEIGHTS, shown(name), "has no other half")
             if tensor.dim() != 2 or shape.rank not in tensor.shape:
                 raise misfit(WEIGHTS, name, f"has shape {list(tensor.shape)}, {CONFIG} says rank {shape.rank}")
+        downs = {name.removesuffix(DOWN): tensor for name, tensor in tensors.items() if name.endswith(DOWN)}
         scale = shape.alpha / shape.rank
         return cls({name: (down, tensors[name + UP] * scale) for name, down in downs.items()})
 

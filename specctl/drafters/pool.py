@@ -120,7 +120,7 @@ def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint
 
 
 def known(directory: str | Path) -> checkpoint.Checkpoint:
-    """The contents of a drafter directory, of a family that there is, for whatever target. Raises CheckpointError."""
+    """The contents of a drafter directory, for whatever target. CheckpointError for a family that is not known."""
     found = checkpoint.load(directory)
     name = found.config["family"]
     if name not in FAMILIES:

@@ -140,7 +140,7 @@ def best(
 
 
 def _chain_places(tree: GrowingTree, b: int, rows: list[Tensor]) -> list[int]:
-    """Which rows of each expansion the first chain was chosen from, as deep as its nodes were expanded."""
+    """Rows of sequence b in each of `rows` that the first chain was chosen from, as deep as its nodes were expanded."""
     places = [b]
     for node, later in zip(first_chain(tree.parents), rows[1:], strict=False):
         if node not in tree.expanded:

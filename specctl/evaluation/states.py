@@ -27,9 +27,9 @@ from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, one_line
 from specctl.evaluation.records import Stamp, check_same, part_files, part_name
 from specctl.recipe import OnlineRecipe
-from specctl.runs import METRICS, Run, sweep, to_json
+from specctl.runs import METRICS, Run, sha256, sweep, to_json
 from specctl.training import checkpoint
-from specctl.training.checkpoint import Count, sha256
+from specctl.training.checkpoint import Count
 
 CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
 

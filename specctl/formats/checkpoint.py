@@ -9,7 +9,6 @@ manifest.json       size and sha256 of each of them, written last
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -27,7 +26,7 @@ from torch import Tensor
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.formats.card import model_card
-from specctl.runs import atomic_write, make_dir, to_json
+from specctl.runs import atomic_write, make_dir, sha256, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
 REQUIRED = (CONFIG, WEIGHTS, INFO)
@@ -125,7 +124,7 @@ def read_info(directory: str | Path) -> dict[str, Any]:
 
 def fingerprint(directory: str | Path) -> str:
     """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
-    return _sha256(present(Path(directory)) / MANIFEST)
+    return sha256(present(Path(directory)) / MANIFEST)
 
 
 def verify(directory: str | Path) -> None:
@@ -153,7 +152,7 @@ def check_files(root: Path, files: dict[str, Any], required: Sequence[str], reco
         if not isinstance(expected, dict) or size != expected.get("bytes"):
             wanted = expected.get("bytes") if isinstance(expected, dict) else None
             raise CheckpointError(f"{path} has {size} bytes, its manifest says {wanted}", hint=AGAIN)
-        if _sha256(path) != expected.get("sha256"):
+        if sha256(path) != expected.get("sha256"):
             raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=AGAIN)
 
 
@@ -269,12 +268,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def digests(root: Path) -> dict[str, dict[str, Any]]:
     """Size and sha256 of every file in a directory, but of its manifest."""
     files = sorted(path for path in root.iterdir() if path.name != MANIFEST)
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
 
 
 def sync(path: Path) -> None:

@@ -133,7 +133,6 @@ def _draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list
     for name, tensor, length in (("d2t", d2t, rows), ("t2d", t2d, vocab_size)):
         if tensor is not None and tuple(tensor.shape) != (length,):
             raise found.refuse(name, f"of shape {list(tensor.shape)}", f"[{length}]", where=found.file)
-    for name, tensor in (("d2t", d2t), ("t2d", t2d)):
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
             raise found.refuse(name, f"of {tensor.dtype}", "whole numbers", where=found.file)
     d2t = d2t.long()

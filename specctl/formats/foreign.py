@@ -13,11 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, UsageError, brief
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """Names of weights, in order of preference; a pickle is only opened where there is nothing better."""
-LONGEST = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,8 @@ class Foreign:
 
     def refuse(self, key: str, found: Any, right: str, *, where: Path | None = None) -> CheckpointError:
         """The error for a value that our head cannot have: file, key, what was found, what would be right."""
-        return CheckpointError(f"{where or self.config_file}: {key} is {clipped(found)}", hint=right)
-
-
-def clipped(value: Any) -> str:
-    """A value as it stands in a message: on one line of ordinary length."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+        value = brief(" ".join(str(found).split()))
+        return CheckpointError(f"{where or self.config_file}: {key} is {value}", hint=right)
 
 
 def read(directory: str | Path) -> Foreign:

@@ -79,10 +79,15 @@ class Facts:
 
     @classmethod
     def of_identity(cls, identity: dict[str, Any], name: str | None = None, **options: Any) -> Facts:
-        """Of the target a drafter was made for, found under `name` today; reads its configuration, no weights.
+        """Facts of the target a drafter was made for, found under `name` today; reads its configuration, no weights.
 
-        Raises CheckpointError: there is no such target, or it is another model.
+        Raises CheckpointError: there is no such target, it is another model, or `identity` is incomplete.
         """
+        for key, kind in (("name", str), ("hidden_size", int), ("num_layers", int), ("vocab_size", int)):
+            if not isinstance(said := identity.get(key), kind):
+                raise CheckpointError(
+                    f"config.json of the drafter: target.{key} is {said!r:.60}", "copy the file again"
+                )
         name = name or str(identity["name"])
         options = {"revision": identity.get("revision"), **options}
         config = load_config(name, **options)

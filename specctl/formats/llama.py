@@ -57,7 +57,7 @@ class Rope(BaseModel):
 
 
 class Keys(BaseModel):
-    """What keys of config.json have to hold where they are there; of others nothing is asked."""
+    """Types of keys of config.json that may be missing; other keys may hold anything."""
 
     hidden_size: Size = 1
     target_hidden_size: Size | None = None
@@ -141,7 +141,7 @@ def check_types(found: Foreign, config: Mapping[str, Any]) -> None:
 
 
 def _rope_theta(found: Foreign, config: Mapping[str, Any]) -> float:
-    """Of plain rotary embeddings, written as `transformers` 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
+    """Base of plain rotary embeddings: keys of `transformers` 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -180,7 +180,7 @@ def layer_shapes(shape: Mapping[str, Any], width: int) -> dict[str, tuple[int, .
 
 
 def rows(found: Foreign, name: str) -> int | None:
-    """How many rows a matrix has, None where there is no such tensor. CheckpointError where it is no matrix."""
+    """Number of rows of a matrix, None where there is no such tensor. CheckpointError where it is no matrix."""
     tensor = found.tensors.get(name)
     if tensor is not None and tensor.dim() != 2:
         raise found.refuse(name, f"of shape {list(tensor.shape)}", "a matrix", where=found.file)

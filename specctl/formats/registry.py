@@ -75,11 +75,13 @@ def written_as(to: str, family: str) -> str:
 
 
 def notes(to: str, family: str, facts: Facts) -> list[str]:
-    """What has to be known about a written directory before it is put to use."""
-    why = engines.refusal(to, family, facts)
-    about = {("vllm", "medusa"): engines.MEDUSA, ("medusa", "medusa"): f"{engines.NOT_SERVED}; --to vllm is served"}
-    about[("hydra", "hydra")] = engines.NOT_SERVED
-    return [*([why] if why else []), *([about[to, family]] if (to, family) in about else [])]
+    """Sentences about who serves a written directory, for people who are about to put it to use."""
+    about = {
+        ("vllm", "medusa"): engines.MEDUSA,
+        ("medusa", "medusa"): f"{engines.NOT_SERVED}; --to vllm is served",
+        ("hydra", "hydra"): engines.NOT_SERVED,
+    }
+    return [note for note in (engines.refusal(to, family, facts), about.get((to, family))) if note]
 
 
 def commands(to: str, family: str, place: Path, facts: Facts, tokens: int) -> list[str]:

@@ -33,7 +33,7 @@ class Squash(NamedTuple):
         return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
 
     def of(self, ids: Tensor | slice) -> Squash:
-        """That of some tokens' products."""
+        """This transform restricted to the tokens `ids`."""
         return self if self.shift is None else self._replace(shift=self.shift[ids])
 
 

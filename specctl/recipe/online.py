@@ -169,7 +169,7 @@ class OnlineRecipe(ResumableRecipe):
         return self
 
     def _with_math(self) -> None:
-        """Where no domain is named: texts of one line have no steps to speak of."""
+        """Take `math` where no domain is named: other texts have one line, and no steps to speak of."""
         if "domain" not in self.data.model_fields_set and self.data.source != "unconditional":
             self.data = self.data.model_copy(update={"domain": ["math"]})
 
@@ -238,7 +238,7 @@ class OnlineRecipe(ResumableRecipe):
 
     @property
     def modes(self) -> list[ReasoningMode]:
-        """Of lookahead reasoning, those measured beside first."""
+        """Modes of lookahead reasoning, baselines first."""
         return list(dict.fromkeys([*self.reasoning.baselines, *self.algo]))  # type: ignore[list-item]
 
     @property
@@ -247,14 +247,14 @@ class OnlineRecipe(ResumableRecipe):
         return self.reasoning.draft or str(self.start_of("lm"))
 
     def family_of(self, algo: str) -> str:
-        """Of the drafter that learns by `algo`."""
+        """Family of the drafter that learns by `algo`."""
         if algo in REASONING:
             return "lm"
         return rule_and_family(algo)[1] or self.arch or FAMILY
 
     @property
     def families(self) -> list[str]:
-        """Of the drafters that start from `init` or a warm-up."""
+        """Families of the drafters that start from `init` or a warm-up."""
         if self.pool is not None or (self.reasons and self.reasoning.draft is not None):
             return []
         return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))

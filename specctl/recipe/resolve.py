@@ -233,7 +233,8 @@ def _mapping(text: str, at: str) -> Any:
 
 
 def _unfit(value: Any, depth: int = 0) -> str | None:
-    """Why no key takes a value, whatever its type: tensors, files and reports could not hold it. None where one may."""
+    """The reason why no key may have this value, whatever its type: tensors, files and reports could not hold it. None
+    where there is none."""
     if depth > yaml_file.DEEPEST:
         return "nested too deeply"
     if isinstance(value, dict | list):

@@ -57,7 +57,7 @@ class Section(BaseModel):
 
     @model_serializer(mode="wrap", when_used="json")
     def _without_passwords(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As JSON a recipe is shown, kept, and compared with an earlier run's: a new password resumes it, too."""
+        """The JSON form, which is shown, kept, and compared with an earlier run's: a new password resumes that, too."""
         return redacted(inner(self))
 
 
@@ -88,7 +88,7 @@ class TargetRecipe(Section):
 
 
 def label_of(prompts: str) -> str:
-    """What a prompts file is called where no domain is named: `data/My file.jsonl` → `My-file`, `-` → `stdin`."""
+    """The name of a prompts file's domain where none is given: `data/My file.jsonl` → `My-file`, `-` → `stdin`."""
     stem = "stdin" if prompts == "-" else Path(prompts).name.split(".")[0]
     return re.sub(r"[^\w-]+", "-", stem).strip("-_")[:60] or "prompts"
 

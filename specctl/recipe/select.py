@@ -66,7 +66,7 @@ class GameRecipe(Section):
 
     @property
     def yardstick(self) -> Literal["mat", "throughput"]:
-        """What the best arm of a game is best in: tokens a second where these are what is played for, else mat."""
+        """The measure of a game's best arm: tokens a second where these are played for, else mat."""
         return "throughput" if "throughput" in (self.loss, self.reward) else "mat"
 
 

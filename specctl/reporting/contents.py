@@ -54,9 +54,7 @@ def numbers(values: Iterable[Any]) -> list[float]:
 def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
     """A table of objects: fields and their headings. A field that no row has is left out."""
     there = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
-    return Table(
-        name, title, list(there.values()), [[marked(row, key) if key in row else None for key in there] for row in rows]
-    )
+    return Table(name, title, list(there.values()), [[marked(row, key) for key in there] for row in rows])
 
 
 def generic(runs: Sequence[RunRecord]) -> Contents:

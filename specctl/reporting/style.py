@@ -63,7 +63,7 @@ class Looks:
 
 
 def grey(number: int, variant: int = 0) -> Look:
-    """What the others are compared with."""
+    """The look of a baseline, which the others are compared with."""
     return Look(GREY, DASHES[(number + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
 
 

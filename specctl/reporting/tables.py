@@ -18,8 +18,8 @@ class Unusable(float):
 
 
 def marked(row: Mapping[str, Any], name: str) -> Any:
-    """A field of a row for a table."""
-    value = row[name]
+    """A field of a row for a table; None where it has none of that name."""
+    value = row.get(name)
     return Unusable(value) if name in SPEEDS and value is not None and row.get("unusable") else value
 
 
@@ -89,15 +89,10 @@ def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _inert(text: str) -> str:
+    """A text that no spreadsheet takes for a formula; `-3;-4` and `-1.5` are numbers, whoever wrote them."""
     text = text.replace("\r", "\n")
-    return f"'{text}" if _computed(text) else text
-
-
-def _computed(text: str) -> bool:
-    """Whether a spreadsheet takes a text for a formula; `-3;-4` and `-1.5` are numbers, whoever wrote them."""
-    if not text.startswith(("=", "+", "-", "@", "\t", "\n")):
-        return False
-    return re.fullmatch(r"[-+\d.;e]+", text) is None
+    formula = text.startswith(("=", "+", "-", "@", "\t", "\n")) and not re.fullmatch(r"[-+\d.;e]+", text)
+    return f"'{text}" if formula else text
 
 
 def matrix_csv(matrix: dict[str, Any]) -> str:

@@ -11,8 +11,6 @@ files, so they are read with `weights_only`, and nothing else can be named by th
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -31,9 +29,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specctl.errors import CheckpointError, SpecctlError, one_line
-from specctl.formats.checkpoint import TRAINING, separate
+from specctl.formats.checkpoint import TRAINING, read_json, separate
 from specctl.progress import warn
-from specctl.runs import atomic_write, make_dir, to_json
+from specctl.runs import atomic_write, make_dir, sha256, to_json
 
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
 CLASSES = {
@@ -45,7 +43,7 @@ CLASSES = {
 
 State = TypeVar("State")
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""In states: what is counted."""
+"""A number of steps, tokens or bytes in a state."""
 
 
 def directory(output: Path) -> Path:
@@ -79,7 +77,7 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Those of a checkpoint that `save_tensors` wrote, on the CPU. CheckpointError where there are none."""
+    """The tensors of a checkpoint that `save_tensors` wrote, on the CPU. CheckpointError where there are none."""
     try:
         return load_file(path / TENSORS)
     except (OSError, SafetensorError) as error:
@@ -196,7 +194,7 @@ def _data_only(engine: Any) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """What torch.load, or DeepSpeed behind it, could not do; the name that is no data, where it is that."""
+    """Why torch.load, or DeepSpeed behind it, has failed: by the name that is no data, where it met one."""
     if not isinstance(error, UnpicklingError):
         return one_line(error)
     named = re.search(r"GLOBAL (\S+)", str(error))
@@ -219,18 +217,17 @@ def _found(root: Path) -> list[Path]:
 
 
 class _Damaged(Exception):
-    """What is wrong with a checkpoint, by file and key."""
+    """A checkpoint cannot be used; the message names file and key."""
 
 
 def _verify(path: Path) -> None:
     """The files of a checkpoint are those of its manifest, neither more nor less. Raises _Damaged."""
-    expected = _json(path / MANIFEST)
-    if not isinstance(expected, dict) or STATE not in expected:
-        raise _Damaged(f"{MANIFEST} does not list {STATE}")
     try:
-        present = _digests(path)
-    except OSError as error:
+        expected, present = read_json(path / MANIFEST), _digests(path)
+    except (CheckpointError, OSError) as error:
         raise _Damaged(str(error)) from error
+    if STATE not in expected:
+        raise _Damaged(f"{MANIFEST} does not list {STATE}")
     wrong = [name for name, digest in expected.items() if present.get(name) != digest]
     wrong += present.keys() - expected.keys()
     if wrong:
@@ -238,7 +235,7 @@ def _verify(path: Path) -> None:
 
 
 def _state(path: Path, kind: type[State]) -> State:
-    """What a checkpoint's trainer.json says. Raises _Damaged, naming the key."""
+    """The state in a checkpoint's trainer.json. Raises _Damaged, naming the key that is wrong."""
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
@@ -247,24 +244,9 @@ def _state(path: Path, kind: type[State]) -> State:
         raise _Damaged(f"{path.name}{key}: {first['msg']:.200}") from error
 
 
-def _json(path: Path) -> Any:
-    if not path.is_file():
-        raise _Damaged(f"{path.name} is missing")
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _Damaged(f"{path.name}: {one_line(error)}") from error
-
-
 def _digests(path: Path) -> dict[str, str]:
     """sha256 of every file but the manifest. OSError where something else is there, such as a pipe."""
     files = [file for file in sorted(path.rglob("*")) if not file.is_dir() and file != path / MANIFEST]
     if strange := next((file for file in files if not file.is_file()), None):
         raise OSError(f"{strange.name!r} is no file")
     return {str(file.relative_to(path)): sha256(file) for file in files}
-
-
-def sha256(path: Path) -> str:
-    """Of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -141,7 +141,7 @@ def turns(steps: int) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """Of every side: the threads of this process, and nothing compiled."""
+    """Environment variables of every side: the threads of this process, and nothing compiled."""
     return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TORCHDYNAMO_DISABLE": "1"}
 
 

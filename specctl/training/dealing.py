@@ -23,8 +23,8 @@ Batch: TypeAlias = "list[list[Example]]"
 
 
 def rows(examples: Sequence[Example], ranks: int, work: Callable[[Example], float]) -> list[Row]:
-    """The texts in groups of `ranks` that follow each other by `work`, in the order of the data; what does not go round
-    is the least."""
+    """The texts in groups of `ranks` that follow each other by `work`, in the order of the data. The group that may not
+    be full has the least work."""
     ordered = sorted(examples, key=lambda example: (-work(example), example.index))
     found: list[Row] = []
     for number, start in enumerate(range(0, len(ordered), ranks)):

@@ -167,27 +167,27 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
 def sample(texts: Texts) -> list[Example]:
     """Some texts with the mean lengths of `texts`, whose responses differ by `SPREAD`."""
     count = max(1, min(texts.responses, SAMPLE))
-    found = []
+    examples = []
     for index in range(count):
         place = (2 * index + 1) / count - 1  # from −1 to 1
         length = max(2, round(texts.response_tokens * (1 + SPREAD * place)))
-        found.append(Example(index, "", [0] * (round(texts.prompt_tokens) + length), round(texts.prompt_tokens)))
-    return found
+        examples.append(Example(index, "", [0] * (round(texts.prompt_tokens) + length), round(texts.prompt_tokens)))
+    return examples
 
 
 def mean_tokens(epoch: list[Batch]) -> float:
-    """Response tokens of a batch."""
+    """Mean response tokens of a batch."""
     return sum(example.response_length for batch in epoch for share in batch for example in share) / len(epoch)
 
 
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
-    """Of a response token: 2 a parameter forward and 4 backward, for every pass. A drafter that reads no features runs
-    over prompts, too; of the others these are neglected."""
+    """FLOPs for a response token: 2 a parameter forward and 4 backward, in every pass. A drafter that reads no features
+    runs over prompts, too; for the others these are neglected."""
     return 6 * matrix_parameters(drafter) * (passes if reads_features(drafter) else texts.length)
 
 
 def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
-    """Of a response token: the tapped states of its text, and its own last hidden state."""
+    """Bytes for a response token: the tapped states of its text, and its own last hidden state."""
     if not reads_features(drafter):
         return 0.0
     taps: Any = drafter.taps
@@ -215,7 +215,7 @@ def state_bytes(drafter: nn.Module, kind: str, stage: int, processes: int) -> fl
 
 
 def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Texts, dtype: torch.dtype) -> float:
-    """What a step over `tokens` response tokens keeps for its backward pass.
+    """Bytes that a step over `tokens` response tokens keeps for its backward pass.
 
     Input and output of every product, fp32 inputs of norms; at the vocabulary head also the gradient that the loss
     makes ahead, and the teacher's row in fp32 and in `dtype`.

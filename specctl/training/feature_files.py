@@ -40,7 +40,7 @@ GB = 2**30
 
 @dataclass(frozen=True)
 class Features:
-    """Of one sequence of S tokens with a prompt of P: S−2 slots (slot i also needs tokens i+1 and i+2).
+    """Features of a sequence of S tokens with a prompt of P: S−2 slots (slot i also needs tokens i+1 and i+2).
 
     Attributes:
         taps: [S−2, F] tapped states of positions 0 .. S−3.
@@ -75,7 +75,7 @@ class FeatureFiles:
         return index in self.shard_of
 
     def __getitem__(self, index: int) -> Features:
-        """Of an example, as views of the mapped file. CheckpointError where that is not what was written."""
+        """Features of an example, as views of the mapped file. CheckpointError where that is not what was written."""
         number = self.shard_of[index]
         if number not in self._open:
             self._open[number] = self._checked(number)
@@ -117,7 +117,7 @@ class FeatureFiles:
         return file
 
     def _problem(self, file: Any, number: int) -> str | None:
-        """What is not as it was written, or None."""
+        """The first thing in a shard that is not as it was written; None where all is."""
         if (file.metadata() or {}).get("key") != self.key:
             return "it belongs to other data, or to another target"
         width, dtype = self.about["target"]["hidden_size"], DTYPES[self.about["dtype"]]
@@ -176,10 +176,10 @@ class FeatureFiles:
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     """sha256 of the bytes of tensors on the CPU, in the order of their names."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def disk(path: Path) -> int:
@@ -188,7 +188,7 @@ def disk(path: Path) -> int:
 
 
 def kept(recipe: FeatureRecipe, size: int) -> bool:
-    """Whether features of `size` bytes a process are to be kept: what `choose` says where the disk has room."""
+    """Whether `choose` would keep features of `size` bytes a process, had the disk room for them."""
     if recipe.mode != "auto":
         return recipe.mode != "online"
     return size <= recipe.budget_gb * GB or recipe.dir is not None

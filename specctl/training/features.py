@@ -61,7 +61,7 @@ class FeatureStore:
 
         Args:
             place: directory for features on disk, the same for all processes.
-            homes: the examples whose features each rank keeps where that is in memory; None = of one process all.
+            homes: by rank, the examples whose features it keeps where that is in memory; None = one process has all.
 
         Raises:
             SpecctlError: they do not fit, or are not finite.  UsageError: another process is writing them.
@@ -72,12 +72,7 @@ class FeatureStore:
         groups = list(self._groups(examples))
         shards = list(self._shards(groups))
         lengths = [
-            {
-                example.index: (len(example.tokens) - 2, example.response_length - 1)
-                for group in shard
-                for example in group
-            }
-            for shard in shards
+            {e.index: (len(e.tokens) - 2, e.response_length - 1) for group in shard for e in group} for shard in shards
         ]
         files = FeatureFiles(place, self._about(examples), lengths)
         checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
@@ -113,13 +108,13 @@ class FeatureStore:
 
     def _run(self, groups: list[list[Example]], bar: Progress) -> dict[int, Features]:
         """Features of all groups, in the memory of the host."""
-        found: dict[int, Features] = {}
+        kept: dict[int, Features] = {}
         for group in groups:
             interrupts.check()
             for example, features in zip(group, self._compute(group), strict=True):
-                found[example.index] = _moved(features, torch.device("cpu"))
+                kept[example.index] = _moved(features, torch.device("cpu"))
             bar.update(len(group), tokens=self.passes)
-        return found
+        return kept
 
     @torch.inference_mode()
     def _compute(self, examples: list[Example]) -> list[Features]:
@@ -173,7 +168,7 @@ class FeatureStore:
             yield shard
 
     def _about(self, examples: list[Example]) -> dict[str, Any]:
-        """What features depend on. The sequences are those trained on: data, held-out split and max_length included."""
+        """All that features depend on. Its sequences are those trained on, by data, held-out split and max_length."""
         digest = hashlib.sha256()
         for example in examples:
             digest.update(f"{example.index} {example.prompt_length} {example.tokens}\n".encode())
@@ -198,7 +193,7 @@ def _missing(files: FeatureFiles, number: int) -> bool:
 
 
 def _over_ranks(values: list[int], device: torch.device) -> list[int]:
-    """Their sums over all ranks."""
+    """Each of `values` summed over all ranks."""
     total = torch.tensor(values, device=device)
     if dist.is_initialized():
         dist.all_reduce(total)

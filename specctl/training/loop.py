@@ -120,6 +120,7 @@ class Trainer:
         self.work = trainee.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target)
         self.schedule = Schedule.of(recipe, target, len(self._batches(epoch=0)))
+        self.epoch: list[Batch] = []  # under way
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
@@ -156,7 +157,7 @@ class Trainer:
                 if at.step % recipe.eval.every == 0 or last:
                     self._evaluate()
                     dist.barrier()
-                stopping = self._any_interrupt()
+                stopping = bool(self._largest(interrupts.requested()))
                 if at.step % recipe.checkpoint.every == 0 or last or stopping:
                     self._save()
                 if stopping:
@@ -173,9 +174,9 @@ class Trainer:
         at, schedule = self.at, self.schedule
         started = time.perf_counter()
         epoch, place = divmod(at.step, schedule.steps_per_epoch)
-        if place == 0 or not hasattr(self, "_epoch"):
-            self._epoch = self._batches(epoch)
-        chosen = self._epoch[place % len(self._epoch)]
+        if place == 0 or not self.epoch:
+            self.epoch = self._batches(epoch)
+        chosen = self.epoch[place % len(self.epoch)]
         share = schedule.rate(at.step, at.seconds)
         set_learning_rate(self.engine, share)
         rate = share * schedule.peak
@@ -197,7 +198,8 @@ class Trainer:
         at.step += 1
         at.loss = losses[0]
         at.tokens += sum(example.response_length for share in chosen for example in share)
-        at.seconds += time.perf_counter() - started
+        # One clock for all: the rate follows it, and a process that ended before the others would keep them waiting.
+        at.seconds = self._largest(at.seconds + time.perf_counter() - started)
         self.run.metrics(
             step=at.step, epoch=epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
             tokens_per_s=at.tokens / at.seconds,
@@ -242,12 +244,13 @@ class Trainer:
                 f"a gradient is not finite at step {self.at.step}", "lower optimizer.lr; the last checkpoint is intact"
             )
 
-    def _any_interrupt(self) -> bool:
-        flag = torch.tensor(float(interrupts.requested()))
-        if self.world > 1:
-            flag = flag.to(self.target.device)
-            dist.all_reduce(flag)
-        return bool(flag.item())
+    def _largest(self, value: float) -> float:
+        """The largest of what the processes have."""
+        if self.world == 1:
+            return value
+        largest = torch.tensor(value, dtype=torch.float64, device=self.target.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
 
     def _evaluate(self) -> None:
         """Decode the held-out prompts with the current weights; write the drafter when it is the best so far."""

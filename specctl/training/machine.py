@@ -63,7 +63,7 @@ class Machine:
         return device.tflops * 1e12 * device.utilisation * (self.gpus if self.gpu == "cpu" else self.processes)
 
     def dtype(self, name: str) -> torch.dtype:
-        """As `pick_dtype`, for a machine that need not be this one."""
+        """`pick_dtype` for a machine that need not be this one."""
         if name != "auto":
             return DTYPES[name]
         return torch.bfloat16 if self.gpu != "cpu" or cpu_has_bf16() else torch.float32

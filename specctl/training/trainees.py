@@ -79,8 +79,8 @@ class Trainee:
         self.module.squash = target.squash
 
     def work(self, examples: list[Example], processes: int) -> Work:
-        """What an example costs in a step, for dealing `examples` out to processes: the same in all of them, and
-        whenever a run is resumed."""
+        """The cost of an example in a step, for dealing `examples` out to processes: the same in all of them, and in a
+        resumed run."""
         made_anew = self.store is not None and not kept(
             self.recipe.features, self.store.estimate(examples) // processes
         )

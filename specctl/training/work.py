@@ -26,8 +26,8 @@ class Work:
 
 
 def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_flops: float) -> Work:
-    """Of one text in a step: the drafter forward and backward, and the target's forward, which takes `target_flops` a
-    token where features are made anew in every step, and 0 where they are kept."""
+    """The work of a text in a step: the drafter forward and backward, and `target_flops` a token for the target's
+    forward where features are made anew in every step (0 where they are kept)."""
     flops = 6.0 * matrix_parameters(drafter)
     if not reads_features(drafter):
         return Work(flops + target_flops, 0.0)
@@ -46,5 +46,5 @@ def reads_features(drafter: nn.Module) -> bool:
 
 
 def matrix_parameters(drafter: nn.Module) -> int:
-    """Those that every position is multiplied with."""
+    """Parameters that every position is multiplied with."""
     return sum(p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and "embed_tokens" not in name)

@@ -62,7 +62,14 @@ class OutOfMemoryError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    ("command", "knob"), [("distill", "batch_size"), ("train-drafter", "batch_tokens"), ("eval", "max_new_tokens")]
+    ("command", "knob"),
+    [
+        ("distill", "batch_size"),
+        ("train-drafter", "batch_tokens"),
+        ("eval", "max_new_tokens"),
+        ("select", "batch"),
+        ("online", "max_new_tokens"),
+    ],
 )
 @pytest.mark.parametrize(
     "error",

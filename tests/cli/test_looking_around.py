@@ -88,6 +88,9 @@ def test_doctor_sees_that_the_cores_are_taken():
     assert doctor.taken(quiet, 2).state == "ok", "fewer than are free were asked for"
     assert doctor.taken(busy, None).value.startswith("5 threads on 8 cores: others keep 3.0 of 8 cores busy")
     assert "unset OMP_NUM_THREADS" in doctor.taken(busy, 8).fix
+    too_many = doctor.taken(quiet, 16)
+    assert too_many.value == "16 threads on 8 cores", "nobody else is to blame"
+    assert "unset OMP_NUM_THREADS" in too_many.fix
 
 
 def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):

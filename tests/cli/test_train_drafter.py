@@ -1,10 +1,14 @@
 """`train-drafter` distils first when there is no data: the one place where commands are chained."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from specctl.cli.train_drafter import show
 
 
 @dataclass
@@ -27,6 +31,14 @@ def calls(library):
     for command in ("distill", "train-drafter"):
         library(command, note(command))
     return seen
+
+
+@pytest.mark.parametrize(("mat", "says"), [(2.5, "2.50 (held-out prompts"), (math.nan, "–")])
+def test_a_mat_says_what_it_was_measured_on(capsys, mat, says):
+    """Where there is one: of too few prompts none is held out."""
+    Console(width=200).print(show({"mat": mat}))
+    told = capsys.readouterr().out
+    assert says in told and ("held-out" in told) == (mat == 2.5)
 
 
 def test_it_distils_first_and_says_so(specctl, calls):

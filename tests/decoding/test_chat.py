@@ -1,6 +1,7 @@
 """Chat templates are programs of whoever made the model: whatever they do is one line that names their file."""
 
 import os
+import select
 
 import pytest
 
@@ -95,6 +96,28 @@ def test_a_target_goes_on_behind_a_failure_and_follows_its_tokenizer(target, mon
         with pytest.raises(CheckpointError):
             target.render(ONE)
     assert target.render(ONE) == wanted
+
+
+def test_a_process_that_has_ended_is_asked_nothing_more(tokenizer, monkeypatch):
+    """Nor killed once more, when its number may be another process'."""
+    monkeypatch.setattr(chat, "SECONDS", 0)
+    monkeypatch.setattr(tokenizer, "chat_template", "{% if messages[0].content == 'all' %}" + FOR_EVER + "{% endif %}a")
+    renderer = chat.Renderer(tokenizer)
+    with pytest.raises(CheckpointError):
+        renderer("builtin", [{"role": "user", "content": "all"}], {})
+    monkeypatch.setattr(os, "kill", None)
+    assert not renderer.serves(tokenizer)
+    del renderer
+
+
+def test_its_process_keeps_nothing_open(tokenizer):
+    """Such as a lock or a connection: its parent's end would not be seen before its own."""
+    reading, writing = os.pipe()
+    renderer = chat.Renderer(tokenizer)
+    assert renderer("builtin", ONE, {})
+    os.close(writing)
+    assert select.select([reading], [], [], 1.0)[0] and os.read(reading, 1) == b""
+    os.close(reading)
 
 
 def test_its_process_ends_with_it(tokenizer):

@@ -7,6 +7,7 @@ in a tree, soft caps and logit scales lost, biases dropped, head sizes taken fro
 import json
 import math
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -355,6 +356,15 @@ def test_a_damaged_target_is_one_line(tmp_path, damage):
     with pytest.raises(CheckpointError, match=says) as error:
         load_target(directory, device="cpu", dtype="fp32")
     assert directory in error.value.message and "\n" not in error.value.message
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_a_target_that_is_too_large_is_not_called_damaged(tmp_path, monkeypatch, kind):
+    """Whoever hears of damage downloads it again."""
+    directory = write_tiny(tmp_path, "LlamaConfig", SMALL)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", Mock(side_effect=kind("of 9 TiB")))
+    with pytest.raises(kind):
+        load_target(directory, device="cpu", dtype="fp32")
 
 
 # --- the end of the context -----------------------------------------------------------------------------------------

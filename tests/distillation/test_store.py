@@ -214,6 +214,14 @@ def test_damaged_manifest_is_named(tmp_path, text):
             attempt()
 
 
+def test_the_end_of_one_writer_of_very_many_is_not_the_end(tmp_path):
+    """Found without a list of them all: a file's name can speak of any number."""
+    fill(tmp_path)
+    (tmp_path / "manifest-0of99999999999.json").write_text('{"complete": true, "shards": []}')
+    (tmp_path / "manifest-0of1.json").unlink()
+    assert not store.summary(tmp_path).complete
+
+
 def test_existing_data_needs_resume_or_overwrite(tmp_path):
     fill(tmp_path, ROWS[:9])
     with pytest.raises(UsageError, match="already") as caught:

@@ -92,6 +92,15 @@ def test_a_wrong_field_of_a_head_is_named(changed, family, key, value):
     assert "config.json" in said and (key in said or "calls for" in said)
 
 
+def test_an_lm_of_endless_brackets_is_refused():
+    """JSON may be nested more deeply than Python follows."""
+    value = []
+    for _ in range(2000):
+        value = [value]
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        configuration({"model_type": "llama", "rope_parameters": value})
+
+
 @pytest.mark.parametrize(
     "value", [None, 1, "x", {"base": {}}, {"rank": 0, "alpha": 1, "base": {}}, {"rank": 2}], ids=str
 )

@@ -81,6 +81,13 @@ def test_medusa_as_vllm_computes_it(make, ours, model, text, tmp_path):
     assert spec == {"method": "medusa", "model": str(tmp_path / "out"), "num_speculative_tokens": STEPS}, "one a head"
 
 
+@pytest.mark.parametrize("key", ["name", "hidden_size", "num_layers", "vocab_size"])
+@pytest.mark.parametrize("value", [None, [256]])
+def test_a_target_that_is_not_described_is_no_riddle(target, key, value):
+    with pytest.raises(CheckpointError, match=rf"target\.{key} is "):
+        Facts.of_identity({**target.identity, key: value})
+
+
 def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
     """Its `token_map` belongs to one head for all depths; with one each its loader stops at the number of rows."""
     shape = {"hidden_size": 256, "vocab_size": 4096, "draft_vocab_size": 64, "taps": [10], "draft_heads": 1}

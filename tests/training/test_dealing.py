@@ -93,9 +93,8 @@ def test_one_process_has_the_batches_it_always_had():
 @pytest.mark.slow
 def test_two_processes_have_the_gradient_of_one(distilled, tmp_path):
     """They hold different numbers of positions: the mean is over all of them, not of the two means."""
-    script = Path(__file__).with_name("two_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    command += [str(distilled), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
+    command += ["tests.training.two_ranks", str(distilled), str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "checked" in done.stdout

@@ -7,24 +7,10 @@ import torch
 
 from specctl.formats import checkpoint as drafters
 from specctl.kernels import distill
-from specctl.recipe import DrafterRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import HeldOutRecipe
 from specctl.runs import Run
 from specctl.training import loop
-
-
-def recipe(distilled, place, **changes):
-    return TrainRecipe(
-        target=TargetRecipe(dtype="fp32", device="cpu"),
-        distilled=distilled,
-        output_dir=place / "drafter",
-        drafter=DrafterRecipe(vocab_size=256),
-        max_steps=2,
-        ttt_steps=2,
-        batch_tokens=128,
-        eval=HeldOutRecipe(prompts=1, max_new_tokens=2),
-        optimizer=OptimizerRecipe(type="adamw"),
-        **changes,
-    )
+from tests.training.small import recipe
 
 
 def floats(state):
@@ -58,8 +44,7 @@ def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatc
 def test_without_held_out_prompts_the_last_weights_are_kept(distilled, target, tmp_path, monkeypatch):
     """Not those of the first evaluation, and no `mat` is claimed."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
-    values = recipe(distilled, tmp_path, precision="fp32")
-    values = values.model_copy(update={"eval": HeldOutRecipe(every=1, fraction=1e-9)})
+    values = recipe(distilled, tmp_path, eval=HeldOutRecipe(every=1, fraction=1e-9))
     trainer = loop.make_trainer(values, Run(tmp_path))
     trainer.start()
     trainer.train()

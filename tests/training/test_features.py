@@ -18,12 +18,13 @@ from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
 from specctl.formats import checkpoint as drafters
 from specctl.progress import interrupts
-from specctl.recipe import DrafterRecipe, FeatureRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe, FeatureRecipe
 from specctl.runs import Run
 from specctl.training import feature_files, features, loop
 from specctl.training.data import Example
 from specctl.training.feature_files import GB, choose
 from specctl.training.features import FeatureStore, slot_batch
+from tests.training.small import recipe
 
 TAPS = (1, 2)
 CACHED = FeatureRecipe(mode="cached")
@@ -60,22 +61,9 @@ def same(ours, theirs):
 def train(distilled, place, mode, **changes):
     """Losses of three steps and the weights."""
     place.mkdir(parents=True, exist_ok=True)
-    recipe = TrainRecipe(
-        target=TargetRecipe(dtype="fp32", device="cpu"),
-        distilled=distilled,
-        output_dir=place / "drafter",
-        drafter=DrafterRecipe(vocab_size=256),
-        max_steps=3,
-        ttt_steps=2,
-        batch_tokens=256,
-        eval=HeldOutRecipe(prompts=1, max_new_tokens=2),
-        optimizer=OptimizerRecipe(type="adamw"),
-        features=FeatureRecipe(mode=mode, dir=place.parent / "features"),
-        precision="fp32",
-        **changes,
-    )
+    features = FeatureRecipe(mode=mode, dir=place.parent / "features")
     try:
-        loop.train_drafter(recipe, Run(place))
+        loop.train_drafter(recipe(distilled, place, max_steps=3, features=features, **changes), Run(place))
     finally:
         interrupts.reset()
         path = place / "metrics.jsonl"

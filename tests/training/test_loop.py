@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from specctl import lock
 from specctl.decoding.loading import builtin_path
@@ -25,30 +26,24 @@ from specctl.recipe import (
     LoraRecipe,
     OptimizerRecipe,
     TargetRecipe,
-    TrainRecipe,
 )
 from specctl.runs import Run
 from specctl.training import checkpoint, loop
 from specctl.training.data import load_corpus
 from specctl.training.outcome import held_out_acceptance
-
-FP32 = TargetRecipe(dtype="fp32", device="cpu")
+from tests.training import small
 
 
 def recipe(distilled, place, **changes):
     values = dict(
-        target=FP32,
-        distilled=distilled,
-        output_dir=place / "drafter",
         drafter=DrafterRecipe(vocab_size=512),
         max_steps=6,
-        ttt_steps=2,
         batch_tokens=256,
         eval=HeldOutRecipe(every=3, prompts=1, max_new_tokens=12, fraction=0.2),
         checkpoint=CheckpointRecipe(every=2, keep=2),
-        precision="fp32",
+        optimizer=OptimizerRecipe(),
     )
-    return TrainRecipe(**{**values, **changes})
+    return small.recipe(distilled, place, **{**values, **changes})
 
 
 def train(recipe, place):
@@ -78,6 +73,20 @@ def test_a_run_that_minutes_have_cut_says_so(distilled, tmp_path, capsys, max_st
     assert result.steps == 1 and len(told) == 1
     assert told[0].startswith("warning: ") == bool(max_steps)
     assert "after 1 of 6 steps" in told[0] or max_steps is None
+
+
+def test_one_clock_counts_for_all_processes(distilled, tmp_path, monkeypatch):
+    """Or each would have a rate of its own, and the first to end would keep the others waiting for ever."""
+    trainer = loop.make_trainer(recipe(distilled, tmp_path, max_minutes=1), Run(make(tmp_path / "run")))
+
+    def with_a_slower_one(tensor, op=dist.ReduceOp.SUM, **_):
+        tensor += 60 * (op == dist.ReduceOp.MAX)
+
+    monkeypatch.setattr(dist, "all_reduce", with_a_slower_one)
+    trainer.world = 2
+    with track("train") as bar:
+        trainer._step(bar)
+    assert trainer.at.seconds > 60 and trainer.schedule.ended(1, trainer.at.seconds)
 
 
 def test_learns_and_writes_a_drafter_that_loads(trained, target):

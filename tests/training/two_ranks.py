@@ -7,29 +7,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from specctl.recipe import DrafterRecipe, FeatureRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import FeatureRecipe
 from specctl.runs import Run
 from specctl.training import engine, loop
+from tests.training.small import recipe
 
 distilled, place = map(Path, sys.argv[1:])
 
 
 def trainer(rank: int) -> loop.Trainer:
-    recipe = TrainRecipe(
-        target=TargetRecipe(dtype="fp32", device="cpu"),
-        distilled=distilled,
-        output_dir=place / "drafter",
-        drafter=DrafterRecipe(vocab_size=512),
-        ttt_steps=2,
-        batch_tokens=160,
-        eval=HeldOutRecipe(prompts=1, fraction=0.1),
-        features=FeatureRecipe(mode="online"),
-        optimizer=OptimizerRecipe(type="adamw"),
-        precision="fp32",
-    )
     run = place / f"run{rank}"
     run.mkdir()
-    return loop.make_trainer(recipe, Run(run))
+    return loop.make_trainer(recipe(distilled, place, features=FeatureRecipe(mode="online")), Run(run))
 
 
 def gradient(trainer: loop.Trainer) -> dict[str, torch.Tensor]:
@@ -57,6 +46,7 @@ one = trainer(rank)
 assert dist.get_world_size() == one.world == 2
 patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
 assert patience == engine.PATIENCE, patience
+assert one._largest(rank) == 1
 texts = one.corpus.train[:4]
 assert one.trainee.store is not None
 one.trainee.store.at_home = True  # or a batch this uneven would be dealt out again

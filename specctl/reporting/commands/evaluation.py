@@ -169,7 +169,7 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
 def _matrix(
     metric: str, measured: Mapping[tuple[str, str], Any], domains: list[str], competing: list[str], others: list[str]
 ) -> dict[str, Any]:
-    """As `eval --matrix` makes it, as far as the heat map needs it."""
+    """The matrix of `eval --matrix`, as far as the heat map needs it."""
     values = [[measured.get((name, domain)) for domain in domains] for name in [*competing, *others]]
     macro = [_mean(line) for line in values]
     return {

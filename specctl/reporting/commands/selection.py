@@ -235,7 +235,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
 
 
 def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
-    """Of all runs, each with what its run says of all of them."""
+    """Rows of all runs, each with what its run says of all of its rows."""
     return [
         {**{key: run.result.get(key) for key in OF_A_RUN}, **row, "label": run.named(str(row.get(name)))}
         for run in runs

@@ -1,0 +1,20 @@
+"""The smallest training: a few steps in fp32 on the responses of the fixture `distilled`."""
+
+from specctl.recipe import DrafterRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+
+
+def recipe(distilled, place, **changes):
+    """Its recipe with some keys changed; the drafter is written to `place`."""
+    values = dict(
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        distilled=distilled,
+        output_dir=place / "drafter",
+        drafter=DrafterRecipe(vocab_size=256),
+        max_steps=2,
+        ttt_steps=2,
+        batch_tokens=128,
+        eval=HeldOutRecipe(prompts=1, max_new_tokens=2),
+        optimizer=OptimizerRecipe(type="adamw"),
+        precision="fp32",
+    )
+    return TrainRecipe(**{**values, **changes})
