@@ -191,9 +191,9 @@ class Selector:
         assert self.scorer is not None
         wanted = [0] * state.batch
         for b in self._live:
-            row = state.rows[b]
-            ending = self.ends and row.stop is not None
-            wanted[b] = self._game(row.index).unscored if ending else self._game(row.index).due()
+            row, game = state.rows[b], self._game(state.rows[b].index)
+            due = game.due()  # its schedule counts the round that ends a text, too
+            wanted[b] = game.unscored if self.ends and row.stop is not None else due
         if not any(wanted):
             return {}
         began = time.perf_counter()
