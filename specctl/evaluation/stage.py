@@ -160,7 +160,10 @@ class Stage:
         for alone in self.alone.values():
             alone.forget()
         self._log = log
-        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
+        records = measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
+        for selector in self.selectors.values():
+            selector.open([])  # the last games are over, too
+        return records
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         options = self.recipe.catch_up

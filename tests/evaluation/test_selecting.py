@@ -150,6 +150,15 @@ def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
     assert len({line["query"] for line in rounds}) == 2 == found.queries
 
 
+@pytest.mark.parametrize("reset", ["query", "stream"])
+def test_what_was_dropped_is_counted_of_every_game(tmp_path, prompts, target, reset, monkeypatch):
+    """Also of those that were not over when the last text was: of a stream, which is one game, it was 0."""
+    monkeypatch.setattr("specctl.selection.controller.overlap", lambda *_: np.array([np.nan]))
+    made = recipe(prompts, algo=["metasd-ucb"], reset=reset, baselines=[], sampling={"max_new_tokens": 6})
+    found, _, rounds = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4, 8, 2)})
+    assert found.policies[0].dropped == sum(line["learnt"] == 0 for line in rounds) > 4
+
+
 def test_sampled_text_does_not_depend_on_the_choice(tmp_path, prompts, target, pool):
     made = recipe(
         prompts, algo=["random"], sampling={"temperature": 1.0, "exact": True, "max_new_tokens": 8}, seeds=[0, 1]
