@@ -145,7 +145,9 @@ def select(
         save_router(recipe, run, target, router, report)
 
     def keep(records: Sequence[Record]) -> Path:
-        return write_records(run.dir, [replace(one, session=stage.session_of[one.id]) for one in records], stamp={})
+        return write_records(
+            run.dir, [replace(one, session=stage.session_of[one.question[:2]]) for one in records], stamp={}
+        )
 
     with open(run.dir / ROUNDS, "w", encoding="utf-8") as file:
         records = stage.play(file, keep)
@@ -164,8 +166,8 @@ def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, r
     by_name = {name: answers(records, name) for name in names}
     stream = Stream(
         {name: [found[question].decoded for question in questions] for name, found in by_name.items()},
-        [stage.session_of[id] for _, id, _ in questions],
-        [stage.game_of(id, seed) for _, id, seed in questions],
+        [stage.session_of[domain, id] for domain, id, _ in questions],
+        [stage.game_of(*question) for question in questions],
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",

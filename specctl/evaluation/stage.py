@@ -88,8 +88,9 @@ class Stage:
         if router is not None and [*drafters] != router.arms:
             raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
         self.arms = make_arms(recipe, target, drafters)
-        self.session_of = {case.prompt.id: n for n, session in enumerate(stream) for case in session}
-        self.prompts = {case.prompt.id: prompt_text(case.prompt.messages) for session in stream for case in session}
+        prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
+        self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be of two domains
+        self.prompts = {prompt.id: prompt_text(prompt.messages) for _, prompt in prompts}
         self.algo = {name: name for name in recipe.algo}  # contender → its policy
         if RECOMPUTING in recipe.baselines:
             self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
@@ -185,16 +186,16 @@ class Stage:
 
     def _text(self, name: str, case: Case, seed: int) -> Text:
         repeat = seed - case.seed(self.recipe.sampling.seed)
-        key = self.game_of(case.prompt.id, repeat, "query" if self.algo[name] == registry.ROUTER else None)
+        key = self.game_of(*case.question(repeat), "query" if self.algo[name] == registry.ROUTER else None)
         return Text(case.prompt.id, case.prompt.domain, key, repeat)
 
-    def game_of(self, id: str, repeat: int, reset: str | None = None) -> str:
+    def game_of(self, domain: str, id: str, repeat: int, reset: str | None = None) -> str:
         """What all texts between two resets have in common, by the recipe's reset or another one."""
-        unit = {"query": id, "session": self.session_of[id], "stream": ""}[reset or self.recipe.reset]
-        return f"{repeat} {unit}"
+        units = {"query": f"{domain} {id}", "session": self.session_of[domain, id], "stream": ""}
+        return f"{repeat} {units[reset or self.recipe.reset]}"
 
     def _note(self, algo: str, entry: Round) -> None:
-        self.plays[algo].append((self.game_of(entry.query, entry.seed), entry.arm, entry.committed))
+        self.plays[algo].append((self.game_of(entry.domain, entry.query, entry.seed), entry.arm, entry.committed))
         if self._log is not None:
             self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
 

@@ -177,6 +177,21 @@ def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
     assert [line["arm"] for line in rounds] == arms[1]
 
 
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_a_prompt_may_be_of_two_domains(tmp_path, target, reset):
+    """Its answers in a batch were one game's, which is refused, and both of the last domain's session."""
+    for domain in ("sql", "math"):
+        (tmp_path / f"{domain}.jsonl").write_text(json.dumps({"prompt": "Hello."}) + "\n")
+    made = recipe(
+        tmp_path / "{domain}.jsonl", algo=["random"], reset=reset, batch=2, baselines=[], sampling={"max_new_tokens": 4}
+    )
+    made = made.model_copy(update={"data": made.data.model_copy(update={"domain": ["sql", "math"]})})
+    found, _, _ = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4)})
+    assert (found.queries, found.sessions) == (2, 2)
+    kept = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
+    assert {(row["domain"], row["session"]) for row in kept} == {("sql", 0), ("math", 1)}
+
+
 class Sometimes(Lookup):
     """Drafts after every other prompt."""
 
