@@ -91,6 +91,7 @@ class Specialists:
             policy.name,
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
+            batch=self.recipe.batch,
             seed=self.recipe.sampling.seed + self.seed,
             within_query=policy.reset == "query",
             on_round=self._note,
@@ -105,8 +106,10 @@ class Specialists:
     def open(self, queries: Sequence[str], domains: Sequence[str]) -> None:
         """The prompts that are decoded next."""
         self.buffer.open(queries)
-        keys = queries if self.recipe.policy.reset == "query" else [f"{n}" for n in range(len(queries))]
-        self._selector.open([Text(*parts) for parts in zip(queries, domains, keys, strict=True)])
+        if self.recipe.policy.reset == "query":
+            self._selector.open([])  # games end with their texts: users repeat prompts, at once and in a row
+        slots = map(str, range(len(queries)))
+        self._selector.open([Text(*parts) for parts in zip(queries, domains, slots, strict=True)])
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
