@@ -183,7 +183,9 @@ class Pupil:
         learnt = [*older, *now]
         held = [text for one in judges for text in self._batches([one])]
         ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, held)
-        self._judges = [] if outcome.status == "rested" else [one.index for one in judges]
+        if outcome.status in ("rested", "static"):
+            learnt, judges = [], []
+        self._judges = [one.index for one in judges]
         if not self.recipe.buffer.replay:
             self.buffer.keep(self._judges)
         self.chunks += 1
