@@ -82,7 +82,8 @@ class Game:
         began = perf_counter_ns()
         weights = self.policy.weights()
         arm = self.policy.choose()
-        self.log.append(Round(arm, weights, decide_us=(perf_counter_ns() - began) / 1000))
+        regret = self.log[-1].regret if self.log else 0.0
+        self.log.append(Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000))
         return arm
 
     def played(self, arm: int, outcome: Outcome) -> None:

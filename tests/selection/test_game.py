@@ -174,6 +174,8 @@ def test_the_log_counts_regret_against_the_best_arm_so_far():
     owners = np.repeat([entry.arm for entry in game.log], rounds)
     own = losses[np.arange(T), owners].sum()
     assert game.log[-1].regret == pytest.approx(own - losses.sum(axis=0).min())
+    game.choose()
+    assert game.log[-1].regret == game.log[-2].regret != 0, "until the next scores come"
     assert game.log[0].regret == 0 and all(entry.decide_us > 0 for entry in game.log)
 
 
