@@ -494,6 +494,28 @@ def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
     assert stream.judged == (by == "mat"), "passes beyond those of the fastest arm are no regret"
 
 
+def test_repeats_make_no_interval_narrower():
+    """Shares have the intervals of the rest of a row, over sessions; repeats of the stream are no more of them."""
+
+    def answers(*passes):
+        return [Decoded([1], [2] * 41, "length", n, 40 - n, 0, 0, [], [], 0.0, 1.0) for n in passes]
+
+    once = {"policy": answers(12, 20, 13, 30), "arm": answers(10, 18, 12, 20)}
+    found = [
+        Stream(
+            {name: times * own for name, own in once.items()},
+            times * [0, 0, 1, 2],
+            [f"{repeat} {n}" for repeat in range(times) for n in range(4)],
+            ["arm"],
+            None,
+            True,
+        ).share_of_best("policy")
+        for times in (1, 9)
+    ]
+    (share, interval), (again, same) = found
+    assert share == again == pytest.approx(60 / 75) and interval == pytest.approx(same)
+
+
 def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
     """Rewards are shares of K: with that of an arm that was left out a replay would play another game than live."""
     deep = {**pool, "suffix": Suffix(depth=9, nodes=9, children=1)}
