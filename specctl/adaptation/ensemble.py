@@ -15,6 +15,7 @@ from specctl.adaptation.member import Descent, Member, inner_loop
 from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
+from specctl.training.checkpoint import under
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
@@ -178,9 +179,7 @@ class Ensemble:
         self._t, self._draw, self._judged = state["t"].tolist()
         self.L, self._guess = state["L"], state["guess"]
         for place, member in enumerate(self.members):
-            prefix = f"{place}."
-            mine = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            member.restore(mine)
+            member.restore(under(f"{place}.", state))
 
     def _weigh(self, losses: Tensor) -> None:
         """Weigh the members anew, unless none has a finite loss; every so often they begin again from their mean."""

@@ -27,6 +27,7 @@ from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.mixture import Mixture
 from specctl.formats import checkpoint
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
+from specctl.training.checkpoint import under
 from specctl.training.data import Corpus, Example, batches
 from specctl.training.engine import autocast
 from specctl.training.schedule import batch_tokens
@@ -242,13 +243,9 @@ class Pupil:
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from what `state` has told. CheckpointError where it is that of another learner."""
-
-        def part(name: str) -> dict[str, torch.Tensor]:
-            return {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
-
-        self.buffer.restore(facts["buffer"], part("buffer"))
-        self.learner.restore(part("learner"))
-        self.watchdog.restore(part("watchdog"))
+        self.buffer.restore(facts["buffer"], under("buffer.", tensors))
+        self.learner.restore(under("learner.", tensors))
+        self.watchdog.restore(under("watchdog.", tensors))
         self.chunks, self._seen = index(facts["chunks"]), index(facts["seen"])
         self._judges = [index(judge) for judge in facts["judges"]]
         self.drafter = self.play()

@@ -39,6 +39,7 @@ from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
 from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
+from specctl.training.checkpoint import under
 
 PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to start
 
@@ -209,9 +210,7 @@ class RemotePupil(Pupil):
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
         self._inbox.put((facts, Parcel.of(self._known[1])))
         for place, one in enumerate(facts.get("waiting", [])):
-            prefix = f"waiting{place}."
-            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            self._waiting.append(Chunk.restored(one, own))
+            self._waiting.append(Chunk.restored(one, under(f"waiting{place}.", tensors)))
         self._send()
 
     def _take(self) -> None:

@@ -31,6 +31,7 @@ from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded
 from specctl.selection.controller import Round, Selector, Text
 from specctl.selection.rules import overruled
+from specctl.training.checkpoint import under
 from specctl.training.feature_files import Features
 
 
@@ -220,7 +221,5 @@ class Specialists:
         self.chunks = facts["chunks"]
         self.buffer.restore(facts["buffer"], {})  # no text, but their numbers go on
         for name, pupil in self.pupils.items():
-            prefix = f"{name}/"
-            own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-            pupil.restore(facts["pupils"][name], own)
+            pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
         self._selector = self._select()

@@ -14,6 +14,7 @@ from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.learners import Learner
 from specctl.adaptation.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
+from specctl.training.checkpoint import under
 
 Z = 3.0  # standard errors by which acceptance must have fallen: chance does that in one update of 250 or more
 
@@ -166,7 +167,7 @@ class Watchdog:
         self._before = Acceptance.of(state["texts"].tolist())
         self._loss = float(state["loss"])
         self._vain, self._rest = state["rest"].tolist()
-        self._kept = {name.removeprefix("kept."): value for name, value in state.items() if name.startswith("kept.")}
+        self._kept = under("kept.", state)
 
 
 def _compared(

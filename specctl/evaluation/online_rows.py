@@ -8,12 +8,12 @@ one number are drawn together: read in order, a file gives every seed the same p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from specctl.decoding.loop import Decoded
 from specctl.evaluation import metrics
 from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.metrics import Floats, Interval, ratio
@@ -25,7 +25,7 @@ from specctl.recipe.online import UNTRAINED
 Unit = int
 """The number of a chunk, of all seeds."""
 LOOKUP = UNTRAINED[0]
-Amount = Callable[[Decoded], float]
+Amount = Literal["decoded_tokens", "target_passes", "decode_s"]
 
 
 @dataclass(frozen=True)
@@ -179,23 +179,23 @@ class Passes:
         self, name: str, other: str | None = None, domain: str | None = None
     ) -> tuple[float | None, Interval | None]:
         """mat of a contender, or its ratio to that of another one that has answered the same prompts."""
-        parts = [self._sums(name, _tokens, domain), self._sums(name, _passes, domain)]
+        parts = [self._sums(name, "decoded_tokens", domain), self._sums(name, "target_passes", domain)]
         if other is not None:
-            parts += [self._sums(other, _passes, domain), self._sums(other, _tokens, domain)]
+            parts += [self._sums(other, "target_passes", domain), self._sums(other, "decoded_tokens", domain)]
         return _quotient(parts)
 
     def _speed(self, name: str, other: str, net: bool = False) -> tuple[float | None, Interval | None]:
         """Tokens per second against those of another contender; `net`: the time of learning counts."""
-        seconds, theirs = self._sums(name, _seconds), self._sums(other, _seconds)
+        seconds, theirs = self._sums(name, "decode_s"), self._sums(other, "decode_s")
         if net:
             seconds = {unit: value + self.learn_s[name][unit] for unit, value in seconds.items()}
-        return _quotient([self._sums(name, _tokens), seconds, theirs, self._sums(other, _tokens)])
+        return _quotient([self._sums(name, "decoded_tokens"), seconds, theirs, self._sums(other, "decoded_tokens")])
 
     def _sums(self, name: str, amount: Amount, domain: str | None = None) -> dict[Unit, float]:
         sums: dict[Unit, float] = defaultdict(float)
         for record in self.by_name.get(name, ()):
             if domain is None or record.domain == domain:
-                sums[unit_of(record)] += amount(record.decoded)
+                sums[unit_of(record)] += getattr(record.decoded, amount)
         return sums
 
 
@@ -217,15 +217,3 @@ def _quotient(parts: Sequence[dict[Unit, float]]) -> tuple[float | None, Interva
         return found
 
     return float(statistic(np.ones((1, len(units))))[0]), metrics.bootstrap(statistic, len(units))
-
-
-def _tokens(decoded: Decoded) -> float:
-    return decoded.decoded_tokens
-
-
-def _passes(decoded: Decoded) -> float:
-    return decoded.target_passes
-
-
-def _seconds(decoded: Decoded) -> float:
-    return decoded.decode_s

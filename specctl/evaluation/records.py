@@ -6,10 +6,9 @@ them: the file also says under which recipe, target and drafters they were made 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,6 @@ class Record:
         counted = {name: getattr(self.decoded, name) for name in SCHEMA.names if hasattr(self.decoded, name)}
         lengths = {"prompt_tokens": len(self.decoded.prompt_ids), "tokens": self.decoded.decoded_tokens}
         return known | counted | lengths
-
-
-def agreeing(record: Record, agreement: Agreement) -> Record:
-    return dataclasses.replace(record, agreement=agreement)
 
 
 def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name: str = RECORDS) -> Path:
@@ -173,7 +168,7 @@ def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) ->
 
 def _record(row: dict[str, Any], prompt_ids: list[int]) -> Record:
     """The inverse of `Record.row`, given the prompt. Agreement is left to be found again."""
-    named = {field.name: row[field.name] for field in dataclasses.fields(Decoded) if field.name in row}
+    named = {field.name: row[field.name] for field in fields(Decoded) if field.name in row}
     decoded = Decoded(prompt_ids=prompt_ids, **named)
     return Record(row["id"], row["domain"], row["drafter"], row["seed"], row["temperature"], decoded)
 

@@ -25,15 +25,12 @@ class Delay:
         self._pending = np.zeros((count, 0, rules.depth))  # acceptance of the tokens whose vectors wait
         self._chunks: list[int] = []  # tokens of each round that was not scored
 
-    def vectors(self, tokens: int) -> int:
-        """How many will come of a round of so many tokens."""
-        return tokens if self.rules.unit == "token" else 1
-
     def committed(self, tokens: int) -> int:
         """A round was played: how many vectors will come of it."""
-        if self.rules.unit == "chunk":
-            self._chunks.append(tokens)
-        return self.vectors(tokens)
+        if self.rules.unit == "token":
+            return tokens
+        self._chunks.append(tokens)
+        return 1
 
     def scored(self, gamma: AnyArray, hit: AnyArray) -> Array:
         """[M, N] vectors that these tokens complete, in the order of the text; gamma, hit: [N, S, K]."""

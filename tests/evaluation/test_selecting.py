@@ -29,7 +29,7 @@ from specctl.evaluation.stage import Stage, sessions, turns
 from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
-from specctl.selection.router_training import rounds_alone
+from specctl.selection.hindsight import walk
 from specctl.selection.table_file import read_table
 from tests.evaluation.streams import contents
 from tests.lossless.drafters import own_weights
@@ -539,7 +539,7 @@ def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
     assert len(examples) == len(QUESTIONS)
     whole = read_table(table)
     best = {order[example.arm] for example in examples}
-    alone = {arm: [int(rounds_alone(t.accepted)[whole.arms.index(arm)]) for t in whole.traces] for arm in order}
+    alone = {arm: [int(walk(t.accepted)[whole.arms.index(arm)].sum()) for t in whole.traces] for arm in order}
     assert best == {min(order, key=lambda arm: alone[arm][n]) for n in range(len(QUESTIONS))}
     with pytest.raises(CheckpointError, match="no arm gold"):
         _examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))
