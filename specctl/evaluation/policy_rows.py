@@ -24,7 +24,7 @@ from specctl.selection.hindsight import Yardstick
 LONG_ENOUGH = 256  # tokens of a game after which a policy should have found its best arm
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyRow:
     """One contender on the whole stream.
 
@@ -49,19 +49,19 @@ class PolicyRow:
     share_of_best: float | None
     share_of_best_interval: Interval | None
     share_of_best_256: float | None
-    share_after_256: float | None  # of replays only
+    share_after_256: float | None = None  # of replays only
     regret: int | None
     best_arm_ratio: float | None
     rounds: int
     pulls: dict[str, int]
-    switches: int | None
-    caught_up: int | None  # tokens that arms had to read when they were switched to
-    switch_ms: float | None  # that it took them, each time, on average
+    switches: int | None = None
+    caught_up: int | None = None  # tokens that arms had to read when they were switched to
+    switch_ms: float | None = None  # that it took them, each time, on average
     decide_us_p50: float | None
     scorings: int | None  # rounds behind which idle arms were scored
-    score_ms_p50: float | None
+    score_ms_p50: float | None = None
     score_share: float | None  # of the decode phase
-    failures: int  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
+    failures: int = 0  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
     dropped: int
     unusable: str | None = None  # why × plain says nothing (`metrics.unusable`)
 
@@ -186,7 +186,6 @@ class Stream:
             share_of_best=share,
             share_of_best_interval=interval,
             share_of_best_256=self.share_of_best(name, LONG_ENOUGH)[0],
-            share_after_256=None,
             regret=int(self.regret(name)[-1]) if self.judged else None,
             best_arm_ratio=best_arm_ratio,
             rounds=sum(one.target_passes for one in mine),
