@@ -152,6 +152,10 @@ class States:
         for place in (self.parts, self.run.dir / "drafters"):
             sweep(place)
 
+    def place(self, name: str, seed: int) -> Path:
+        """The directory of the drafter that a contender has learnt in the pass of this seed."""
+        return self.run.dir / "drafters" / (name if seed == self.recipe.seeds[0] else f"{name}-seed{seed}")
+
     @property
     def rejected(self) -> int:
         """Prompts that could not be used."""
