@@ -27,7 +27,6 @@ class Index(Weighted):
     """What all index policies share: an arm that was never pulled is pulled first, in order; then the largest index."""
 
     learns: ClassVar[Learns] = "reward"
-    learnt: ClassVar[tuple[str, ...]] = ("n", "total", "t")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
@@ -93,8 +92,6 @@ class DiscountedUcb(MetaUcb):
 class SlidingUcb(MetaUcb):
     """`metasd-swucb`: only the last `window` rounds count (MetaSD, Algorithm 8); an arm that left them is pulled. The t
     of its radius is, as printed, of all rounds."""
-
-    learnt = (*MetaUcb.learnt, "past")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from specctl.selection.losses import beyond_the_end, length_loss
@@ -77,13 +75,3 @@ class Delay:
                 vectors.append(length_loss(values[:, start : start + k, :k], self.rules.estimator)[0])
             start += known
         return np.array(vectors).reshape(-1, N)
-
-    def state(self) -> dict[str, Any]:
-        """What waits, as JSON can hold it."""
-        return {"pending": self._pending.tolist(), "chunks": list(self._chunks), "hybrid_left": self._hybrid_left}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        self._pending = np.array(state["pending"], float).reshape(self._count, -1, self.rules.depth)
-        self._chunks = list(state["chunks"])
-        self._hybrid_left = state["hybrid_left"]

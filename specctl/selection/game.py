@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 
@@ -193,30 +191,3 @@ class Game:
             self._learn(len(self._update))
         self.unscored = self._stale = 0
         self._owners.clear()
-
-    def state(self) -> dict[str, Any]:
-        """All that play depends on, as JSON can hold it; the log is not part of it."""
-        return {
-            **{name: deepcopy(getattr(self, name)) for name in _PLAIN},
-            "cost": self._cost.tolist(),
-            "schedule": self._schedule.state(),
-            "delay": self._delay.state(),
-            "drift": self._drift and self._drift.state(),
-            "policy": self.policy.state(),
-            "clock": asdict(self._clock),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        for name in _PLAIN:
-            setattr(self, name, deepcopy(state[name]))
-        self._cost = np.array(state["cost"])
-        self._schedule.restore(state["schedule"])
-        self._delay.restore(state["delay"])
-        if self._drift is not None:
-            self._drift.restore(state["drift"])
-        self.policy.restore(state["policy"])
-        self._clock = Clock(**deepcopy(state["clock"]))
-
-
-_PLAIN = ("dropped", "unscored", "_stale", "_owners", "_update", "_own_cost", "_played", "_kept")

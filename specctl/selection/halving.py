@@ -28,7 +28,6 @@ class SequentialHalving(Weighted):
     """
 
     learns: ClassVar[Learns] = "reward"
-    learnt = ("n", "total", "alive", "left", "pulled")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")

@@ -100,8 +100,6 @@ class Learner(Weighted):
 class FollowTheLeader(Learner):
     """`ftl`: the honest ablation of all that follows."""
 
-    learnt = ("L",)
-
     def forget(self) -> None:
         self.L = [0.0] * self.arms.count
         self._changed()
@@ -116,8 +114,6 @@ class FollowTheLeader(Learner):
 
 class Hedge(Learner):
     """`hedge`: exponential weights, with the rate that needs no horizon unless `eta` is given."""
-
-    learnt = ("L", "t")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options)
@@ -140,8 +136,6 @@ class Hedge(Learner):
 class NormalHedge(Learner):
     """`normalhedge`, the learner of `hedgespec`: no rate to choose."""
 
-    learnt = ("R", "y")
-
     def forget(self) -> None:
         self.R = [0.0] * self.arms.count
         self.y = 1.0
@@ -159,8 +153,6 @@ class NormalHedge(Learner):
 
 class AdaNormalHedge(Learner):
     """`adanormalhedge`: as NormalHedge, and adapts to how large each arm's regrets are."""
-
-    learnt = ("R", "C")
 
     def forget(self) -> None:
         self.R = [0.0] * self.arms.count

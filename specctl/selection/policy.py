@@ -10,7 +10,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -71,25 +70,15 @@ class Policy(Protocol):
         """The world has changed: nothing was learnt. Full information only."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """All that it has learnt, and its generator, as JSON can hold it."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        ...
-
 
 class Weighted(ABC):
     """The half of a policy that is the same for all: weights are made once per change, an arm is drawn from them.
 
-    A rule has `_weigh`, names what it has learnt in `learnt` (numbers and lists of them), and calls `_changed` whenever
-    that changes.
+    A rule has `_weigh`, and calls `_changed` whenever what it has learnt changes.
     """
 
     learns: ClassVar[Learns] = "nothing"
     scale: ClassVar[Scale] = "unit"
-    learnt: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, arms: Arms, play: Play):
         self.arms = arms
@@ -128,16 +117,6 @@ class Weighted(ABC):
 
     def forget(self) -> None:  # noqa: B027
         """Without full information: its rule has its own way to forget, or none."""
-
-    def state(self) -> dict[str, Any]:
-        held = {name: deepcopy(getattr(self, name)) for name in self.learnt}
-        return {**held, "generator": self._generator.bit_generator.state}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        for name in self.learnt:
-            setattr(self, name, deepcopy(state[name]))
-        self._generator.bit_generator.state = state["generator"]
-        self._changed()
 
 
 def one_hot(arm: int, count: int) -> Numbers:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from specctl.selection.rules import Rules
 
 
@@ -45,12 +43,3 @@ class Schedule:
         self._interval *= self.rules.batch_growth
         self._next = self.rounds + round(self._interval)
         return True
-
-    def state(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return {"rounds": self.rounds, "warm_until": self._warm_until, "interval": self._interval, "next": self._next}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        self.rounds, self._warm_until = state["rounds"], state["warm_until"]
-        self._interval, self._next = state["interval"], state["next"]
