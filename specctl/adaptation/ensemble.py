@@ -22,7 +22,7 @@ COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
 @dataclass(frozen=True)
 class Play:
-    """What to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
+    """Weights to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
 
     weights: tuple[float, ...]
     vectors: tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a chunk did to a learner.
+    """The effect of a chunk on a learner.
 
     Attributes:
         status: updated; rested = it was not learnt from, as nothing had come of that lately; refused = a loss or
@@ -146,7 +146,7 @@ class Ensemble:
         return torch.stack([total / weight for total, weight in met])
 
     def _settled(self, descents: Sequence[Descent], texts: Sequence[Any]) -> tuple[Point, ...]:
-        """Where the descents have stopped, as the texts have it."""
+        """The places at which the held-out texts have stopped the descents."""
 
         def losses(place: Point) -> Tensor:
             vectors = [descent.at(place) for descent in descents]

@@ -38,7 +38,7 @@ NOTHING = Corpus([], [], "", [])
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a chunk has done: the watchdog's ruling on the update before, the new update, and what both cost."""
+    """The result of a chunk: the watchdog's ruling on the update before, the new update, and what both cost."""
 
     ruling: Ruling
     outcome: Outcome
@@ -75,8 +75,12 @@ class Pupil:
         start: Path | None = None,
         group: Group = ALONE,
     ):
-        """Of an `algo` of the recipe, for texts of `target`; `start` is the drafter's directory, None = the recipe's.
-        The pupils of a group are given the same texts, and learn the same.
+        """
+        Args:
+            algo: one of the recipe's.
+            target: writes the texts to learn from.
+            start: the drafter's directory; None = the recipe's.
+            group: processes whose pupils are given the same texts, and learn the same.
 
         Raises CheckpointError where that is not a drafter of this family for this target.
         """
@@ -143,7 +147,7 @@ class Pupil:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """What is answered meanwhile leaves no trace: nothing is learnt from it, and no text makes room for it."""
+        """While answers are to leave no trace: nothing is learnt from them, and no text makes room for theirs."""
         kept, self.buffer = self.buffer, self._new_buffer()
         try:
             yield

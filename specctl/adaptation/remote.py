@@ -137,14 +137,14 @@ class RemotePupil(Pupil):
         )
 
     def _hand_over(self, acceptance: Acceptance) -> None:
-        """What the buffer holds is the learner's."""
+        """Hand the texts of the buffer over to the learner."""
         self._waiting.append(Chunk.of(self.buffer, acceptance))
         self.buffer.clear()
         self._make_room()
         self._send()
 
     def _send(self) -> None:
-        """All that waits goes to a learner that has nothing to do."""
+        """Send all chunks that wait to a learner that has nothing to do."""
         if self._waiting and not self._sent:
             self._sent, self._waiting = self._waiting, []
             for one in self._sent:
@@ -152,7 +152,7 @@ class RemotePupil(Pupil):
             self._inbox.put(self._sent)
 
     def _make_room(self) -> None:
-        """What waits and what the buffer holds are not more than the buffer may hold: the oldest chunks go.
+        """Drop the oldest chunks that wait until they and the buffer together hold no more than the buffer may.
 
         What was sent is the learner's, and cannot be taken back: at most as much again, behind a resumption twice.
         """

@@ -114,7 +114,7 @@ class Specialists:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """What is answered meanwhile leaves no trace; between two chunks, when there is nothing to be counted yet."""
+        """While answers are to leave no trace; between two chunks, when there is nothing to be counted yet."""
         kept, self.buffer = self.buffer, new_buffer(self.recipe, self.target, self.buffer.taps)
         try:
             yield
@@ -152,7 +152,7 @@ class Specialists:
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
 
     def _acceptance(self, arm: str) -> Acceptance:
-        """Of the rounds that it has played, by query."""
+        """Acceptance in the rounds that an arm has played, by query."""
         return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
 
     def _own(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:

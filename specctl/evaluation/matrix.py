@@ -108,7 +108,7 @@ def named(recipe: EvalRecipe) -> dict[str, str]:
 
 
 def _fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
-    """What tells whether a drafter directory still holds the same drafter."""
+    """A fingerprint of each drafter directory, which tells whether it still holds the same drafter."""
     trained = {name: path for name, path in paths.items() if path not in pool.WEIGHTLESS}
     return {name: checkpoint.fingerprint(path) for name, path in trained.items()}
 

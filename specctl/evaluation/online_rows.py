@@ -104,7 +104,7 @@ class Passes:
             self.learn_s[chunk.algo][chunk.chunk] += chunk.learn_s + chunk.swap_s
 
     def row(self, name: str) -> LearnerRow:
-        """One contender's."""
+        """The row of a contender."""
         mine, kind = self.by_name[name], self._kind(name)
         own = [chunk for chunk in self.chunks if chunk.algo == name]
         family = self.recipe.family_of(name) if kind == "learner" and not self.recipe.pool else None
@@ -140,13 +140,13 @@ class Passes:
         )
 
     def domain_row(self, name: str, domain: str) -> DomainRow:
-        """One contender's in a domain."""
+        """The row of a contender in a domain."""
         mine = [record for record in self.by_name[name] if record.domain == domain]
         mat, over_static = self._mats(name, domain=domain), self._mats(name, self.static_of(name), domain)
         return DomainRow(name, domain, len(mine), *mat, *over_static)
 
     def seed_row(self, name: str, seed: int) -> SeedRow:
-        """One learner's on one pass."""
+        """The row of a learner on one pass."""
         alone = Passes(
             self.recipe,
             [record for found in self.by_name.values() for record in found if record.seed == seed],

@@ -84,7 +84,7 @@ def static_name(recipe: OnlineRecipe, algo: str) -> str:
 
 
 class Stage:
-    """Everybody on one pass over a stream, of one seed."""
+    """All contenders on one pass over a stream, of one seed."""
 
     def __init__(self, recipe: OnlineRecipe, target: Target, seed: int):
         """Raises CheckpointError where a drafter to start from cannot be used."""

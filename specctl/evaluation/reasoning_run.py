@@ -97,7 +97,7 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
 
 
 def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
-    """Of the models in drafter directories. CheckpointError where the draft LM of the domain is not there."""
+    """Fingerprints of the models in drafter directories. Raises CheckpointError where the domain has no draft LM."""
     if recipe.reasoning.draft is None:
         checkpoint.present(Path(recipe.draft))
     named = [name for name in (recipe.draft, recipe.reasoning.drafter) if name is not None]
@@ -105,7 +105,7 @@ def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
 
 
 def _directory(name: str) -> Path | None:
-    """Where a drafter is; None for a model of `transformers` and for drafters without weights."""
+    """The directory of a drafter; None for a model of `transformers` and for drafters without weights."""
     place = Path(name).expanduser()
     return place if checkpoint.is_drafter(place) else None
 

@@ -91,17 +91,17 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
 
 
 def part_name(number: int) -> str:
-    """Of the file of a chunk."""
+    """Name of the file of a chunk."""
     return f"{number:08d}.parquet"
 
 
 def part_files(directory: Path) -> list[Path]:
-    """The files of chunks in a directory, in order; what others have put there is none."""
+    """The files of chunks in a directory, in order; other files are left out."""
     return sorted(directory.glob("[0-9]" * 8 + ".parquet"))
 
 
 def read_parts(directory: Path) -> list[Record]:
-    """What the files of chunks in `directory` hold, in order; without the prompts' ids. CheckpointError where one
+    """The records in the files of chunks in `directory`, in order; without the prompts' ids. CheckpointError where one
     cannot be read."""
     found = []
     for path in part_files(directory):

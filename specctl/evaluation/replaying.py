@@ -40,7 +40,7 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the policies of a recipe do on a recorded table, all seeds of the recipe together.
+    """Results of a recipe's policies on a recorded table, all seeds of the recipe together.
 
     `games` are those from reset to reset, G of them, which every seed plays.
     """

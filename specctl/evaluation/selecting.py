@@ -92,7 +92,7 @@ class SelectResult:
 
 
 def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe:
-    """Where no domain was named, those that the pool's drafters were made for."""
+    """The recipe with the domains that the pool's drafters were made for, where none was named."""
     if "domain" in recipe.data.model_fields_set:
         return recipe
     domains = list(dict.fromkeys(domain for path in paths for domain in pool.domains_of(path)))
@@ -159,7 +159,7 @@ def select(
 
 
 def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, rejected: int) -> SelectResult:
-    """What the records say."""
+    """The result of live decoding, from its records."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
     questions = [record.question for record in records if record.drafter == first]
@@ -201,7 +201,7 @@ def _own(row: PolicyRow) -> dict[str, Any]:
 
 
 def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
-    """What a table depends on besides target and stream."""
+    """The part of a table's stamp that is neither target nor stream."""
     trained = {name: path for name, path in places.items() if path not in pool.WEIGHTLESS}
     return {
         "drafters": {name: checkpoint.fingerprint(path) for name, path in trained.items()},

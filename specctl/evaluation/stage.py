@@ -125,12 +125,12 @@ class Stage:
         return policy
 
     def _routed(self, text: Text) -> Array:
-        """What the router thinks of every arm for a prompt."""
+        """[N] probabilities of the router for a prompt: of every arm, that it is the one to play."""
         assert self.router is not None
         return self.router.probabilities([self.prompts[text.query]])[0]
 
     def _alone(self) -> dict[str, Alone]:
-        """What is measured without a choice: every arm, everybody at once, the rivals.
+        """The contenders that do not choose: every arm by itself, all at once, the rivals.
 
         Raises UsageError where two contenders have one name.
         """
@@ -190,7 +190,7 @@ class Stage:
         return Text(case.prompt.id, case.prompt.domain, key, repeat)
 
     def game_of(self, domain: str, id: str, repeat: int, reset: str | None = None) -> str:
-        """What all texts between two resets have in common, by the recipe's reset or another one."""
+        """Key of the game that answers a text, the same for all texts between two resets: the recipe's, or `reset`."""
         units = {"query": f"{domain} {id}", "session": self.session_of[domain, id], "stream": ""}
         return f"{repeat} {units[reset or self.recipe.reset]}"
 
@@ -200,7 +200,7 @@ class Stage:
             self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
 
     def row(self, stream: Stream, name: str) -> PolicyRow:
-        """What a contender did."""
+        """The row of a contender."""
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
         hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
@@ -217,7 +217,7 @@ class Stage:
         )
 
     def rewards(self) -> list[ArmReward]:
-        """What rounds of each arm have committed, whoever played them."""
+        """Tokens that rounds of each arm have committed, whichever policy played them."""
         committed: dict[str, list[int]] = {arm.name: [] for arm in self.arms}
         for plays in self.plays.values():
             for _, arm, tokens in plays:

@@ -57,7 +57,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says besides its tensors."""
+    """A checkpoint without its tensors."""
 
     stamp: Stamp
     mark: Mark

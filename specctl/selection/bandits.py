@@ -24,7 +24,7 @@ def ucb_radius(n: float, t: float, beta: float) -> float:
 
 
 class Index(Weighted):
-    """What all index policies share: an arm that was never pulled is pulled first, in order; then the largest index."""
+    """Base of the index policies: arms that were never pulled are pulled first, in order; then the largest index."""
 
     learns: ClassVar[Learns] = "reward"
 

@@ -33,7 +33,7 @@ class Text:
 
 @dataclass
 class Tally:
-    """What choosing has done and cost, over all texts of a controller."""
+    """Counts and costs of choosing, over all texts of a controller."""
 
     pulls: Counter[int] = field(default_factory=Counter)
     decide_us: list[float] = field(default_factory=list)  # of every round, learning included
@@ -71,8 +71,8 @@ class Selector:
         arms: what can be chosen, in the order of the policy's arms.
         new_game: a fresh game, for the text that it begins with.
         scorer: of the arms' distinct drafters, in their order; None where nobody wants scores.
-        clock: what the games share of it.
-        overlaps: rewards are made of them.
+        clock: seconds of a round of each arm, which the games share.
+        overlaps: rewards are block divergences, made of the drafts' overlaps with the target.
         ends: texts of one key follow each other, so the last tokens of a text are scored, too.
         on_round: told every round when it is over.
     """
@@ -96,7 +96,7 @@ class Selector:
         self.forget()
 
     def forget(self) -> None:
-        """As new: no game, no counts, nothing measured."""
+        """Forget all games, counts and measurements."""
         self.tally = Tally()
         self.clock.forget()
         self.games: dict[str, Game] = {}
@@ -179,8 +179,8 @@ class Selector:
         return made
 
     def _seconds(self, state: DecodeState, total: float) -> dict[int, float]:
-        """Of a round of each arm that played, a text: its draft, shared by the texts that it was made for, and a text's
-        share of the rest, which is the verification."""
+        """Seconds of a text's round, by arm: its draft, shared by the texts that it was made for, and a text's share of
+        the rest of `total`, which is the verification."""
         texts = Counter(self._played(state, b) for b in self._live)
         drafts = {arm: self._made(arm).seconds for arm in texts}
         rest = (total - sum(drafts.values())) / len(self._live)

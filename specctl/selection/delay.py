@@ -24,7 +24,7 @@ class Delay:
         self._chunks: list[int] = []  # tokens of each round that was not scored
 
     def committed(self, tokens: int) -> int:
-        """A round was played: how many vectors will come of it."""
+        """Note a round that was played; returns the number of vectors that will come of its tokens."""
         if self.rules.unit == "token":
             return tokens
         self._chunks.append(tokens)

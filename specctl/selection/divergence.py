@@ -35,7 +35,7 @@ def overlap(draft: DraftTree, b: int, logits: Tensor) -> Array:
 
 
 def _overlap(draft: DraftTree, b: int, chain: list[int], logits: Tensor) -> Array:
-    """The same, given the rows [d, V] that predict the d nodes of `chain`."""
+    """`overlap`, given the rows [d, V] that predict the d nodes of `chain`."""
     one = torch.ones(len(chain), device=logits.device)
     p = kernels.row_params(logits, one, torch.zeros_like(one, dtype=torch.long), one)
     tokens = draft.tokens[b, chain]

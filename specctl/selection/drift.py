@@ -32,7 +32,7 @@ class Drift:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing was seen."""
+        """Forget all rounds."""
         self.S = 0.0
         self.since = 0
         self._suspects: list[tuple[int, int]] = []  # arm and accepted tokens of rounds

@@ -17,7 +17,7 @@ from specctl.selection.rewards import Outcome, reward
 from specctl.selection.rules import Rules
 from specctl.selection.schedule import Schedule
 
-RECENT = 4  # rounds of an arm, about, that tell whether its drafter fails
+RECENT = 4  # rounds of an arm, about, that the share of its failures is taken over
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Game:
         entry.decide_us += (perf_counter_ns() - began) / 1000
 
     def _committed(self, arm: int, outcome: Outcome) -> None:
-        """What a round shows before its tokens are scored."""
+        """Note all that a round shows before its tokens are scored."""
         self.unscored += outcome.committed
         vectors = self._delay.committed(outcome.committed)
         self._owners += [arm] * vectors
@@ -116,7 +116,7 @@ class Game:
             self._schedule.hurry()  # until something is learnt, it is played on
 
     def _begin_again(self, drift: Drift) -> None:
-        """An alarm: what was learnt before the change is forgotten, scoring begins now and anew."""
+        """Forget what was learnt before the change that the drift test has noticed; scoring begins anew."""
         self._stale = max(len(self._owners) - drift.since, 0)
         self._update.clear()
         self.policy.forget()
@@ -124,7 +124,7 @@ class Game:
         self._schedule.begin(0)
 
     def due(self) -> int:
-        """How many of the oldest committed tokens without scores it wants scored now: all or none of them."""
+        """Number of committed tokens to be scored now: all that have no scores, or none. To be asked once a round."""
         return self.unscored if self.policy.learns == "losses" and self._schedule.due() else 0
 
     def scored(self, gamma: AnyArray, hit: AnyArray) -> None:
@@ -165,7 +165,7 @@ class Game:
             self.log[-1].regret = self._own_cost - float(self._cost.min())
 
     def _costly(self, losses: Array) -> Array:
-        """Losses of what scores promise → of what it costs, and of how often the arm keeps it."""
+        """[M, N] losses that count a round's seconds (throughput) and the share of rounds in which the arm failed."""
         if self.rules.loss == "throughput":
             assert self.rules.step is not None, "throughput needs the seconds of a plain step"
             losses = per_second(losses, self._clock.costs(), self.rules.step)

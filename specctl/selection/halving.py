@@ -39,7 +39,7 @@ class SequentialHalving(Weighted):
         self.pulled = 0  # since the last halving
 
     def _pulls(self) -> int:
-        """Of each survivor before the next halving."""
+        """Number of pulls of each survivor before the next halving."""
         return self.options.period
 
     def reward(self, arm: int, reward: float) -> None:

@@ -84,7 +84,7 @@ def adanormalhedge_weights(R: Numbers, C: Numbers) -> Numbers:
 
 
 class Learner(Weighted):
-    """What all have in common: they begin with nothing learnt, and can begin again."""
+    """Base of the learners: they begin with nothing learnt, and can begin again."""
 
     learns: ClassVar[Learns] = "losses"
 
@@ -94,7 +94,7 @@ class Learner(Weighted):
 
     @abstractmethod
     def forget(self) -> None:
-        """Nothing was learnt."""
+        """Begin again with nothing learnt."""
 
 
 class FollowTheLeader(Learner):

@@ -49,7 +49,7 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
 
 
 def _share(table: Table, arm: int, length: int) -> float:
-    """Of all that an arm drafts, the part that is left of drafts cut to `length`."""
+    """Share of an arm's draft tokens, counted by depth, that is left of drafts cut to `length`."""
     drafted = [trace.drafted[arm].clip(min=0) for trace in table.traces]
     whole = sum(int(depths.sum()) for depths in drafted)
     return sum(int(depths.clip(max=length).sum()) for depths in drafted) / max(whole, 1)

@@ -1,4 +1,4 @@
-"""What choosing costs besides the rounds: drafters that were idle read up, and score what was committed."""
+"""Costs of choosing besides the rounds: drafters that were idle read up, and score what was committed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Overheads:
     reach: NDArray[np.int64]
 
     def of_arms(self, arms: Sequence[int]) -> Overheads:
-        """Those of some of the drafters."""
+        """The overheads of some of the drafters, by their places."""
         chosen = list(arms)
         return Overheads(self.read[chosen], self.score[chosen], self.reach[chosen])
 

@@ -28,7 +28,7 @@ Play = Literal["sample", "argmax"]
 
 @dataclass(frozen=True)
 class Arms:
-    """What a policy is made for: `count` arms N, whose drafts are at most `depth` K long, and a seed."""
+    """The arms of a game: `count` N of them, whose drafts are at most `depth` K long, and the seed of its draws."""
 
     count: int
     depth: int
@@ -59,15 +59,15 @@ class Policy(Protocol):
         ...
 
     def reward(self, arm: int, reward: float) -> None:
-        """A round of `arm` earned so much, on the policy's `scale`. Bandits only."""
+        """Learn from the reward of a round of `arm`, on the policy's `scale`. Bandits only."""
         ...
 
     def losses(self, losses: Sequence[float]) -> None:
-        """What one token has cost each arm, [N] in [0, 1]. Full information only."""
+        """Learn from the losses [N] in [0, 1] of all arms at one token. Full information only."""
         ...
 
     def forget(self) -> None:
-        """The world has changed: nothing was learnt. Full information only."""
+        """Begin again with nothing learnt: the world has changed. Full information only."""
         ...
 
 

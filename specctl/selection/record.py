@@ -66,7 +66,7 @@ class Drafted:
     overlap: Array = field(default_factory=lambda: np.zeros(0))
 
     def accepted(self, text: Sequence[int]) -> int:
-        """How far the match rule follows it, where the target goes on with `text`.
+        """Number of tokens that the match rule accepts, where the target goes on with `text`.
 
         Of siblings with equal tokens the first is taken, as verification does.
         """

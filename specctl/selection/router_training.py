@@ -39,7 +39,7 @@ class Example:
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What a router gets right on the held-out prompts.
+    """The accuracy of a router on the held-out prompts.
 
     Attributes:
         arms: names, in the order of the pool.
@@ -63,7 +63,7 @@ class RouterReport:
 
 
 def prompt_text(messages: Sequence[dict[str, str]]) -> str:
-    """What the router reads of a conversation: all that is said in it."""
+    """The text of a conversation as the router reads it: all messages."""
     return "\n\n".join(message["content"] for message in messages)
 
 
@@ -137,7 +137,7 @@ def split(examples: Sequence[Example], recipe: RouterRecipe) -> tuple[list[Examp
 def measure(
     router: Router, held: Sequence[Example], recipe: RouterRecipe, *, trained: int, seconds: float
 ) -> RouterReport:
-    """What a router gets right on these prompts, as they are and perturbed as the recipe says."""
+    """The accuracy of a router on these prompts, as they are and perturbed as the recipe says."""
     right = np.array([example.arm for example in held])
     domains = np.array([example.domain for example in held])
     texts = [example.text for example in held]

@@ -12,7 +12,7 @@ from specctl.selection.registry import learns
 
 @dataclass(frozen=True)
 class Rules:
-    """What is shown to the policy; a `GameRecipe` for one policy of one pool.
+    """The rules of a game: a `GameRecipe` made definite for one policy and one pool.
 
     Attributes:
         depth: K, the longest draft of the arms that play; of full information the depths that are looked at.

@@ -20,18 +20,18 @@ class Schedule:
         self.begin(rules.warmup_rounds)
 
     def begin(self, warmup: int) -> None:
-        """So many rounds from now on are all scored, then short intervals grow again."""
+        """Begin anew: score all of the next `warmup` rounds, then after intervals that grow from the shortest."""
         self._warm_until = self.rounds + warmup
         self._interval = float(self.rules.batch_rounds)
         self._next = self._warm_until + self.rules.batch_rounds
 
     def hurry(self) -> None:
-        """Scoring is due after this round; the intervals stay as they are."""
+        """Make scoring due after this round; the intervals stay as they are."""
         self._next = min(self._next, self.rounds)
 
     @property
     def warm(self) -> bool:
-        """The last round was one of the warm-up."""
+        """Whether the last round was one of the warm-up."""
         return self.rounds <= self._warm_until
 
     def due(self) -> bool:
