@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 
 from specctl.decoding.identity import with_weights
 from specctl.decoding.loop import Decoded
+from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
 from specctl.evaluation.lossless import Agreement
+from specctl.formats import checkpoint
 from specctl.recipe import EvalRecipe, OnlineRecipe
 from specctl.runs import atomic_write, to_json
 
@@ -122,6 +124,11 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
     path = directory / RECORDS
     rows = pq.read_table(path).to_pylist() if path.exists() else []
     return [_record(row, prompts[row["id"]]) for row in rows if row["id"] in prompts]
+
+
+def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
+    """A fingerprint of each drafter that has weights, which tells whether its directory still holds the same one."""
+    return {name: checkpoint.fingerprint(path) for name, path in paths.items() if path not in WEIGHTLESS}
 
 
 def recipe_stamp(recipe: EvalRecipe | OnlineRecipe) -> Stamp:

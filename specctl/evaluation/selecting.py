@@ -15,12 +15,11 @@ from specctl.drafters import pool
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA, prepare
 from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
-from specctl.evaluation.records import Record, write_outputs, write_records
+from specctl.evaluation.records import Record, fingerprints, write_outputs, write_records
 from specctl.evaluation.replaying import PoolSize, Replayed, record_table, replay_table
 from specctl.evaluation.routing import router_of, save_router
 from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.stage import Stage, sessions
-from specctl.formats import checkpoint
 from specctl.recipe import SelectRecipe
 from specctl.runs import Run
 from specctl.selection import hindsight
@@ -202,11 +201,7 @@ def _own(row: PolicyRow) -> dict[str, Any]:
 
 def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
     """The part of a table's stamp that is neither target nor stream."""
-    trained = {name: path for name, path in places.items() if path not in pool.WEIGHTLESS}
-    return {
-        "drafters": {name: checkpoint.fingerprint(path) for name, path in trained.items()},
-        "drafting": recipe.drafting.model_dump(),
-    }
+    return {"drafters": fingerprints(places), "drafting": recipe.drafting.model_dump()}
 
 
 def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:
