@@ -204,9 +204,9 @@ class Selector:
         budget = self._made(self._played(state, self._live[0])).budget
         nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
         within = np.arange(self.scorer.depth) < nodes[:, None, None]
-        for b, found in enumerate(scores):
+        for b, feedback in enumerate(scores):
             if wanted[b]:
-                gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (found.gamma, found.hit))
+                gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (feedback.gamma, feedback.hit))
                 self._game(state.rows[b].index).scored(gamma, hit)
         return {b: wanted[b] for b in self._live}
 
