@@ -111,7 +111,8 @@ class Watchdog:
         """
         if self._rest and not fell(self._before, acceptance, self._options.tolerance):
             self._rest -= 1
-            self._before = min(self._before, acceptance, key=lambda one: one.rate)
+            known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
+            self._before = min(known, key=lambda one: one.rate, default=acceptance)
             return "keep", Outcome("rested")
         whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
