@@ -83,7 +83,9 @@ def record_table(
         resume=recipe.resume,
         overwrite=recipe.overwrite,
     )
-    return table, {arm.name: arm.failures for arm in arms}
+    # Of earlier sittings the table alone knows, and of drafts only.
+    raised = [sum(int((trace.drafted[n] < 0).sum()) for trace in table.traces) for n in range(len(arms))]
+    return table, {arm.name: max(arm.failures, known) for arm, known in zip(arms, raised, strict=True)}
 
 
 def replay_table(recipe: SelectRecipe) -> Replayed:

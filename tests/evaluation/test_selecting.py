@@ -238,10 +238,14 @@ def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
 
 def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
     made = recipe(prompts, record=tmp_path / "t.parquet", sampling={"max_new_tokens": 6})
-    found, _, _ = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False)
-    rows = {row.algo: row for row in found.policies}
-    assert rows["good"].failures == 0 and rows["broken"].mat == 1
-    assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
+    for resume in (False, True):  # what was recorded before is counted, too
+        again = made.model_copy(update={"resume": resume})
+        found, _, _ = selected(
+            tmp_path / f"{resume}", again, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False
+        )
+        rows = {row.algo: row for row in found.policies}
+        assert rows["good"].failures == 0 and rows["broken"].mat == 1
+        assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
 
 
 def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
