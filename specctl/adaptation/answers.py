@@ -73,8 +73,8 @@ def normalise(answer: str) -> str | Fraction:
 
 
 def number(text: str) -> Fraction | None:
-    """What a decimal number or a fraction stands for; None for other texts, and for numbers beyond all measure, which
-    a model in a loop writes: `1e99999999` takes hours and gigabytes."""
+    """The value of a decimal number or a fraction; None for other texts, and for numbers beyond all measure, which a
+    model in a loop writes: `1e99999999` takes hours and gigabytes."""
     if len(text) > LONGEST_NUMBER or _BEYOND.search(text):
         return None
     try:

@@ -48,7 +48,7 @@ class Text:
     rejected: list[int]
 
     def facts(self) -> dict[str, Any]:
-        """What JSON can say of it: all."""
+        """The text as JSON has it."""
         return vars(self.example) | {"rejected": self.rejected}
 
     @classmethod
@@ -98,7 +98,7 @@ class ReplayBuffer(FeatureStore):
         self._next = 0
 
     def examples(self, only: Literal["all", "rejected"] = "all") -> list[Example]:
-        """What can be learnt from, oldest first; with "rejected" texts in which a draft was."""
+        """Examples to learn from, oldest first; with "rejected" of texts in which a draft was rejected."""
         return [text.example for text in self.texts.values() if text.rejected or only == "all"]
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:

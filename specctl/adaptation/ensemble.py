@@ -15,13 +15,14 @@ from specctl.adaptation.member import Descent, Member, inner_loop
 from specctl.adaptation.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
+from specctl.training.checkpoint import under
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
 
 @dataclass(frozen=True)
 class Play:
-    """What to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
+    """Weights to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
 
     weights: tuple[float, ...]
     vectors: tuple[Tensor, ...]
@@ -29,7 +30,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a chunk did to a learner.
+    """The effect of a chunk on a learner.
 
     Attributes:
         status: updated; rested = it was not learnt from, as nothing had come of that lately; refused = a loss or
@@ -145,7 +146,7 @@ class Ensemble:
         return torch.stack([total / weight for total, weight in met])
 
     def _settled(self, descents: Sequence[Descent], texts: Sequence[Any]) -> tuple[Point, ...]:
-        """Where the descents have stopped, as the texts have it."""
+        """The places at which the held-out texts have stopped the descents."""
 
         def losses(place: Point) -> Tensor:
             vectors = [descent.at(place) for descent in descents]
@@ -178,9 +179,7 @@ class Ensemble:
         self._t, self._draw, self._judged = state["t"].tolist()
         self.L, self._guess = state["L"], state["guess"]
         for place, member in enumerate(self.members):
-            prefix = f"{place}."
-            mine = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            member.restore(mine)
+            member.restore(under(f"{place}.", state))
 
     def _weigh(self, losses: Tensor) -> None:
         """Weigh the members anew, unless none has a finite loss; every so often they begin again from their mean."""

@@ -32,7 +32,7 @@ class Group:
     rank, size = 0, 1
 
     def share(self, batch: Sequence[Item]) -> list[Item]:
-        """Of a batch's texts those of this rank, perhaps none. Dealt out in turn: neighbours are about as long."""
+        """The texts of a batch that are this rank's, perhaps none. Dealt out in turn: neighbours are about as long."""
         return list(batch[self.rank :: self.size])
 
     def sum(self, x: Tensor) -> Tensor:

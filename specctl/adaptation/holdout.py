@@ -36,8 +36,8 @@ def split(examples: Sequence[Example], share: float) -> tuple[list[Example], lis
 
 
 def places(losses: Callable[[Point], Tensor]) -> tuple[Point, ...]:
-    """Where each of N learners is best: at the farthest of `SHARES` that is better for the texts held out than to stay,
-    or at home where that is better still.
+    """The place where each of N learners is best: the farthest of `SHARES` that is better for the texts held out than
+    to stay, or home where that is better still.
 
     Args:
         losses: of every text with every learner at a place [n, N]; NaN for a text without weight. Where none has

@@ -55,7 +55,7 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-",
 
 @dataclass
 class Tally:
-    """What became of the pairs: `identical` needed no judge, `cached` were asked before, `unanswered` of the `asked`
+    """Counts of pairs: `identical` needed no judge, `cached` were asked before, `unanswered` of the `asked`
     had no ruling."""
 
     pairs: int = 0
@@ -224,7 +224,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How two judges, or a judge and a person, rule on the same pairs.
+    """Agreement of two judges, or of a judge and a person, on the same pairs.
 
     `kappa`: Cohen's, 1 = always the same, 0 = no more than by chance; None where both rule alike on everything by
     never saying but one thing.
@@ -238,7 +238,7 @@ class Agreement:
 
 
 def agreement(rulings: Iterable[bool], truth: Iterable[bool]) -> Agreement:
-    """Of a judge with another one, or with labels. ValueError for no pairs."""
+    """Agreement of a judge with another one, or with labels. Raises ValueError for no pairs."""
     both = list(zip(rulings, truth, strict=True))
     if not both:
         raise ValueError("no pairs to compare")

@@ -22,7 +22,7 @@ class Learner(Protocol):
         ...
 
     def play(self) -> Play:
-        """What the next chunk is decoded with."""
+        """The weights that the next chunk is decoded with."""
         ...
 
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:

@@ -48,7 +48,7 @@ class Mismatch:
 
 @dataclass
 class Trace:
-    """How one prompt was answered.
+    """The answer to one prompt, and how it came about.
 
     Attributes:
         ids: all that stands behind the prompt, in the writer's tokens, transition included.
@@ -135,7 +135,7 @@ class Lookahead:
             self.draft.writer.forget()
 
     def _work(self) -> tuple[Work, Work]:
-        """Of target and draft LM until now."""
+        """Work of the target and of the draft LM until now."""
         draft = Work() if self.draft is None else self.draft.writer.work
         return self.target.work.since(Work()), draft.since(Work())
 
@@ -201,7 +201,7 @@ class Lookahead:
         return drafted[:accepted] + own[accepted : accepted + 1], accepted
 
     def _aligned(self, drafted: list[Step], own: list[Step], trace: Trace) -> list[bool]:
-        """Whether drafted steps mean the same as the target's. A step that ends the text is none that does not."""
+        """Whether each drafted step means the same as the target's. Of two steps that do, both or none end the text."""
         pairs = list(zip(drafted, own, strict=False))
         alike = [(mine.text, theirs.text) for mine, theirs in pairs if _final(mine) == _final(theirs)]
         if not alike:
@@ -236,7 +236,7 @@ class Lookahead:
         return list(self.target.model.tokenizer.encode(words, add_special_tokens=False))
 
     def _seed(self, arrival: Arrival) -> int:
-        """The problem's own, whichever mode answers it and whatever came before."""
+        """Seed of a problem: the same whichever mode answers it, and whatever came before."""
         digest = hashlib.sha256(f"{self.recipe.seed}/{arrival.prompt.id}".encode()).hexdigest()
         return int(digest[:8], 16)
 

@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[Direction, tuple[str, ...]]] = {
     "momentum": (_momentum, ("v",)),
     "adam": (_adam, ("m", "v")),
 }
-"""Of the inner steps: direction, and names of the vectors that it keeps."""
+"""Optimizers of the inner steps: direction, and names of the vectors that it keeps."""
 
 
 class Descent:

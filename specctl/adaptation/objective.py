@@ -84,13 +84,6 @@ class Objective:
         own = {alias: found[names[parameter]] for alias, parameter in every if names[parameter] in found}
         return self.module.state_dict() | own
 
-    @torch.no_grad()
-    def load(self, w: Tensor) -> None:
-        """Give the module the parameters w."""
-        parameters = dict(self.module.named_parameters())
-        for name, value in self.parameters(w).items():
-            parameters[name].copy_(value)
-
     def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """`gradient` at every w [P], of a batch that is prepared; dropout masks are the same for all."""
         if len(vectors) > 1 and self._stacks:

@@ -31,7 +31,7 @@ from specctl.recipe.lookahead import FULL_BELOW, LearningMode
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a chunk taught.
+    """The result of learning from a chunk.
 
     Attributes:
         pairs, steps: preference pairs, and optimizer steps made with them; 0 where there was nothing to learn.
@@ -180,7 +180,7 @@ class PreferenceLearner:
         )
 
     def _options(self, place: str) -> dict[str, Any]:
-        """What both trainers are told. On a CPU all is fp32: a chunk moves weights by less than bf16 can tell."""
+        """Arguments of both trainers. On a CPU all is fp32: a chunk moves weights by less than bf16 can tell."""
         learning, cuda = self.recipe.learning, next(self.model.parameters()).device.type == "cuda"
         return {
             "output_dir": place,  # nothing is written there, but it is made

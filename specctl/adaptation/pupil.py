@@ -28,6 +28,7 @@ from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.mixture import Mixture
 from specctl.formats import checkpoint
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
+from specctl.training.checkpoint import under
 from specctl.training.data import Corpus, Example, batches
 from specctl.training.engine import autocast
 from specctl.training.schedule import batch_tokens
@@ -38,7 +39,7 @@ NOTHING = Corpus([], [], "", [])
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a chunk has done: the watchdog's ruling on the update before, the new update, and what both cost."""
+    """The result of a chunk: the watchdog's ruling on the update before, the new update, and what both cost."""
 
     ruling: Ruling
     outcome: Outcome
@@ -75,8 +76,12 @@ class Pupil:
         start: Path | None = None,
         group: Group = ALONE,
     ):
-        """Of an `algo` of the recipe, for texts of `target`; `start` is the drafter's directory, None = the recipe's.
-        The pupils of a group are given the same texts, and learn the same.
+        """
+        Args:
+            algo: one of the recipe's.
+            target: writes the texts to learn from.
+            start: the drafter's directory; None = the recipe's.
+            group: processes whose pupils are given the same texts, and learn the same.
 
         Raises CheckpointError where that is not a drafter of this family for this target.
         """
@@ -139,7 +144,7 @@ class Pupil:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """What is answered meanwhile leaves no trace: nothing is learnt from it, and no text makes room for it."""
+        """While answers are to leave no trace: nothing is learnt from them, and no text makes room for theirs."""
         kept, self.buffer = self.buffer, self._new_buffer()
         try:
             yield
@@ -180,7 +185,9 @@ class Pupil:
         learnt = [*older, *now]
         held = [text for one in judges for text in self._batches([one])]
         ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, held)
-        self._judges = [] if outcome.status == "rested" else [one.index for one in judges]
+        if outcome.status in ("rested", "static"):
+            learnt, judges = [], []
+        self._judges = [one.index for one in judges]
         if not self.recipe.buffer.replay:
             self.buffer.keep(self._judges)
         self.chunks += 1
@@ -237,13 +244,9 @@ class Pupil:
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from what `state` has told. CheckpointError where it is that of another learner."""
-
-        def part(name: str) -> dict[str, torch.Tensor]:
-            return {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
-
-        self.buffer.restore(facts["buffer"], part("buffer"))
-        self.learner.restore(part("learner"))
-        self.watchdog.restore(part("watchdog"))
+        self.buffer.restore(facts["buffer"], under("buffer.", tensors))
+        self.learner.restore(under("learner.", tensors))
+        self.watchdog.restore(under("watchdog.", tensors))
         self.chunks, self._seen = index(facts["chunks"]), index(facts["seen"])
         self._judges = [index(judge) for judge in facts["judges"]]
         self.drafter = self.play()

@@ -49,7 +49,7 @@ class DraftLM:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """What a chunk gave: traces of every mode in the order of the arrivals, lessons of those that learn, and the
+    """The results of a chunk: traces of every mode in the order of the arrivals, lessons of those that learn, and the
     seconds that learning took."""
 
     chunk: int
@@ -150,7 +150,7 @@ class Reasoning:
         return ChunkRecord(self.chunks, traces, lessons, seconds)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Of every learner, by mode."""
+        """The state of every learner, by mode."""
         return {mode: learner.state() for mode, learner in self.learners.items()}
 
     def restore(self, state: dict[str, dict[str, Tensor]], chunks: int) -> None:

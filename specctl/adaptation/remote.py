@@ -39,6 +39,7 @@ from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
 from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
+from specctl.training.checkpoint import under
 
 PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to start
 
@@ -136,14 +137,14 @@ class RemotePupil(Pupil):
         )
 
     def _hand_over(self, acceptance: Acceptance) -> None:
-        """What the buffer holds is the learner's."""
+        """Hand the texts of the buffer over to the learner."""
         self._waiting.append(Chunk.of(self.buffer, acceptance))
         self.buffer.clear()
         self._make_room()
         self._send()
 
     def _send(self) -> None:
-        """All that waits goes to a learner that has nothing to do."""
+        """Send all chunks that wait to a learner that has nothing to do."""
         if self._waiting and not self._sent:
             self._sent, self._waiting = self._waiting, []
             for one in self._sent:
@@ -151,7 +152,7 @@ class RemotePupil(Pupil):
             self._inbox.put(self._sent)
 
     def _make_room(self) -> None:
-        """What waits and what the buffer holds are not more than the buffer may hold: the oldest chunks go.
+        """Drop the oldest chunks that wait until they and the buffer together hold no more than the buffer may.
 
         What was sent is the learner's, and cannot be taken back: at most as much again, behind a resumption twice.
         """
@@ -209,9 +210,7 @@ class RemotePupil(Pupil):
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
         self._inbox.put((facts, Parcel.of(self._known[1])))
         for place, one in enumerate(facts.get("waiting", [])):
-            prefix = f"waiting{place}."
-            own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            self._waiting.append(Chunk.restored(one, own))
+            self._waiting.append(Chunk.restored(one, under(f"waiting{place}.", tensors)))
         self._send()
 
     def _take(self) -> None:

@@ -31,7 +31,7 @@ def order(counts: list[int], kind: Kind, seed: int) -> NDArray[np.int64]:
 
 
 def _shares(counts: list[int]) -> list[NDArray[np.float64]]:
-    """Of every segment its share of the mixture at every prompt; they add up to 1, and each to its count."""
+    """[n] share of each segment in the mixture, by prompt; those of a prompt sum to 1, a segment's to its count."""
     middle = np.arange(sum(counts)) + 0.5
     gone = [np.ones(len(middle))]  # how far the change from the segment before is through
     for before, after, change in zip(counts, counts[1:], np.cumsum(counts), strict=False):

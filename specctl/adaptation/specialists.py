@@ -32,6 +32,7 @@ from specctl.selection.build import make_selector
 from specctl.selection.combined import Guarded
 from specctl.selection.controller import Round, Selector
 from specctl.selection.rules import overruled
+from specctl.training.checkpoint import under
 from specctl.training.feature_files import Features
 
 
@@ -92,6 +93,7 @@ class Specialists:
             policy.name,
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
+            batch=self.recipe.batch,
             seed=self.recipe.sampling.seed + self.seed,
             within_query=policy.reset == "query",
             on_round=self._note,
@@ -105,7 +107,7 @@ class Specialists:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """What is answered meanwhile leaves no trace; between two chunks, when there is nothing to be counted yet."""
+        """While answers are to leave no trace; between two chunks, when there is nothing to be counted yet."""
         kept, self.buffer = self.buffer, new_buffer(self.recipe, self.target, self.buffer.taps)
         try:
             yield
@@ -145,7 +147,7 @@ class Specialists:
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
 
     def _acceptance(self, arm: str) -> Acceptance:
-        """Of the rounds that it has played, by query."""
+        """Acceptance in the rounds that an arm has played, by query."""
         return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
 
     def _own(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
@@ -214,7 +216,5 @@ class Specialists:
         self.chunks = facts["chunks"]
         self.buffer.restore(facts["buffer"], {})  # no text, but their numbers go on
         for name, pupil in self.pupils.items():
-            prefix = f"{name}/"
-            own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-            pupil.restore(facts["pupils"][name], own)
+            pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
         self._selector = self._select()

@@ -36,7 +36,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Position:
-    """How much of a stream has been given out. `digest` chains the prompts' ids: it tells another stream's."""
+    """A place in a stream, behind what has been given out. `digest`, a chain of prompts' ids, tells streams apart."""
 
     chunks: int = 0
     prompts: int = 0
@@ -133,7 +133,7 @@ class PromptStream:
             )
 
     def chunks(self) -> Iterator[list[Arrival]]:
-        """What is left.
+        """The chunks that are left.
 
         Raises:
             DataError: no prompts at all, or too many rejected.

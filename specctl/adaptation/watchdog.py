@@ -14,6 +14,7 @@ from specctl.adaptation.ensemble import Outcome
 from specctl.adaptation.learners import Learner
 from specctl.adaptation.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
+from specctl.training.checkpoint import under
 
 Z = 3.0  # standard errors by which acceptance must have fallen: chance does that in one update of 250 or more
 
@@ -24,13 +25,13 @@ Ruling = Literal["keep", "drift", "rollback"]
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of a chunk: draft tokens accepted among the positions verified (accepted + rejections), in each of its texts."""
+    """Acceptance in a chunk: of each text the draft tokens accepted, and the positions verified (with rejections)."""
 
     texts: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, texts: Iterable[Sequence[int]]) -> Acceptance:
-        """Out of pairs, as JSON has them too; texts in which nothing was verified say nothing."""
+        """Acceptance from (accepted, verified) pairs; texts in which nothing was verified are left out."""
         return cls(tuple((accepted, verified) for accepted, verified in texts if verified))
 
     @property
@@ -47,7 +48,8 @@ class Acceptance:
 
     @property
     def variance(self) -> float:
-        """Of the rate, a ratio of sums over two texts or more (Cochran 1977, §6.3): tokens of one text are alike."""
+        """Variance of the rate as a ratio of sums over two texts or more (Cochran 1977, §6.3): tokens of a text are
+        alike."""
         n, r = len(self.texts), self.rate
         between = sum((accepted - r * verified) ** 2 for accepted, verified in self.texts)
         return between * n / (n - 1) / self.verified**2
@@ -109,7 +111,8 @@ class Watchdog:
         """
         if self._rest and not fell(self._before, acceptance, self._options.tolerance):
             self._rest -= 1
-            self._before = min(self._before, acceptance, key=lambda one: one.rate)
+            known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
+            self._before = min(known, key=lambda one: one.rate, default=acceptance)
             return "keep", Outcome("rested")
         whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
@@ -156,7 +159,7 @@ class Watchdog:
         return "drift" if math.isfinite(new) and harmless else "rollback"
 
     def state(self) -> dict[str, Tensor]:
-        """What the next ruling needs."""
+        """All that the next ruling needs, as tensors."""
         before = torch.tensor(self._before.texts, dtype=torch.int64)
         numbers = {"texts": before, "loss": torch.tensor(self._loss).double()}
         numbers["rest"] = torch.tensor([self._vain, self._rest])
@@ -166,7 +169,7 @@ class Watchdog:
         self._before = Acceptance.of(state["texts"].tolist())
         self._loss = float(state["loss"])
         self._vain, self._rest = state["rest"].tolist()
-        self._kept = {name.removeprefix("kept."): value for name, value in state.items() if name.startswith("kept.")}
+        self._kept = under("kept.", state)
 
 
 def _compared(

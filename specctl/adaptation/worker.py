@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # often sent to a whole group of processes
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
-"""What `Pupil.restore` takes."""
+"""The arguments of `Pupil.restore`: what JSON can say, and tensors."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Parcel:
         return cls({name: (x.dtype, x.shape) for name, x in host.items()}, joined)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the one."""
+        """The tensors, as views of `bytes`."""
         parts = self.bytes.split([dtype.itemsize * shape.numel() for dtype, shape in self.kinds.values()])
         kinds = zip(self.kinds.items(), parts, strict=True)
         return {name: part.view(dtype).view(shape) for (name, (dtype, shape)), part in kinds}
@@ -53,7 +53,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the decoder hands over; features of all texts one behind the other, as every tensor is an open file."""
+    """A chunk of texts on its way to the learner; their features are joined, as every tensor is an open file."""
 
     texts: list[Text]
     features: Features | None
@@ -61,7 +61,7 @@ class Chunk:
 
     @property
     def bytes(self) -> int:
-        """Of its texts and their features."""
+        """Size of its texts and their features."""
         parts = () if self.features is None else vars(self.features).values()
         return sum(x.nbytes for x in parts) + ID_BYTES * sum(len(text.example.tokens) for text in self.texts)
 
@@ -84,7 +84,7 @@ class Chunk:
 
     @classmethod
     def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
-        """All that a buffer holds; without features where the target is to be run again."""
+        """The chunk of all texts in a buffer; without features where the target is to be run again."""
         kept = [buffer.kept[index] for index in buffer.texts if index in buffer.kept]
         if not kept:
             return cls(list(buffer.texts.values()), None, acceptance)
@@ -112,7 +112,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What the learner gives back for all that it was handed: what is played [P], and its state for a checkpoint."""
+    """The learner's answer to the chunks it was sent: its lesson, the weights that are played [P], and its state."""
 
     lesson: Lesson
     played: Tensor
@@ -122,7 +122,7 @@ class Learnt:
 
 @dataclass(frozen=True)
 class Failed:
-    """A process' last words."""
+    """The message of a process that ends with an error."""
 
     message: str
 

@@ -18,7 +18,7 @@ from specctl.recipe import LookaheadRecipe
 
 @dataclass
 class Work:
-    """What a model has done: forwards (a batch's count once), rows of them, and texts it began."""
+    """Work of a model: forwards (a batch's count once), rows of them, and texts it began."""
 
     passes: int = 0
     rows: int = 0
@@ -56,7 +56,7 @@ class Writer:
         self._prefixes = Prefixes(lines=self._lines)
 
     def rest(self, text: list[int], limit: int, seed: int) -> list[int]:
-        """All that comes, up to the end of the text or the limit."""
+        """The rest of a text, up to its end or the limit."""
         return self._decode([text], [limit], seed, frozenset())[0]
 
     def _decode(self, texts: list[list[int]], limits: list[int], seed: int, ends: frozenset[int]) -> list[list[int]]:

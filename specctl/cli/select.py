@@ -46,7 +46,6 @@ BY_SPEED = {
     "best_arm_ratio": "fastest arm played",
 }
 """Headings where tokens a second are played for."""
-ANY_DEPTH = 10**6  # deeper than drafts are: a policy that looks at all depths looks at so many
 EXAMPLE = "specctl select --algo hedgespec,ucbspec --pool ./drafters --reset session"
 
 
@@ -111,16 +110,15 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 def presets(recipe: SelectRecipe) -> list[str]:
     """A line for each policy whose game differs from the recipe's `game.*`: the keys, with the values it plays by."""
     from specctl.selection.registry import learns
-    from specctl.selection.rules import rules_for
+    from specctl.selection.rules import own_game
 
-    said = recipe.game.model_dump()
-    keys = {"reward": ["reward"], "losses": [key for key in said if key != "reward"], "nothing": []}
     lines = []
     for name in recipe.algo:
-        rules = rules_for(name, recipe.game, ANY_DEPTH)
-        played = {key: getattr(rules, key) for key in keys[learns(name)]}
-        own = {key: None if value == ANY_DEPTH else value for key, value in played.items()}
-        told = [f"game.{key}={json.dumps(value)}" for key, value in own.items() if value != said[key]]
+        told = [
+            f"game.{key}={json.dumps(value)}"
+            for key, value in own_game(name, recipe.game).items()
+            if learns(name) == ("reward" if key == "reward" else "losses")
+        ]
         lines += [f"{name} brings {', '.join(told)}"] * bool(told)
     return lines
 

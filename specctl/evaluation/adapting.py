@@ -92,7 +92,8 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     if recipe.save_outputs:
         with journal.writing():
             write_outputs(run.dir, records, target.tokenizer)
-    return _result(recipe, records, journal.rows(), _drafters(recipe, run), journal.rejected)
+    drafters = {name: str(journal.place(name, recipe.seeds[0])) for name in recipe.algo}
+    return _result(recipe, records, journal.rows(), drafters, journal.rejected)
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:
@@ -141,7 +142,7 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: Pro
     finally:
         stage.close()
     for name in recipe.algo:
-        _save(recipe, run, stage, name)
+        _save(recipe, stage, name, journal.place(name, seed))
     journal.passed()
 
 
@@ -152,23 +153,14 @@ def _use_target(recipe: OnlineRecipe, stage: Stage, name: str, since: str = "") 
         stage.retarget(load_target(**(recipe.target.loading | {"name": name})))
 
 
-def _place(recipe: OnlineRecipe, run: Run, name: str, seed: int) -> Path:
-    return run.dir / "drafters" / (name if seed == recipe.seeds[0] else f"{name}-seed{seed}")
-
-
-def _save(recipe: OnlineRecipe, run: Run, stage: Stage, name: str) -> None:
+def _save(recipe: OnlineRecipe, stage: Stage, name: str, place: Path) -> None:
     """Write a learner's drafter as it is after the stream."""
     start = recipe.pool or recipe.start_of(recipe.family_of(name))
     info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
     if recipe.pool is None:
         domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
         info = {**checkpoint.read_info(start), "domain": list(domains), **info}
-    stage.pupils[name].save(_place(recipe, run, name, stage.seed), info)
-
-
-def _drafters(recipe: OnlineRecipe, run: Run) -> dict[str, str]:
-    """Where a finished run has left those of its first pass; the others' are beside them."""
-    return {name: str(_place(recipe, run, name, recipe.seeds[0])) for name in recipe.algo}
+    stage.pupils[name].save(place, info)
 
 
 def _result(

@@ -31,7 +31,7 @@ PROMPT = 128  # random tokens of a prompt for random weights
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was measured, and on what."""
+    """The result document of `bench`."""
 
     target: str
     device: str
@@ -115,7 +115,7 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
 
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
-    """Those whose rounds are timed: the recipe's, and for random weights a random head."""
+    """The drafters whose rounds are timed: the recipe's, and for random weights a random head."""
     found = {Path(name).name: pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
     if recipe.shape is not None:
         found["eagle3, random"] = bench_rounds.random_head(recipe, target)

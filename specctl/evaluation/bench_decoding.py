@@ -182,6 +182,6 @@ def _rate(decoded: list[Decoded], batch: int | None = None) -> float:
 
 
 def _seconds(decoded: list[Decoded], batch: int | None, prefill: bool) -> float:
-    """Of one call for all texts (`batch`), or of a call for each."""
+    """Wall-clock of one call for all texts (`batch`), or of a call for each."""
     parts = decoded[:1] if batch is not None else decoded
     return sum(one.decode_s + (one.prefill_s if prefill else 0.0) for one in parts)

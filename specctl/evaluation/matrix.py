@@ -17,10 +17,17 @@ from specctl.evaluation import lossless
 from specctl.evaluation.baselines import PLAIN, load_assistant
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA, contenders, measure, prepare
-from specctl.evaluation.records import Record, check_stamp, read_records, recipe_stamp, write_outputs, write_records
+from specctl.evaluation.records import (
+    Record,
+    check_stamp,
+    fingerprints,
+    read_records,
+    recipe_stamp,
+    write_outputs,
+    write_records,
+)
 from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.specialists import Matrix, tabulate
-from specctl.formats import checkpoint
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run, threads_of
 
@@ -63,7 +70,7 @@ def evaluate(
     """
     target = target or load_target(**recipe.target.loading)
     paths, assistants = named(recipe), {}
-    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(paths)}
+    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": fingerprints(paths)}
     if recipe.resume:
         check_stamp(run.dir, stamp)
         threads.keep(threads_of(run.dir))
@@ -105,12 +112,6 @@ def named(recipe: EvalRecipe) -> dict[str, str]:
     paths = list(dict.fromkeys([*recipe.drafters, *members]))
     taken = [VANILLA, PLAIN, *(Path(path).name for path in paths)]
     return {Path(path).name if taken.count(Path(path).name) == 1 else path: path for path in paths}
-
-
-def _fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
-    """What tells whether a drafter directory still holds the same drafter."""
-    trained = {name: path for name, path in paths.items() if path not in pool.WEIGHTLESS}
-    return {name: checkpoint.fingerprint(path) for name, path in trained.items()}
 
 
 def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dict[str, list[str]]:

@@ -8,12 +8,12 @@ one number are drawn together: read in order, a file gives every seed the same p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from specctl.decoding.records import Decoded
 from specctl.evaluation import metrics
 from specctl.evaluation.measure import VANILLA
 from specctl.evaluation.metrics import Floats, Interval, ratio
@@ -25,7 +25,9 @@ from specctl.recipe.online import UNTRAINED
 Unit = int
 """The number of a chunk, of all seeds."""
 LOOKUP = UNTRAINED[0]
-Amount = Callable[[Decoded], float]
+Figure = tuple[float | None, Interval | None]
+"""A value and its interval."""
+Amount = Literal["decoded_tokens", "target_passes", "decode_s"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Passes:
             self.learn_s[chunk.algo][chunk.chunk] += chunk.learn_s + chunk.swap_s
 
     def row(self, name: str) -> LearnerRow:
-        """One contender's."""
+        """The row of a contender."""
         mine, kind = self.by_name[name], self._kind(name)
         own = [chunk for chunk in self.chunks if chunk.algo == name]
         family = self.recipe.family_of(name) if kind == "learner" and not self.recipe.pool else None
@@ -110,55 +112,41 @@ class Passes:
         decoded = [record.decoded for record in mine]
         decode_s, learn_s = sum(one.decode_s for one in decoded), sum(self.learn_s[name].values())
         gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, net=True)
-        mat = metrics.mat(decoded)
-        over_static, beside = self._mats(name, static), self._speed(name, static)
-        beside_net, rival = self._speed(name, static, True), self._speed(name, LOOKUP, net=True)
+        mat = self._mats(name)
         last = max((unit_of(record) for record in mine), default=0)
         return LearnerRow(
             algo=name,
             kind=kind,
             family=family,
-            mat=mat,
-            mat_interval=self._mats(name)[1],
             mat_first=metrics.mat([record.decoded for record in mine if record.session == 0]),
             mat_last=metrics.mat([record.decoded for record in mine if record.session == last]),
             accept_rate=metrics.accept_rate(decoded),
             tokens_per_s=metrics.tokens_per_s(decoded),
-            speedup=gross[0],
-            speedup_interval=gross[1],
-            speedup_with_training=net[0],
-            speedup_with_training_interval=net[1],
-            mat_over_static=over_static[0],
-            mat_over_static_interval=over_static[1],
-            over_static=beside[0],
-            over_static_interval=beside[1],
-            over_static_with_training=beside_net[0],
-            over_static_with_training_interval=beside_net[1],
-            over_lookup_with_training=rival[0],
-            over_lookup_with_training_interval=rival[1],
             learn_s=learn_s,
             learn_share=ratio(learn_s, decode_s + learn_s),
             rollbacks=sum(chunk.ruling == "rollback" for chunk in own),
             refused=sum(chunk.status == "refused" for chunk in own),
             dropped=sum(max((c.dropped for c in own if c.seed == seed), default=0) for seed in self.recipe.seeds),
-            unusable=metrics.unusable(*gross, mat) or metrics.unusable(*net, mat),
+            unusable=metrics.unusable(*gross, mat[0]) or metrics.unusable(*net, mat[0]),
+            **_fields(
+                mat=mat,
+                speedup=gross,
+                speedup_with_training=net,
+                mat_over_static=self._mats(name, static),
+                over_static=self._speed(name, static),
+                over_static_with_training=self._speed(name, static, net=True),
+                over_lookup_with_training=self._speed(name, LOOKUP, net=True),
+            ),
         )
 
     def domain_row(self, name: str, domain: str) -> DomainRow:
-        """One contender's in a domain."""
+        """The row of a contender in a domain."""
         mine = [record for record in self.by_name[name] if record.domain == domain]
-        beside = self._mats(name, self.static_of(name), domain)
-        return DomainRow(
-            name,
-            domain,
-            len(mine),
-            metrics.mat([record.decoded for record in mine]),
-            self._mats(name, domain=domain)[1],
-            *beside,
-        )
+        mat, over_static = self._mats(name, domain=domain), self._mats(name, self.static_of(name), domain)
+        return DomainRow(name, domain, len(mine), *mat, *over_static)
 
     def seed_row(self, name: str, seed: int) -> SeedRow:
-        """One learner's on one pass."""
+        """The row of a learner on one pass."""
         alone = Passes(
             self.recipe,
             [record for found in self.by_name.values() for record in found if record.seed == seed],
@@ -175,27 +163,25 @@ class Passes:
             return "learner"
         return "untrained" if name in UNTRAINED else "baseline" if name == VANILLA else "static"
 
-    def _mats(
-        self, name: str, other: str | None = None, domain: str | None = None
-    ) -> tuple[float | None, Interval | None]:
+    def _mats(self, name: str, other: str | None = None, domain: str | None = None) -> Figure:
         """mat of a contender, or its ratio to that of another one that has answered the same prompts."""
-        parts = [self._sums(name, _tokens, domain), self._sums(name, _passes, domain)]
+        parts = [self._sums(name, "decoded_tokens", domain), self._sums(name, "target_passes", domain)]
         if other is not None:
-            parts += [self._sums(other, _passes, domain), self._sums(other, _tokens, domain)]
+            parts += [self._sums(other, "target_passes", domain), self._sums(other, "decoded_tokens", domain)]
         return _quotient(parts)
 
-    def _speed(self, name: str, other: str, net: bool = False) -> tuple[float | None, Interval | None]:
+    def _speed(self, name: str, other: str, net: bool = False) -> Figure:
         """Tokens per second against those of another contender; `net`: the time of learning counts."""
-        seconds, theirs = self._sums(name, _seconds), self._sums(other, _seconds)
+        seconds, theirs = self._sums(name, "decode_s"), self._sums(other, "decode_s")
         if net:
             seconds = {unit: value + self.learn_s[name][unit] for unit, value in seconds.items()}
-        return _quotient([self._sums(name, _tokens), seconds, theirs, self._sums(other, _tokens)])
+        return _quotient([self._sums(name, "decoded_tokens"), seconds, theirs, self._sums(other, "decoded_tokens")])
 
     def _sums(self, name: str, amount: Amount, domain: str | None = None) -> dict[Unit, float]:
         sums: dict[Unit, float] = defaultdict(float)
         for record in self.by_name.get(name, ()):
             if domain is None or record.domain == domain:
-                sums[unit_of(record)] += amount(record.decoded)
+                sums[unit_of(record)] += getattr(record.decoded, amount)
         return sums
 
 
@@ -204,7 +190,13 @@ def unit_of(record: Record) -> Unit:
     return record.session
 
 
-def _quotient(parts: Sequence[dict[Unit, float]]) -> tuple[float | None, Interval | None]:
+def _fields(**figures: Figure) -> dict[str, Any]:
+    """Fields of a row: every figure under its name, and its interval beside it."""
+    intervals = {f"{name}_interval": interval for name, (_, interval) in figures.items()}
+    return {name: value for name, (value, _) in figures.items()} | intervals
+
+
+def _quotient(parts: Sequence[dict[Unit, float]]) -> Figure:
     """Σ a ÷ Σ b · Σ c ÷ Σ d …, and its interval over the units; None where a part is missing or sums up to 0."""
     units = sorted(set().union(*parts))
     values = np.array([[part.get(unit, 0.0) for unit in units] for part in parts])
@@ -217,15 +209,3 @@ def _quotient(parts: Sequence[dict[Unit, float]]) -> tuple[float | None, Interva
         return found
 
     return float(statistic(np.ones((1, len(units))))[0]), metrics.bootstrap(statistic, len(units))
-
-
-def _tokens(decoded: Decoded) -> float:
-    return decoded.decoded_tokens
-
-
-def _passes(decoded: Decoded) -> float:
-    return decoded.target_passes
-
-
-def _seconds(decoded: Decoded) -> float:
-    return decoded.decode_s

@@ -29,6 +29,7 @@ from specctl.evaluation.measure import VANILLA, Case, Contender, Turn, ask, deco
 from specctl.evaluation.records import Record
 from specctl.recipe import OnlineRecipe
 from specctl.recipe.online import UNTRAINED
+from specctl.training.checkpoint import under
 
 STATIC = "static"
 
@@ -83,7 +84,7 @@ def static_name(recipe: OnlineRecipe, algo: str) -> str:
 
 
 class Stage:
-    """Everybody on one pass over a stream, of one seed."""
+    """All contenders on one pass over a stream, of one seed."""
 
     def __init__(self, recipe: OnlineRecipe, target: Target, seed: int):
         """Raises CheckpointError where a drafter to start from cannot be used."""
@@ -91,13 +92,9 @@ class Stage:
         self.chunks = self._turns = 0
         kind = Specialists if recipe.pool else RemotePupil if recipe.asynchronous else Pupil
         self.pupils: dict[str, Learner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
-        self.fixed: dict[str, Drafter] = {}
-        self.fixed_pool = (
-            Specialists(recipe, STATIC, target, seed) if recipe.pool and STATIC in recipe.baselines else None
-        )
-        for algo in recipe.algo if STATIC in recipe.baselines and not recipe.pool else ():
-            start = str(recipe.start_of(recipe.family_of(algo)))
-            self.fixed[static_name(recipe, algo)] = pool.load_drafter(start, target, recipe.drafting)
+        static = STATIC in recipe.baselines
+        self.fixed = self._load_fixed() if static and not recipe.pool else {}
+        self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
         self.untrained: dict[str, Drafter] = {
             name: WEIGHTLESS[name](recipe.drafting) for name in UNTRAINED if name in recipe.baselines
         }
@@ -297,9 +294,7 @@ class Stage:
         self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
         self.refused = Counter(facts["refused"])
         for name, pupil in self.pupils.items():
-            prefix = f"{name}/"
-            own = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-            pupil.restore(facts["pupils"][name], own)
+            pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
         drafters = self.fixed | {name: pupil.drafter for name, pupil in self.pupils.items() if isinstance(pupil, Pupil)}
         for name, kept in facts["lengths"].items():
             self._drafting(name, drafters[name])["controller"].restore(kept)

@@ -1,13 +1,13 @@
 """What the contenders of `select` did on a stream: rows for the table, curves for the pictures.
 
 Sessions are the unit: what was learnt is carried from one of their prompts to the next, so prompts are no independent
-samples; intervals are bootstraps over sessions, at 95 %. The yardstick of a policy is the best arm of each of its
-games, from reset to reset, here as in a replay; shares of it have intervals over games.
+samples; intervals are bootstraps over sessions, at 95 %, with all repeats of a session together. The yardstick of a
+policy is the best arm of each of its games, from reset to reset, here as in a replay.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from specctl.selection.hindsight import Yardstick
 LONG_ENOUGH = 256  # tokens of a game after which a policy should have found its best arm
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyRow:
     """One contender on the whole stream.
 
@@ -49,19 +49,19 @@ class PolicyRow:
     share_of_best: float | None
     share_of_best_interval: Interval | None
     share_of_best_256: float | None
-    share_after_256: float | None  # of replays only
+    share_after_256: float | None = None  # of replays only
     regret: int | None
     best_arm_ratio: float | None
     rounds: int
     pulls: dict[str, int]
-    switches: int | None
-    caught_up: int | None  # tokens that arms had to read when they were switched to
-    switch_ms: float | None  # that it took them, each time, on average
+    switches: int | None = None
+    caught_up: int | None = None  # tokens that arms had to read when they were switched to
+    switch_ms: float | None = None  # that it took them, each time, on average
     decide_us_p50: float | None
     scorings: int | None  # rounds behind which idle arms were scored
-    score_ms_p50: float | None
+    score_ms_p50: float | None = None
     score_share: float | None  # of the decode phase
-    failures: int  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
+    failures: int = 0  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
     dropped: int
     unusable: str | None = None  # why × plain says nothing (`metrics.unusable`)
 
@@ -100,6 +100,7 @@ class Stream:
     ):
         self.answers, self.sessions, self.games, self.arms, self.plain = answers, sessions, games, arms, plain
         self.by = by
+        self._measure = metrics.mat if by == "mat" else metrics.tokens_per_s
         self.best = self._best()
         self.judged = bool(self.best) and same_text and by == "mat"  # whether there is a regret
         fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
@@ -109,9 +110,8 @@ class Stream:
         """Game → the arm with the fewest passes, or seconds, a token."""
         if not self.arms:
             return {}
-        measure = metrics.mat if self.by == "mat" else metrics.tokens_per_s
         return {
-            game: max(self.arms, key=lambda arm: measure(self._of(arm, game)) or 0.0)
+            game: max(self.arms, key=lambda arm: self._measure(self._of(arm, game)) or 0.0)
             for game in dict.fromkeys(self.games)
         }
 
@@ -121,26 +121,26 @@ class Stream:
     @cached_property
     def oracle(self) -> list[Decoded]:
         """Every game answered by its best arm."""
-        place = {name: iter(answers) for name, answers in self.answers.items()}
-        rows = [{arm: next(place[arm]) for arm in self.arms} for _ in self.games]
-        return [row[self.best[game]] for row, game in zip(rows, self.games, strict=True)] if self.best else []
+        return [self.answers[self.best[game]][place] for place, game in enumerate(self.games)] if self.best else []
 
     def share_of_best(self, name: str, least: int = 0) -> tuple[float | None, Interval | None]:
         """Mat, or tokens a second, ÷ the oracle's, over the games with `least` tokens."""
         if not self.best:
             return None, None
-        sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(4))
-        for game, own, best in zip(self.games, self.answers[name], self.oracle, strict=True):
-            sums[game] += own.decoded_tokens, self._paid(own), best.decoded_tokens, self._paid(best)
-        table = np.array([row for row in sums.values() if row[0] >= least]).reshape(-1, 4)
-        if not len(table):
+        tokens: Counter[str] = Counter()
+        for game, own in zip(self.games, self.answers[name], strict=True):
+            tokens[game] += own.decoded_tokens
+        places = [place for place, game in enumerate(self.games) if tokens[game] >= least]
+        sessions = [self.sessions[place] for place in places]
+        mine, best = ([answers[place] for place in places] for answers in (self.answers[name], self.oracle))
+        value, yardstick = self._measure(mine), self._measure(best)
+        if value is None or not yardstick:
             return None, None
-
-        def share(counts: np.ndarray) -> np.ndarray:
-            tokens, passes, best_tokens, best_passes = (counts @ table).T
-            return tokens / passes / (best_tokens / best_passes)
-
-        return float(share(np.ones((1, len(table))))[0]), metrics.bootstrap(share, len(table))
+        ours, theirs = (
+            metrics.ratio_of_sums(sessions, [one.decoded_tokens for one in part], [self._paid(one) for one in part])
+            for part in (mine, best)
+        )
+        return value / yardstick, metrics.bootstrap(lambda counts: ours(counts) / theirs(counts), len(set(sessions)))
 
     def _paid(self, one: Decoded) -> float:
         return one.target_passes if self.by == "mat" else one.decode_s
@@ -186,7 +186,6 @@ class Stream:
             share_of_best=share,
             share_of_best_interval=interval,
             share_of_best_256=self.share_of_best(name, LONG_ENOUGH)[0],
-            share_after_256=None,
             regret=int(self.regret(name)[-1]) if self.judged else None,
             best_arm_ratio=best_arm_ratio,
             rounds=sum(one.target_passes for one in mine),

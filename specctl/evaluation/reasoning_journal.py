@@ -91,7 +91,7 @@ class ReasoningJournal(States):
         self.advance(mark, tensors)
 
     def _keep_pairs(self, record: ChunkRecord, seed: int, number: int) -> None:
-        """Of every mode that is judged; no file where nothing differed."""
+        """Write the pairs of steps of every mode that is judged; no file where nothing differed."""
         tables = []
         for mode, traces in record.traces.items():
             found = [one for trace in traces for one in trace.mismatches]
@@ -110,7 +110,7 @@ class ReasoningJournal(States):
         return [ReasoningChunk(**row) for row in self.read(CHUNKS)]
 
     def traces(self) -> dict[tuple[ReasoningMode, int], list[Trace]]:
-        """Of every mode and seed, in the order of the prompts; without mismatches, which are in `pairs`."""
+        """Traces by mode and seed, in the order of the prompts; without mismatches, which are in `pairs`."""
         names = {field.name for field in fields(Trace)} - {"mismatches"}
         found: dict[tuple[ReasoningMode, int], list[Trace]] = {}
         for row in self.read(TRACES):

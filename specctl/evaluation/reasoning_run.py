@@ -93,11 +93,11 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
     for seed, stream in journal.passes(target):
         _pass(recipe, seed, target, draft, judge, journal, stream)
     journal.begin(target)  # where everything is answered already
-    return _result(recipe, run, journal)
+    return _result(recipe, journal)
 
 
 def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
-    """Of the models in drafter directories. CheckpointError where the draft LM of the domain is not there."""
+    """Fingerprints of the models in drafter directories. Raises CheckpointError where the domain has no draft LM."""
     if recipe.reasoning.draft is None:
         checkpoint.present(Path(recipe.draft))
     named = [name for name in (recipe.draft, recipe.reasoning.drafter) if name is not None]
@@ -105,7 +105,7 @@ def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
 
 
 def _directory(name: str) -> Path | None:
-    """Where a drafter is; None for a model of `transformers` and for drafters without weights."""
+    """The directory of a drafter; None for a model of `transformers` and for drafters without weights."""
     place = Path(name).expanduser()
     return place if checkpoint.is_drafter(place) else None
 
@@ -148,8 +148,7 @@ def _pass(
             here = Mark(number, passed, stream.position(), {"chunks": reasoning.chunks})
             journal.keep(record, rows, here, tensors)
     for mode, learner in reasoning.learners.items():
-        place = _place(recipe, journal.run, mode, seed)
-        _save(recipe, place, learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
+        _save(recipe, journal.place(mode, seed), learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
     journal.passed()
 
 
@@ -175,10 +174,6 @@ def _less(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in now.items()}
 
 
-def _place(recipe: OnlineRecipe, run: Run, mode: str, seed: int) -> Path:
-    return run.dir / "drafters" / (mode if seed == recipe.seeds[0] else f"{mode}-seed{seed}")
-
-
 def _save(
     recipe: OnlineRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
 ) -> None:
@@ -197,7 +192,7 @@ def _save(
     checkpoint.save(place, config=config, tensors=tensors, info=info, overwrite=True)
 
 
-def _result(recipe: OnlineRecipe, run: Run, journal: ReasoningJournal) -> ReasoningResult:
+def _result(recipe: OnlineRecipe, journal: ReasoningJournal) -> ReasoningResult:
     chunks, traces, modes = journal.rows(), journal.traces(), recipe.modes
 
     def over(mode: ReasoningMode, seeds: Sequence[int]) -> list[Trace]:
@@ -229,7 +224,7 @@ def _result(recipe: OnlineRecipe, run: Run, journal: ReasoningJournal) -> Reason
         per_chunk=[one for one in chunks if one.seed == recipe.seeds[0]],
         per_seed=[_seed_row(rated(mode, [seed]), seed) for seed in recipe.seeds for mode in modes],
         judges={mode: dict(counts) for mode, counts in judged.items()},
-        drafters={mode: str(_place(recipe, run, mode, recipe.seeds[0])) for mode in learners},
+        drafters={mode: str(journal.place(mode, recipe.seeds[0])) for mode in learners},
         rejected=journal.rejected,
     )
 

@@ -6,10 +6,9 @@ them: the file also says under which recipe, target and drafters they were made 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ import pyarrow.parquet as pq
 
 from specctl.decoding.identity import with_weights
 from specctl.decoding.records import Decoded
+from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
 from specctl.evaluation.lossless import Agreement
+from specctl.formats import checkpoint
 from specctl.recipe import EvalRecipe, OnlineRecipe
 from specctl.runs import atomic_write, to_json
 
@@ -82,10 +83,6 @@ class Record:
         return known | counted | lengths
 
 
-def agreeing(record: Record, agreement: Agreement) -> Record:
-    return dataclasses.replace(record, agreement=agreement)
-
-
 def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name: str = RECORDS) -> Path:
     """Write records.parquet (or a part of them under another name) whole or not at all."""
     sink = pa.BufferOutputStream()
@@ -96,17 +93,17 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
 
 
 def part_name(number: int) -> str:
-    """Of the file of a chunk."""
+    """Name of the file of a chunk."""
     return f"{number:08d}.parquet"
 
 
 def part_files(directory: Path) -> list[Path]:
-    """The files of chunks in a directory, in order; what others have put there is none."""
+    """The files of chunks in a directory, in order; other files are left out."""
     return sorted(directory.glob("[0-9]" * 8 + ".parquet"))
 
 
 def read_parts(directory: Path) -> list[Record]:
-    """What the files of chunks in `directory` hold, in order; without the prompts' ids. CheckpointError where one
+    """The records in the files of chunks in `directory`, in order; without the prompts' ids. CheckpointError where one
     cannot be read."""
     found = []
     for path in part_files(directory):
@@ -127,6 +124,11 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
     path = directory / RECORDS
     rows = pq.read_table(path).to_pylist() if path.exists() else []
     return [_record(row, prompts[row["id"]]) for row in rows if row["id"] in prompts]
+
+
+def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
+    """A fingerprint of each drafter that has weights, which tells whether its directory still holds the same one."""
+    return {name: checkpoint.fingerprint(path) for name, path in paths.items() if path not in WEIGHTLESS}
 
 
 def recipe_stamp(recipe: EvalRecipe | OnlineRecipe) -> Stamp:
@@ -173,7 +175,7 @@ def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) ->
 
 def _record(row: dict[str, Any], prompt_ids: list[int]) -> Record:
     """The inverse of `Record.row`, given the prompt. Agreement is left to be found again."""
-    named = {field.name: row[field.name] for field in dataclasses.fields(Decoded) if field.name in row}
+    named = {field.name: row[field.name] for field in fields(Decoded) if field.name in row}
     decoded = Decoded(prompt_ids=prompt_ids, **named)
     return Record(row["id"], row["domain"], row["drafter"], row["seed"], row["temperature"], decoded)
 

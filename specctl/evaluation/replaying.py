@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -40,7 +40,7 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the policies of a recipe do on a recorded table, all seeds of the recipe together.
+    """Results of a recipe's policies on a recorded table, all seeds of the recipe together.
 
     `games` are those from reset to reset, G of them, which every seed plays.
     """
@@ -83,7 +83,9 @@ def record_table(
         resume=recipe.resume,
         overwrite=recipe.overwrite,
     )
-    return table, {arm.name: arm.failures for arm in arms}
+    # Of earlier sittings the table alone knows, and of drafts only.
+    raised = [sum(int((trace.drafted[n] < 0).sum()) for trace in table.traces) for n in range(len(arms))]
+    return table, {arm.name: max(arm.failures, known) for arm, known in zip(arms, raised, strict=True)}
 
 
 def replay_table(recipe: SelectRecipe) -> Replayed:
@@ -103,18 +105,20 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
     fixed = {arm: times * _played(recipe, "fixed", yardstick, [0], arm=n) for n, arm in enumerate(table.arms)}
     others = {"oracle": times * [oracle(yardstick, *resets)], "draft-all": times * [draft_all(yardstick, *resets)]}
     kinds = {name: kind for kind, named in (("arm", fixed), ("baseline", others)) for name in named}
-    found = {name: regret.summarize(replays, yardstick) for name, replays in {**played, **fixed, **others}.items()}
-    fastest = max((found[arm] for arm in fixed), key=lambda one: one.tokens_per_s)
-    rows = [_row(name, kinds.get(name, "policy"), one, yardstick, fastest) for name, one in found.items()]
-    rows = [replace(row, share_after_256=_late(played.get(row.algo), yardstick)) for row in rows]
+    runs = {**played, **fixed, **others}
+    summaries = {name: regret.summarize(replays, yardstick) for name, replays in runs.items()}
+    fastest = max((summaries[arm] for arm in fixed), key=lambda one: one.tokens_per_s)
     return Replayed(
         table=table,
-        rows=rows,
+        rows=[
+            _row(name, kinds.get(name, "policy"), runs[name], one, yardstick, fastest)
+            for name, one in summaries.items()
+        ],
         curves={name: _curves(recipe, name, one, yardstick) for name, one in played.items()},
         per_domain={name: regret.mat_by_domain(one, yardstick) for name, one in {**played, **others}.items()},
         pool_size=[size for n in recipe.pool_sizes for size in _sizes(recipe, table, n)],
-        oracle_mat=found["oracle"].mat,
-        games=found["oracle"].games,
+        oracle_mat=summaries["oracle"].mat,
+        games=summaries["oracle"].games,
     )
 
 
@@ -129,43 +133,35 @@ def _played(
     ]
 
 
-def _late(played: Sequence[Replay] | None, yardstick: Hindsight) -> float | None:
-    """Of a policy, by mat."""
-    return regret.late_share(played, yardstick, LONG_ENOUGH) if played and yardstick.by == "mat" else None
-
-
-def _row(name: str, kind: str, found: Summary, yardstick: Hindsight, fastest: Summary) -> PolicyRow:
+def _row(
+    name: str, kind: str, replays: Sequence[Replay], summary: Summary, yardstick: Hindsight, fastest: Summary
+) -> PolicyRow:
     """Replays in the columns of a live run; seconds are those of the table's cost model."""
-    long = found.tokens[0] >= LONG_ENOUGH
+    long, late = summary.tokens[0] >= LONG_ENOUGH, kind == "policy" and yardstick.by == "mat"
     plain_s = float(yardstick.table.step_s[0])
-    scoring = found.scoring_s.sum() / found.seconds.sum()
+    scoring = summary.scoring_s.sum() / summary.seconds.sum()
     return PolicyRow(
         algo=name,
         kind=kind,
-        mat=found.mat,
-        mat_interval=found.mat_interval,
-        tokens_per_s=found.tokens_per_s,
-        speedup=found.tokens_per_s * plain_s,
-        speedup_interval=scaled(found.tokens_per_s_interval, plain_s),
-        over_best_arm=found.tokens_per_s / fastest.tokens_per_s,
-        over_best_arm_interval=regret.bootstrap_ratio(fastest.seconds, found.seconds),
-        share_of_best=found.oracle_share,
-        share_of_best_interval=found.oracle_share_interval,
-        share_of_best_256=float(found.best[:, long].sum() / found.own[:, long].sum()) if long.any() else None,
-        share_after_256=None,
-        regret=round(found.regret * found.rounds.size) if yardstick.by == "mat" else None,
-        best_arm_ratio=found.best_arm_ratio,
-        rounds=int(found.rounds.sum()),
-        pulls={arm: count for arm, count in zip(yardstick.table.arms, found.pulls, strict=True) if count},
-        switches=None,
-        caught_up=None,
-        switch_ms=None,
-        decide_us_p50=found.decide_us_p50 if kind == "policy" else None,
-        scorings=found.scorings if kind == "policy" else None,
-        score_ms_p50=None,
+        mat=summary.mat,
+        mat_interval=summary.mat_interval,
+        tokens_per_s=summary.tokens_per_s,
+        speedup=summary.tokens_per_s * plain_s,
+        speedup_interval=scaled(summary.tokens_per_s_interval, plain_s),
+        over_best_arm=summary.tokens_per_s / fastest.tokens_per_s,
+        over_best_arm_interval=regret.bootstrap_ratio(fastest.seconds, summary.seconds),
+        share_of_best=summary.oracle_share,
+        share_of_best_interval=summary.oracle_share_interval,
+        share_of_best_256=float(summary.best[:, long].sum() / summary.own[:, long].sum()) if long.any() else None,
+        share_after_256=regret.late_share(replays, yardstick, LONG_ENOUGH) if late else None,
+        regret=round(summary.regret * summary.rounds.size) if yardstick.by == "mat" else None,
+        best_arm_ratio=summary.best_arm_ratio,
+        rounds=int(summary.rounds.sum()),
+        pulls={arm: count for arm, count in zip(yardstick.table.arms, summary.pulls, strict=True) if count},
+        decide_us_p50=summary.decide_us_p50 if kind == "policy" else None,
+        scorings=summary.scorings if kind == "policy" else None,
         score_share=float(scoring) or None,
-        failures=0,
-        dropped=found.dropped,
+        dropped=summary.dropped,
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specctl.decoding.target import Target
 from specctl.evaluation import lossless, metrics
 from specctl.evaluation.baselines import PLAIN
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA
-from specctl.evaluation.records import Question, Record, agreeing
+from specctl.evaluation.records import Question, Record
 from specctl.recipe import EvalRecipe, OnlineRecipe, SelectRecipe
 
 
@@ -59,7 +59,7 @@ def compared(
             ours, theirs = record.decoded, plain[record.question].decoded
             verdict = lossless.compare(target, ours.prompt_ids, theirs.output_ids, ours.output_ids, tolerance)
             counts.add(verdict)
-            record = agreeing(record, verdict)
+            record = replace(record, agreement=verdict)
         found.append(record)
     return found, counts
 

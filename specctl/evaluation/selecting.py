@@ -15,12 +15,11 @@ from specctl.drafters import pool
 from specctl.evaluation.lossless import Losslessness
 from specctl.evaluation.measure import VANILLA, prepare
 from specctl.evaluation.policy_rows import ArmReward, PolicyRow, Stream
-from specctl.evaluation.records import Record, write_outputs, write_records
+from specctl.evaluation.records import Record, fingerprints, write_outputs, write_records
 from specctl.evaluation.replaying import PoolSize, Replayed, record_table, replay_table
 from specctl.evaluation.routing import router_of, save_router
 from specctl.evaluation.rows import Row, answers, compared, summarise
 from specctl.evaluation.stage import Stage, sessions
-from specctl.formats import checkpoint
 from specctl.recipe import SelectRecipe
 from specctl.runs import Run
 from specctl.selection import hindsight
@@ -92,7 +91,7 @@ class SelectResult:
 
 
 def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe:
-    """Where no domain was named, those that the pool's drafters were made for."""
+    """The recipe with the domains that the pool's drafters were made for, where none was named."""
     if "domain" in recipe.data.model_fields_set:
         return recipe
     domains = list(dict.fromkeys(domain for path in paths for domain in pool.domains_of(path)))
@@ -145,7 +144,9 @@ def select(
         save_router(recipe, run, target, router, report)
 
     def keep(records: Sequence[Record]) -> Path:
-        return write_records(run.dir, [replace(one, session=stage.session_of[one.id]) for one in records], stamp={})
+        return write_records(
+            run.dir, [replace(one, session=stage.session_of[one.question[:2]]) for one in records], stamp={}
+        )
 
     with open(run.dir / ROUNDS, "w", encoding="utf-8") as file:
         records = stage.play(file, keep)
@@ -157,15 +158,15 @@ def select(
 
 
 def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, rejected: int) -> SelectResult:
-    """What the records say."""
+    """The result of live decoding, from its records."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
     questions = [record.question for record in records if record.drafter == first]
     by_name = {name: answers(records, name) for name in names}
     stream = Stream(
         {name: [found[question].decoded for question in questions] for name, found in by_name.items()},
-        [stage.session_of[id] for _, id, _ in questions],
-        [stage.game_of(id, seed) for _, id, seed in questions],
+        [stage.session_of[domain, id] for domain, id, _ in questions],
+        [stage.game_of(*question) for question in questions],
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",
@@ -199,12 +200,8 @@ def _own(row: PolicyRow) -> dict[str, Any]:
 
 
 def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
-    """What a table depends on besides target and stream."""
-    trained = {name: path for name, path in places.items() if path not in pool.WEIGHTLESS}
-    return {
-        "drafters": {name: checkpoint.fingerprint(path) for name, path in trained.items()},
-        "drafting": recipe.drafting.model_dump(),
-    }
+    """The part of a table's stamp that is neither target nor stream."""
+    return {"drafters": fingerprints(places), "drafting": recipe.drafting.model_dump()}
 
 
 def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:

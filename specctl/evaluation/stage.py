@@ -88,8 +88,9 @@ class Stage:
         if router is not None and [*drafters] != router.arms:
             raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
         self.arms = make_arms(recipe, target, drafters)
-        self.session_of = {case.prompt.id: n for n, session in enumerate(stream) for case in session}
-        self.prompts = {case.prompt.id: prompt_text(case.prompt.messages) for session in stream for case in session}
+        prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
+        self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be of two domains
+        self.prompts = {prompt.id: prompt_text(prompt.messages) for _, prompt in prompts}
         self.algo = {name: name for name in recipe.algo}  # contender → its policy
         if RECOMPUTING in recipe.baselines:
             self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
@@ -124,12 +125,12 @@ class Stage:
         return policy
 
     def _routed(self, text: Label) -> Array:
-        """What the router thinks of every arm for a prompt."""
+        """[N] probabilities of the router for a prompt: of every arm, that it is the one to play."""
         assert self.router is not None
         return self.router.probabilities([self.prompts[text.query]])[0]
 
     def _alone(self) -> dict[str, Alone]:
-        """What is measured without a choice: every arm, everybody at once, the rivals.
+        """The contenders that do not choose: every arm by itself, all at once, the rivals.
 
         Raises UsageError where two contenders have one name.
         """
@@ -180,21 +181,21 @@ class Stage:
     def _label(self, name: str, case: Case, seed: int) -> Label:
         repeat = seed - case.seed(self.recipe.sampling.seed)
         alone = self.recipe.reset == "query" or self.algo[name] == registry.ROUTER
-        key = None if alone else self.game_of(case.prompt.id, repeat)
+        key = None if alone else self.game_of(*case.question(repeat))
         return Label(case.prompt.id, case.prompt.domain, key, repeat)
 
-    def game_of(self, id: str, repeat: int) -> str:
-        """What all texts between two resets have in common."""
-        unit = {"query": id, "session": self.session_of[id], "stream": ""}[self.recipe.reset]
-        return f"{repeat} {unit}"
+    def game_of(self, domain: str, id: str, repeat: int) -> str:
+        """Key of the game that answers a text, the same for all texts between two resets."""
+        units = {"query": f"{domain} {id}", "session": self.session_of[domain, id], "stream": ""}
+        return f"{repeat} {units[self.recipe.reset]}"
 
     def _note(self, algo: str, entry: Round) -> None:
-        self.plays[algo].append((self.game_of(entry.query, entry.seed), entry.arm, entry.committed))
+        self.plays[algo].append((self.game_of(entry.domain, entry.query, entry.seed), entry.arm, entry.committed))
         if self._log is not None:
             self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
 
     def row(self, stream: Stream, name: str) -> PolicyRow:
-        """What a contender did."""
+        """The row of a contender."""
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
         hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
@@ -211,7 +212,7 @@ class Stage:
         )
 
     def rewards(self) -> list[ArmReward]:
-        """What rounds of each arm have committed, whoever played them."""
+        """Tokens that rounds of each arm have committed, whichever policy played them."""
         committed: dict[str, list[int]] = {arm.name: [] for arm in self.arms}
         for plays in self.plays.values():
             for _, arm, tokens in plays:

@@ -57,7 +57,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says besides its tensors."""
+    """A checkpoint without its tensors."""
 
     stamp: Stamp
     mark: Mark
@@ -151,6 +151,10 @@ class States:
         self.parts.mkdir(exist_ok=True)
         for place in (self.parts, self.run.dir / "drafters"):
             sweep(place)
+
+    def place(self, name: str, seed: int) -> Path:
+        """The directory of the drafter that a contender has learnt in the pass of this seed."""
+        return self.run.dir / "drafters" / (name if seed == self.recipe.seeds[0] else f"{name}-seed{seed}")
 
     @property
     def rejected(self) -> int:

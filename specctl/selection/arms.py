@@ -34,7 +34,7 @@ def members(recipe: SelectRecipe) -> list[str]:
 
 
 def _directories(named: Path | None) -> list[Path]:
-    """Those of a pool; of the default one, named or not, if there is any in it."""
+    """The drafter directories of a pool. The default pool may be missing or empty, another one may not."""
     if named not in (None, DEFAULT_POOL):
         return pool.find_pool(named)
     try:

@@ -24,10 +24,9 @@ def ucb_radius(n: float, t: float, beta: float) -> float:
 
 
 class Index(Weighted):
-    """What all index policies share: an arm that was never pulled is pulled first, in order; then the largest index."""
+    """Base of the index policies: arms that were never pulled are pulled first, in order; then the largest index."""
 
     learns: ClassVar[Learns] = "reward"
-    learnt: ClassVar[tuple[str, ...]] = ("n", "total", "t")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
@@ -93,8 +92,6 @@ class DiscountedUcb(MetaUcb):
 class SlidingUcb(MetaUcb):
     """`metasd-swucb`: only the last `window` rounds count (MetaSD, Algorithm 8); an arm that left them is pulled. The t
     of its radius is, as printed, of all rounds."""
-
-    learnt = (*MetaUcb.learnt, "past")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options)

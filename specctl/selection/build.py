@@ -48,8 +48,8 @@ def make_selector(
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
 
     def new_game(text: Label) -> Game:
-        own = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query))
-        return Game(new_policy(own, text), rules, own, clock)
+        seeded = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query))
+        return Game(new_policy(seeded, text), rules, seeded, clock)
 
     ends = not within_query and rules.score_ends
     overlaps = learns == "reward" and rules.reward == "bd"

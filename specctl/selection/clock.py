@@ -1,4 +1,4 @@
-"""What a round of each arm takes, where nobody has declared it."""
+"""Seconds that a round of each arm takes, as measured."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Clock:
 
     @classmethod
     def of(cls, count: int) -> Self:
-        """Nothing was measured."""
+        """A clock that has measured nothing yet."""
         return cls([0] * count, [0.0] * count)
 
     def forget(self) -> None:
-        """Nothing was measured."""
+        """Forget all measurements."""
         self.n[:], self.mean[:] = [0] * len(self.n), [0.0] * len(self.mean)
 
     def took(self, arm: int, seconds: float) -> None:

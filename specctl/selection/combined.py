@@ -18,7 +18,7 @@ Tree = tuple[list[int], list[int]]  # tokens and parents
 
 @dataclass(frozen=True)
 class Made:
-    """A draft that was made in a round of so much `budget`, in so many `seconds`; empty if its drafter `failed`."""
+    """A draft, with the `budget` of nodes of its round and the seconds it took; empty if its drafter `failed`."""
 
     draft: DraftTree
     budget: int
@@ -52,7 +52,7 @@ class Guarded:
         return draft
 
     def advance(self, state: DecodeState) -> None:
-        """As of a `Drafter`; what fails here fails when it proposes, and is counted there."""
+        """Read what was committed, as any `Drafter` does. A failure shows again in `propose`, and is counted there."""
         try:
             self.drafter.advance(state)
         except SpecctlError:
@@ -68,7 +68,7 @@ class Guarded:
         return time.perf_counter() - began
 
     def forget(self) -> None:
-        """As new: nothing has failed."""
+        """Forget failures."""
         self.failures = 0
 
     def _failed(self, state: DecodeState, error: Exception) -> None:

@@ -26,7 +26,7 @@ GAMES = 256  # that wait for another text of their key; the oldest is forgotten
 
 @dataclass
 class Tally:
-    """What choosing has done and cost, over all texts of a controller."""
+    """Counts and costs of choosing, over all texts of a controller."""
 
     pulls: Counter[int] = field(default_factory=Counter)
     decide_us: list[float] = field(default_factory=list)  # of every round, learning included
@@ -76,8 +76,8 @@ class Selector(Controller):
         arms: what can be chosen, in the order of the policy's arms.
         new_game: a fresh game, for the text that it begins with.
         scorer: of the arms' distinct drafters, in their order; None where nobody wants scores.
-        clock: what the games share of it.
-        overlaps: rewards are made of them.
+        clock: seconds of a round of each arm, which the games share.
+        overlaps: rewards are block divergences, made of the drafts' overlaps with the target.
         ends: texts of one key follow each other, so the last tokens of a text are scored, too.
         on_round: told every round when it is over.
     """
@@ -101,7 +101,7 @@ class Selector(Controller):
         self.forget()
 
     def forget(self) -> None:
-        """As new: no game, no counts, nothing measured."""
+        """Forget all games, counts and measurements."""
         self.tally = Tally()
         self.clock.forget()
         self.games: OrderedDict[str, Game] = OrderedDict()  # by key, that of the last text last
@@ -186,8 +186,8 @@ class Selector(Controller):
         return made
 
     def _seconds(self, state: DecodeState, total: float) -> dict[int, float]:
-        """Of a round of each arm that played, a text: its draft, shared by the texts that it was made for, and a text's
-        share of the rest, which is the verification."""
+        """Seconds of a text's round, by arm: its draft, shared by the texts that it was made for, and a text's share of
+        the rest of `total`, which is the verification."""
         texts = Counter(self._played(state, b) for b in self._live)
         drafts = {arm: self._made(arm).seconds for arm in texts}
         rest = (total - sum(drafts.values())) / len(self._live)
@@ -198,9 +198,9 @@ class Selector(Controller):
         assert self.scorer is not None
         wanted = [0] * state.batch
         for b in self._live:
-            row = state.rows[b]
-            ending = self.ends and row.stop is not None
-            wanted[b] = self.plays[row].game.unscored if ending else self.plays[row].game.due()
+            row, game = state.rows[b], self.plays[state.rows[b]].game
+            due = game.due()  # its schedule counts the round that ends a text, too
+            wanted[b] = game.unscored if self.ends and row.stop is not None else due
         if not any(wanted):
             return {}
         began = time.perf_counter()
@@ -211,9 +211,9 @@ class Selector(Controller):
         budget = self._made(self._played(state, self._live[0])).budget
         nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
         within = np.arange(self.scorer.depth) < nodes[:, None, None]
-        for b, found in enumerate(scores):
+        for b, feedback in enumerate(scores):
             if wanted[b]:
-                gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (found.gamma, found.hit))
+                gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (feedback.gamma, feedback.hit))
                 self.plays[state.rows[b]].game.scored(gamma, hit)
         return {b: wanted[b] for b in self._live}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from specctl.selection.losses import beyond_the_end, length_loss
@@ -25,15 +23,12 @@ class Delay:
         self._pending = np.zeros((count, 0, rules.depth))  # acceptance of the tokens whose vectors wait
         self._chunks: list[int] = []  # tokens of each round that was not scored
 
-    def vectors(self, tokens: int) -> int:
-        """How many will come of a round of so many tokens."""
-        return tokens if self.rules.unit == "token" else 1
-
     def committed(self, tokens: int) -> int:
-        """A round was played: how many vectors will come of it."""
-        if self.rules.unit == "chunk":
-            self._chunks.append(tokens)
-        return self.vectors(tokens)
+        """Note a round that was played; returns the number of vectors that will come of its tokens."""
+        if self.rules.unit == "token":
+            return tokens
+        self._chunks.append(tokens)
+        return 1
 
     def scored(self, gamma: AnyArray, hit: AnyArray) -> Array:
         """[M, N] vectors that these tokens complete, in the order of the text; gamma, hit: [N, S, K]."""
@@ -80,13 +75,3 @@ class Delay:
                 vectors.append(length_loss(values[:, start : start + k, :k], self.rules.estimator)[0])
             start += known
         return np.array(vectors).reshape(-1, N)
-
-    def state(self) -> dict[str, Any]:
-        """What waits, as JSON can hold it."""
-        return {"pending": self._pending.tolist(), "chunks": list(self._chunks), "hybrid_left": self._hybrid_left}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        self._pending = np.array(state["pending"], float).reshape(self._count, -1, self.rules.depth)
-        self._chunks = list(state["chunks"])
-        self._hybrid_left = state["hybrid_left"]

@@ -35,30 +35,30 @@ def overlap(draft: DraftTree, b: int, logits: Tensor) -> Array:
 
 
 def _overlap(draft: DraftTree, b: int, chain: list[int], logits: Tensor) -> Array:
-    """The same, given the rows [d, V] that predict the d nodes of `chain`."""
-    one = torch.ones(len(chain), device=logits.device)
-    p = kernels.row_params(logits, one, torch.zeros_like(one, dtype=torch.long), one)
+    """`overlap`, given the rows [d, V] that predict the d nodes of `chain`."""
+    ones = torch.ones(len(chain), device=logits.device)
+    p = kernels.row_params(logits, ones, torch.zeros_like(ones, dtype=torch.long), ones)
     tokens = draft.tokens[b, chain]
     if draft.q is None:
-        found = kernels.token_probability(p, tokens[:, None])[:, 0]
+        shared = kernels.token_probability(p, tokens[:, None])[:, 0]
     else:
         q = kernels.DraftRows(draft.q.of(b, len(chain)), draft.q.ids)
-        found = kernels.panorama(p, [q], tokens).accept[0]
-    return found.masked_fill(~p.valid, torch.nan).cpu().numpy().astype(float)
+        shared = kernels.panorama(p, [q], tokens).accept[0]
+    return shared.masked_fill(~p.valid, torch.nan).cpu().numpy().astype(float)
 
 
 def overlaps(target: Target, state: DecodeState, drafts: Sequence[DraftTree]) -> list[Array]:
     """`overlap` of drafts that nobody verifies, of a state of one sequence, in as few steps of the target as its cache
     has room for; what these steps write there, the next one overwrites."""
-    found: list[Array] = []
+    read: list[Array] = []
     waiting: list[tuple[DraftTree, list[int]]] = []
     for draft in drafts:
         chain = first_chain(draft.parents[0].tolist())
         if sum(len(other) for _, other in waiting) + len(chain) >= MAX_NODES:
-            found += _together(target, state, waiting)
+            read += _together(target, state, waiting)
             waiting = []
         waiting.append((draft, chain))
-    return found + _together(target, state, waiting)
+    return read + _together(target, state, waiting)
 
 
 def _together(target: Target, state: DecodeState, drafts: list[tuple[DraftTree, list[int]]]) -> list[Array]:
@@ -67,9 +67,9 @@ def _together(target: Target, state: DecodeState, drafts: list[tuple[DraftTree, 
     parents: list[int] = []
     at: list[list[int]] = []  # rows that predict each chain's tokens
     for draft, chain in drafts:
-        own = range(len(parents), len(parents) + len(chain))
-        at.append([0, *(node + 1 for node in own)][: len(own)])
-        parents += [-1, *own][: len(own)]
+        nodes = range(len(parents), len(parents) + len(chain))
+        at.append([0, *(node + 1 for node in nodes)][: len(nodes)])
+        parents += [-1, *nodes][: len(nodes)]
         tokens += draft.tokens[0, chain].tolist()
     if not parents:
         return [np.zeros(0) for _ in drafts]

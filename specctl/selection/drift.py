@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from math import sqrt
-from typing import Any
 
 SLACK = 0.5  # k: half of the fall to be noticed, in standard deviations
 LEAST = 6  # rounds of an arm before it has a mean to fall below
@@ -34,7 +32,7 @@ class Drift:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing was seen."""
+        """Forget all rounds."""
         self.S = 0.0
         self.since = 0
         self._suspects: list[tuple[int, int]] = []  # arm and accepted tokens of rounds
@@ -64,15 +62,3 @@ class Drift:
         self._n[arm] += 1
         self._mean[arm] += off / self._n[arm]
         self._squares[arm] += off * (accepted - self._mean[arm])
-
-    def state(self) -> dict[str, Any]:
-        """What was seen, as JSON can hold it."""
-        return {name.lstrip("_"): deepcopy(getattr(self, name)) for name in _SEEN}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        for name in _SEEN:
-            setattr(self, name, deepcopy(state[name.lstrip("_")]))
-
-
-_SEEN = ("S", "since", "_suspects", "_n", "_mean", "_squares")

@@ -33,7 +33,6 @@ class Exp3Spec(Weighted):
 
     learns: ClassVar[Learns] = "reward"
     scale: ClassVar[Scale] = "tokens"
-    learnt = ("Z", "t")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options.play)
@@ -56,7 +55,6 @@ class MetaExp3(Weighted):
     """`metasd-exp3`: w_j ← w_j exp(γ r̂_j/N), with uniform exploration γ (MetaSD, Algorithm 7)."""
 
     learns: ClassVar[Learns] = "reward"
-    learnt = ("log_w",)
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options.play)

@@ -82,7 +82,7 @@ class Scorer:
         self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
 
     def forget(self) -> None:
-        """As new: nothing has failed."""
+        """Forget failures."""
         self.failures = [0] * len(self.drafters)
 
     def _texts(self, state: DecodeState) -> list[_Kept]:
@@ -224,7 +224,8 @@ class _Judge:
         return gamma.masked_fill_(~self.p.valid[:, None], torch.nan), hit
 
     def _drawn(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
-        """Of draws from q, filtered as p. Which token is drawn depends on the depth, as every depth has its stream."""
+        """γ and hit of a drafter that samples from q, filtered as p. Every draft depth draws from a random stream of
+        its own."""
         assert score.logits is not None
         rows = [self.draws.rows(logits.unsqueeze(1)) for logits in score.logits[:reach]]
         gamma, hit = [], []
@@ -239,7 +240,7 @@ class _Judge:
         return torch.stack(gamma, 1), torch.stack(hit, 1)
 
     def _listed(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
-        """Of the likeliest tokens of a row, or of tokens that are given."""
+        """γ and hit of a drafter that proposes the likeliest tokens of a row, or tokens that it lists."""
         counts = torch.tensor(score.children[:reach], device=self.committed.device)
         if score.tokens is None:
             assert score.logits is not None

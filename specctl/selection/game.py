@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +17,7 @@ from specctl.selection.rewards import Outcome, reward
 from specctl.selection.rules import Rules
 from specctl.selection.schedule import Schedule
 
-RECENT = 4  # rounds of an arm, about, that tell whether its drafter fails
+RECENT = 4  # rounds of an arm, about, that the share of its failures is taken over
 
 
 @dataclass
@@ -82,7 +80,8 @@ class Game:
         began = perf_counter_ns()
         weights = self.policy.weights()
         arm = self.policy.choose()
-        self.log.append(Round(arm, weights, decide_us=(perf_counter_ns() - began) / 1000))
+        regret = self.log[-1].regret if self.log else 0.0
+        self.log.append(Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000))
         return arm
 
     def played(self, arm: int, outcome: Outcome) -> None:
@@ -103,7 +102,7 @@ class Game:
         entry.decide_us += (perf_counter_ns() - began) / 1000
 
     def _committed(self, arm: int, outcome: Outcome) -> None:
-        """What a round shows before its tokens are scored."""
+        """Note all that a round shows before its tokens are scored."""
         self.unscored += outcome.committed
         vectors = self._delay.committed(outcome.committed)
         self._owners += [arm] * vectors
@@ -117,7 +116,7 @@ class Game:
             self._schedule.hurry()  # until something is learnt, it is played on
 
     def _begin_again(self, drift: Drift) -> None:
-        """An alarm: what was learnt before the change is forgotten, scoring begins now and anew."""
+        """Forget what was learnt before the change that the drift test has noticed; scoring begins anew."""
         self._stale = max(len(self._owners) - drift.since, 0)
         self._update.clear()
         self.policy.forget()
@@ -125,7 +124,7 @@ class Game:
         self._schedule.begin(0)
 
     def due(self) -> int:
-        """How many of the oldest committed tokens without scores it wants scored now: all or none of them."""
+        """Number of committed tokens to be scored now: all that have no scores, or none. To be asked once a round."""
         return self.unscored if self.policy.learns == "losses" and self._schedule.due() else 0
 
     def scored(self, gamma: AnyArray, hit: AnyArray) -> None:
@@ -166,7 +165,7 @@ class Game:
             self.log[-1].regret = self._own_cost - float(self._cost.min())
 
     def _costly(self, losses: Array) -> Array:
-        """Losses of what scores promise → of what it costs, and of how often the arm keeps it."""
+        """[M, N] losses that count a round's seconds (throughput) and the share of rounds in which the arm failed."""
         if self.rules.loss == "throughput":
             assert self.rules.step is not None, "throughput needs the seconds of a plain step"
             losses = per_second(losses, self._clock.costs(), self.rules.step)
@@ -192,30 +191,3 @@ class Game:
             self._learn(len(self._update))
         self.unscored = self._stale = 0
         self._owners.clear()
-
-    def state(self) -> dict[str, Any]:
-        """All that play depends on, as JSON can hold it; the log is not part of it."""
-        return {
-            **{name: deepcopy(getattr(self, name)) for name in _PLAIN},
-            "cost": self._cost.tolist(),
-            "schedule": self._schedule.state(),
-            "delay": self._delay.state(),
-            "drift": self._drift and self._drift.state(),
-            "policy": self.policy.state(),
-            "clock": asdict(self._clock),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        for name in _PLAIN:
-            setattr(self, name, deepcopy(state[name]))
-        self._cost = np.array(state["cost"])
-        self._schedule.restore(state["schedule"])
-        self._delay.restore(state["delay"])
-        if self._drift is not None:
-            self._drift.restore(state["drift"])
-        self.policy.restore(state["policy"])
-        self._clock = Clock(**deepcopy(state["clock"]))
-
-
-_PLAIN = ("dropped", "unscored", "_stale", "_owners", "_update", "_own_cost", "_played", "_kept")

@@ -28,7 +28,6 @@ class SequentialHalving(Weighted):
     """
 
     learns: ClassVar[Learns] = "reward"
-    learnt = ("n", "total", "alive", "left", "pulled")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
@@ -40,7 +39,7 @@ class SequentialHalving(Weighted):
         self.pulled = 0  # since the last halving
 
     def _pulls(self) -> int:
-        """Of each survivor before the next halving."""
+        """Number of pulls of each survivor before the next halving."""
         return self.options.period
 
     def reward(self, arm: int, reward: float) -> None:

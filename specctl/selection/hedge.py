@@ -84,7 +84,7 @@ def adanormalhedge_weights(R: Numbers, C: Numbers) -> Numbers:
 
 
 class Learner(Weighted):
-    """What all have in common: they begin with nothing learnt, and can begin again."""
+    """Base of the learners: they begin with nothing learnt, and can begin again."""
 
     learns: ClassVar[Learns] = "losses"
 
@@ -94,13 +94,11 @@ class Learner(Weighted):
 
     @abstractmethod
     def forget(self) -> None:
-        """Nothing was learnt."""
+        """Begin again with nothing learnt."""
 
 
 class FollowTheLeader(Learner):
     """`ftl`: the honest ablation of all that follows."""
-
-    learnt = ("L",)
 
     def forget(self) -> None:
         self.L = [0.0] * self.arms.count
@@ -116,8 +114,6 @@ class FollowTheLeader(Learner):
 
 class Hedge(Learner):
     """`hedge`: exponential weights, with the rate that needs no horizon unless `eta` is given."""
-
-    learnt = ("L", "t")
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options)
@@ -140,8 +136,6 @@ class Hedge(Learner):
 class NormalHedge(Learner):
     """`normalhedge`, the learner of `hedgespec`: no rate to choose."""
 
-    learnt = ("R", "y")
-
     def forget(self) -> None:
         self.R = [0.0] * self.arms.count
         self.y = 1.0
@@ -159,8 +153,6 @@ class NormalHedge(Learner):
 
 class AdaNormalHedge(Learner):
     """`adanormalhedge`: as NormalHedge, and adapts to how large each arm's regrets are."""
-
-    learnt = ("R", "C")
 
     def forget(self) -> None:
         self.R = [0.0] * self.arms.count

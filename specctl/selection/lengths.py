@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from specctl.errors import UsageError
 from specctl.selection.arms import PLAIN
-from specctl.selection.trace import Table, Trace
+from specctl.selection.trace import Table, Trace, of_arms
 
 
 def shortened(table: Table, lengths: Sequence[int]) -> Table:
-    """The table of all arms at all draft lengths, `name:length`; length 0 is one arm for all, plain decoding.
+    """The table of all arms at all draft lengths, `name:length`; length 0 is one arm for all, plain decoding. K is that
+    of the longest draft that is left.
 
     Exact where a draft of at most d tokens is the beginning of a longer one: chains (lookup, `lm`, EAGLE with one child
     a node), and trees of which nothing is pruned. A tree of limited size spends the nodes it has no depth for on more
@@ -40,11 +41,15 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
     if 0 in lengths:
         names, draft_s, step_s = [PLAIN, *names], np.append(0.0, draft_s), np.append(table.step_s[0], step_s)
         traces = [_with_plain(trace) for trace in traces]
-    return Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s))
+    reach = None
+    if table.reach is not None:
+        reach = np.array([0] * (0 in lengths) + [min(table.reach[arm], length) for arm, length in pairs])
+    cut = Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s), reach)
+    return of_arms(cut, names)
 
 
 def _share(table: Table, arm: int, length: int) -> float:
-    """Of all that an arm drafts, the part that is left of drafts cut to `length`."""
+    """Share of an arm's draft tokens, counted by depth, that is left of drafts cut to `length`."""
     drafted = [trace.drafted[arm].clip(min=0) for trace in table.traces]
     whole = sum(int(depths.sum()) for depths in drafted)
     return sum(int(depths.clip(max=length).sum()) for depths in drafted) / max(whole, 1)

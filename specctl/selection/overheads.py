@@ -1,4 +1,4 @@
-"""What choosing costs besides the rounds: drafters that were idle read up, and score what was committed."""
+"""Costs of choosing besides the rounds: drafters that were idle read up, and score what was committed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Overheads:
     reach: NDArray[np.int64]
 
     def of_arms(self, arms: Sequence[int]) -> Overheads:
-        """Those of some of the drafters."""
+        """The overheads of some of the drafters, by their places."""
         chosen = list(arms)
         return Overheads(self.read[chosen], self.score[chosen], self.reach[chosen])
 
@@ -55,16 +55,16 @@ class Overheads:
             depth: draft depths that are scored.
         """
         read = np.full(len(self.reach), -prompt)  # tokens of the answer that each drafter knows
-        own = behind = 0.0
+        read_s = score_s = 0.0
         stands = known = 0  # tokens of the answer; those that were scored
         before = None
         for arm, more, count in zip(arms, committed, scored, strict=True):
             if arm != before:
-                own += float(self.reading(stands - read)[arm])
+                read_s += float(self.reading(stands - read)[arm])
             read[arm] = max(read[arm], stands)
             stands, before = stands + more, arm
             if count:
                 known += count
-                behind += float(self.reading(np.maximum(known - read, 0)).sum()) + self.scoring(count, depth)
+                score_s += float(self.reading(np.maximum(known - read, 0)).sum()) + self.scoring(count, depth)
                 read = np.maximum(read, known)
-        return own, behind
+        return read_s, score_s

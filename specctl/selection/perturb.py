@@ -10,11 +10,8 @@ import re
 import string
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import get_args
 
 from specctl.recipe import Perturbation
-
-KINDS: tuple[Perturbation, ...] = get_args(Perturbation)
 
 BEFORE = [
     "You are a helpful assistant.",

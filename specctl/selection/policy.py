@@ -10,7 +10,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -29,7 +28,7 @@ Play = Literal["sample", "argmax"]
 
 @dataclass(frozen=True)
 class Arms:
-    """What a policy is made for: `count` arms N, whose drafts are at most `depth` K long, and a seed."""
+    """The arms of a game: `count` N of them, whose drafts are at most `depth` K long, and the seed of its draws."""
 
     count: int
     depth: int
@@ -60,36 +59,26 @@ class Policy(Protocol):
         ...
 
     def reward(self, arm: int, reward: float) -> None:
-        """A round of `arm` earned so much, on the policy's `scale`. Bandits only."""
+        """Learn from the reward of a round of `arm`, on the policy's `scale`. Bandits only."""
         ...
 
     def losses(self, losses: Sequence[float]) -> None:
-        """What one token has cost each arm, [N] in [0, 1]. Full information only."""
+        """Learn from the losses [N] in [0, 1] of all arms at one token. Full information only."""
         ...
 
     def forget(self) -> None:
-        """The world has changed: nothing was learnt. Full information only."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """All that it has learnt, and its generator, as JSON can hold it."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
+        """Begin again with nothing learnt: the world has changed. Full information only."""
         ...
 
 
 class Weighted(ABC):
     """The half of a policy that is the same for all: weights are made once per change, an arm is drawn from them.
 
-    A rule has `_weigh`, names what it has learnt in `learnt` (numbers and lists of them), and calls `_changed` whenever
-    that changes.
+    A rule has `_weigh`, and calls `_changed` whenever what it has learnt changes.
     """
 
     learns: ClassVar[Learns] = "nothing"
     scale: ClassVar[Scale] = "unit"
-    learnt: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, arms: Arms, play: Play):
         self.arms = arms
@@ -128,16 +117,6 @@ class Weighted(ABC):
 
     def forget(self) -> None:  # noqa: B027
         """Without full information: its rule has its own way to forget, or none."""
-
-    def state(self) -> dict[str, Any]:
-        held = {name: deepcopy(getattr(self, name)) for name in self.learnt}
-        return {**held, "generator": self._generator.bit_generator.state}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        for name in self.learnt:
-            setattr(self, name, deepcopy(state[name]))
-        self._generator.bit_generator.state = state["generator"]
-        self._changed()
 
 
 def one_hot(arm: int, count: int) -> Numbers:

@@ -67,7 +67,7 @@ class Drafted:
     overlap: Array = field(default_factory=lambda: np.zeros(0))
 
     def accepted(self, text: Sequence[int]) -> int:
-        """How far the match rule follows it, where the target goes on with `text`.
+        """Number of tokens that the match rule accepts, where the target goes on with `text`.
 
         Of siblings with equal tokens the first is taken, as verification does.
         """
@@ -93,12 +93,12 @@ class Witness:
         if not self.drafts[0]:
             for arm in self.arms:
                 arm.advance(state)  # the prompt is read once, by no proposal in particular
-        made = [self._draft(arm, state, budget) for arm in self.arms]
-        found = overlaps(self.target, state, [one.draft for one in made])
-        for kept, one, overlap in zip(self.drafts, made, found, strict=True):
-            tokens, parents = one.draft.tokens[0].tolist(), one.draft.parents[0].tolist()
-            depth = -1 if one.failed else max(topology(parents)[0], default=0)
-            kept.append(Drafted(tokens, parents, depth, one.seconds, overlap))
+        drafts = [self._draft(arm, state, budget) for arm in self.arms]
+        along = overlaps(self.target, state, [made.draft for made in drafts])
+        for kept, made, overlap in zip(self.drafts, drafts, along, strict=True):
+            tokens, parents = made.draft.tokens[0].tolist(), made.draft.parents[0].tolist()
+            depth = -1 if made.failed else max(topology(parents)[0], default=0)
+            kept.append(Drafted(tokens, parents, depth, made.seconds, overlap))
         return empty_draft(state.batch, state.device)
 
     def _draft(self, arm: Guarded, state: DecodeState, budget: int) -> Made:
@@ -188,17 +188,17 @@ def _recorded(
     if not answer.decoded_tokens:
         return None
     text = answer.output_ids[1:]
-    accepted = [[one.accepted(text[t:]) for t, one in enumerate(drafts)] for drafts in witness.drafts]
+    accepted = [[draft.accepted(text[t:]) for t, draft in enumerate(drafts)] for drafts in witness.drafts]
     known = feedback.table(scorer, query.ids, answer.output_ids, sampling, seed=query.seed)
     overlap = np.zeros(known.gamma.shape, np.float32)
     for arm, drafts in enumerate(witness.drafts):
-        for t, one in enumerate(drafts):
-            overlap[arm, t, : len(one.overlap)] = one.overlap
+        for t, draft in enumerate(drafts):
+            overlap[arm, t, : len(draft.overlap)] = draft.overlap
     trace = Trace(
         query=query.id,
         domain=query.domain,
         accepted=np.array(accepted, np.int16),
-        drafted=np.array([[one.depth for one in drafts] for drafts in witness.drafts], np.int16),
+        drafted=np.array([[draft.depth for draft in drafts] for drafts in witness.drafts], np.int16),
         gamma=known.gamma,
         overlap=overlap,
         hit=known.hit,
@@ -206,8 +206,8 @@ def _recorded(
         session=query.session,
         prompt=len(query.ids),
     )
-    seconds = np.array([sum(one.seconds for one in drafts) for drafts in witness.drafts])
-    nodes = np.array([sum(len(one.tokens) for one in drafts) for drafts in witness.drafts])
+    seconds = np.array([sum(draft.seconds for draft in drafts) for drafts in witness.drafts])
+    nodes = np.array([sum(len(draft.tokens) for draft in drafts) for drafts in witness.drafts])
     return Recorded(place, trace, seconds, nodes)
 
 
@@ -225,10 +225,11 @@ def _costs(
     seconds = sum((row.seconds for row in rows), np.zeros(len(arms))) / proposals
     step_s = step_seconds(target, [1, *(1 + round(n) for n in nodes.tolist())])
     reached = [max(1, min(reach(arm.drafter), depth)) for arm in arms]
-    found = {"draft_s": seconds.tolist(), "step_s": step_s, "reach": reached}
+    costs = {"draft_s": seconds.tolist(), "step_s": step_s, "reach": reached}
     able = [Guarded(arm.name, NoDraft() if arm.failures else arm.drafter) for arm in arms]
-    timed = overheads(target, able, reached, ((one.ids, one.room, one.seed) for one in queries), sampling)
-    return found if timed is None else {**found, "read": timed.read.tolist(), "score": timed.score.tolist()}
+    prompts = ((query.ids, query.room, query.seed) for query in queries)
+    timed = overheads(target, able, reached, prompts, sampling)
+    return costs if timed is None else {**costs, "read": timed.read.tolist(), "score": timed.score.tolist()}
 
 
 def step_seconds(target: Target, rows: Sequence[int], batch: int = 1) -> list[float]:

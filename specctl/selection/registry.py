@@ -48,7 +48,7 @@ def check(names: list[str]) -> None:
 
 
 def learns(name: str) -> Learns:
-    """What a policy of this name is told. Raises UsageError as `check`."""
+    """The kind of feedback that a policy of this name learns from. Raises UsageError as `check`."""
     check([name])
     return "nothing" if name == ROUTER else _POLICIES[name].learns
 

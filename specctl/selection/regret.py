@@ -85,7 +85,7 @@ def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) ->
     games = replays[0].games
 
     def cells(name: str) -> Array:
-        return np.array([per_game(getattr(one, name), games) for one in replays])
+        return np.array([per_game(getattr(run, name), games) for run in replays])
 
     rounds, seconds = cells("rounds"), cells("seconds")
     tokens = np.tile(per_game(hindsight.tokens, games), (len(replays), 1))
@@ -94,7 +94,7 @@ def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) ->
     passes = np.array([hindsight.rounds[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
     own = rounds if hindsight.by == "mat" else seconds
     best = np.tile(best, (len(replays), 1))
-    played = [part for one in replays for part in one.played]
+    played = [part for run in replays for part in run.played]
     pulled = np.concatenate([part.arms for part in played] or [np.zeros(0, int)])
     chosen = len(pulled) > 0
     return Summary(
@@ -127,7 +127,7 @@ def mat_by_domain(replays: Sequence[Replay], hindsight: Hindsight) -> dict[str, 
     domains: dict[str, list[int]] = {}
     for index, trace in enumerate(hindsight.table.traces):
         domains.setdefault(trace.domain, []).append(index)
-    tokens, rounds = len(replays) * hindsight.tokens, np.sum([one.rounds for one in replays], axis=0)
+    tokens, rounds = len(replays) * hindsight.tokens, np.sum([run.rounds for run in replays], axis=0)
     return {name: float(tokens[of].sum() / rounds[of].sum()) for name, of in domains.items() if rounds[of].any()}
 
 
@@ -152,7 +152,7 @@ def loss_regret(played: Played, hindsight: Hindsight, rules: Rules) -> Array:
 def late_share(replays: Sequence[Replay], hindsight: Hindsight, tokens: int) -> float | None:
     """Share of the best arm's mat once so many tokens were seen since the reset; None if no game is that long."""
     own = best = 0
-    for part in (part for one in replays for part in one.played):
+    for part in (part for run in replays for part in run.played):
         rounds = _rounds_of_best(part, hindsight)
         if len(rounds) > tokens:
             best += int(rounds[-1] - rounds[tokens])

@@ -87,7 +87,8 @@ def replay(
     clock, played = Clock.of(len(table.arms)), []
     for queries in parts:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
-        played.append(_play(Game(build(name, arms, policy), rules, arms, clock), hindsight, queries))
+        made = Game(build(name, arms, policy), rules, arms, clock)
+        played.append(_play(made, hindsight, queries, ends=reset != "query" and rules.score_ends))
     return _measured(name, hindsight, parts, played, rules.depth)
 
 
@@ -106,12 +107,12 @@ def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
     return rules
 
 
-def _play(game: Game, hindsight: Hindsight, queries: list[int]) -> Played:
-    """A game over these traces, in order."""
+def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool) -> Played:
+    """A game over these traces, in order; `ends` as of a `Selector`."""
     query: list[int] = []
     for index in queries:
         before = len(game.log)
-        _answer(game, hindsight.table.traces[index], hindsight.cost.tolist(), last=index == queries[-1])
+        _answer(game, hindsight.table.traces[index], hindsight.cost.tolist(), ends)
         query += [index] * (len(game.log) - before)
     return Played(
         queries=queries,
@@ -126,8 +127,8 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int]) -> Played:
     )
 
 
-def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
-    """The rounds of one text, as live decoding would play them; `last`: the game ends with it."""
+def _answer(game: Game, trace: Trace, cost: list[float], ends: bool) -> None:
+    """The rounds of one text, as live decoding would play them."""
     T = trace.tokens
     accepted, drafted = trace.accepted.tolist(), trace.drafted.tolist()
     at = scored = 0
@@ -153,7 +154,7 @@ def _answer(game: Game, trace: Trace, cost: list[float], last: bool) -> None:
         game.played(arm, outcome)
         at += min(length, T - at)
         score(game.due())
-    if not last and game.rules.score_ends:
+    if ends:
         score(game.unscored)
     game.ended()
 

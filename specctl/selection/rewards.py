@@ -1,4 +1,4 @@
-"""What a round is worth to a bandit, in [0, 1]. Symbols: K the longest draft of the pool (MetaSD's N_max)."""
+"""Rewards of a round, in [0, 1], for bandits. Symbols: K the longest draft of the pool (MetaSD's N_max)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def throughput(Y: int, seconds: float, step: float, K: int) -> float:
 
 
 def reward(rules: Rules, round: Outcome) -> float:
-    """Of a round, 0 if it failed; NaN if what it is made of is not finite."""
+    """The reward of a round in [0, 1]: 0 if its drafter failed, NaN if an overlap or the time is not finite.
+
+    Raises ValueError where the outcome lacks what the rule needs.
+    """
     K = rules.depth
     if round.failed:
         return 0.0

@@ -12,13 +12,13 @@ from statistics import median
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 
 from specctl.decoding.target import Target
 from specctl.errors import DataError, SpecctlError
 from specctl.progress import interrupts, track, warn
 from specctl.recipe import Perturbation, RouterRecipe
+from specctl.selection.hindsight import walk
 from specctl.selection.perturb import perturb
 from specctl.selection.router import Router
 from specctl.selection.trace import Table, of_arms
@@ -39,7 +39,7 @@ class Example:
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What a router gets right on the held-out prompts.
+    """The accuracy of a router on the held-out prompts.
 
     Attributes:
         arms: names, in the order of the pool.
@@ -63,7 +63,7 @@ class RouterReport:
 
 
 def prompt_text(messages: Sequence[dict[str, str]]) -> str:
-    """What the router reads of a conversation: all that is said in it."""
+    """The text of a conversation as the router reads it: all messages."""
     return "\n\n".join(message["content"] for message in messages)
 
 
@@ -94,19 +94,7 @@ def label_by_hindsight(table: Table, arms: Sequence[str]) -> dict[str, int]:
 
     Other arms of the table are left out. Raises CheckpointError where the table lacks one of these.
     """
-    return {trace.query: int(rounds_alone(trace.accepted).argmin()) for trace in of_arms(table, arms).traces}
-
-
-def rounds_alone(accepted: NDArray[np.int16]) -> NDArray[np.int64]:
-    """[N] target steps of an answer that one arm drafts from beginning to end; `accepted` [N, T] as of a `Trace`."""
-    count, tokens = accepted.shape
-    rounds = np.zeros(count, np.int64)
-    for arm in range(count):
-        at = 0
-        while at < tokens:
-            at += int(accepted[arm, at]) + 1
-            rounds[arm] += 1
-    return rounds
+    return {trace.query: int(walk(trace.accepted).sum(axis=1).argmin()) for trace in of_arms(table, arms).traces}
 
 
 def train_router(
@@ -149,7 +137,7 @@ def split(examples: Sequence[Example], recipe: RouterRecipe) -> tuple[list[Examp
 def measure(
     router: Router, held: Sequence[Example], recipe: RouterRecipe, *, trained: int, seconds: float
 ) -> RouterReport:
-    """What a router gets right on these prompts, as they are and perturbed as the recipe says."""
+    """The accuracy of a router on these prompts, as they are and perturbed as the recipe says."""
     right = np.array([example.arm for example in held])
     domains = np.array([example.domain for example in held])
     texts = [example.text for example in held]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from specctl.recipe.select import GAMES, GameRecipe
 from specctl.selection.registry import learns
@@ -12,7 +12,7 @@ from specctl.selection.registry import learns
 
 @dataclass(frozen=True)
 class Rules:
-    """What is shown to the policy; a `GameRecipe` for one policy of one pool.
+    """The rules of a game: a `GameRecipe` made definite for one policy and one pool.
 
     Attributes:
         depth: K, the longest draft of the arms that play; of full information the depths that are looked at.
@@ -54,32 +54,31 @@ class Rules:
 def rules_for(
     name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = (), step: float | None = None
 ) -> Rules:
-    """The rules of a recipe for the policy of this name; `depth`: of the pool's longest draft.
-
-    The reward `paper` is bd for MetaSD's policies, tokens for BanditSpec's. A policy with a game of its own (`GAMES`)
-    plays that, but for what the recipe says otherwise; every other learner plays the same game, so that they compare.
-    """
-    options = recipe.model_dump()
-    own = GAMES.get(name, {})
-    options |= {key: value for key, value in own.items() if options[key] == _default(key)}
+    """The rules of a recipe for the policy of this name, which is the same game for all but what is its own
+    (`own_game`), so that they compare; `depth`: of the pool's longest draft."""
+    options = recipe.model_dump() | own_game(name, recipe)
     longest = options.pop("depth")
     if learns(name) == "losses":
         depth = min(longest or depth, depth)
-    if options["reward"] == "paper":
-        options["reward"] = "bd" if name.startswith("metasd") else "tokens"
     return Rules(depth=depth, costs=costs, step=step, **options)
+
+
+def own_game(name: str, recipe: GameRecipe) -> dict[str, Any]:
+    """Options in whose place a policy has values of its own: those of `GAMES` that the recipe leaves at their defaults,
+    and the reward `paper`, which is bd for MetaSD's policies and tokens for BanditSpec's."""
+    defaults = {key: field.default for key, field in GameRecipe.model_fields.items()}
+    preset = {key: value for key, value in GAMES.get(name, {}).items() if getattr(recipe, key) == defaults[key]}
+    if recipe.reward == "paper":
+        preset["reward"] = "bd" if name.startswith("metasd") else "tokens"
+    return {key: value for key, value in preset.items() if value != getattr(recipe, key)}
 
 
 def overruled(names: Sequence[str], recipe: GameRecipe) -> list[str]:
     """A line for every policy whose own game takes the place of options that were set, if only to their defaults."""
-    found = []
+    lines = []
     for name in names:
-        keys = [key for key, value in GAMES.get(name, {}).items() if _default(key) == getattr(recipe, key) != value]
-        own = ", ".join(f"game.{key}={GAMES[name][key]}" for key in keys if key in recipe.model_fields_set)
-        if own:
-            found.append(f"{name} plays a game of its own: {own}; another value than the default is obeyed")
-    return found
-
-
-def _default(key: str) -> object:
-    return GameRecipe.model_fields[key].default
+        own = own_game(name, recipe)
+        told = [f"game.{key}={own[key]}" for key in own if key in recipe.model_fields_set and key != "reward"]
+        if told:
+            lines.append(f"{name} plays a game of its own: {', '.join(told)}; another value than the default is obeyed")
+    return lines

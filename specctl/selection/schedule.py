@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from specctl.selection.rules import Rules
 
 
@@ -22,18 +20,18 @@ class Schedule:
         self.begin(rules.warmup_rounds)
 
     def begin(self, warmup: int) -> None:
-        """So many rounds from now on are all scored, then short intervals grow again."""
+        """Begin anew: score all of the next `warmup` rounds, then after intervals that grow from the shortest."""
         self._warm_until = self.rounds + warmup
         self._interval = float(self.rules.batch_rounds)
         self._next = self._warm_until + self.rules.batch_rounds
 
     def hurry(self) -> None:
-        """Scoring is due after this round; the intervals stay as they are."""
+        """Make scoring due after this round; the intervals stay as they are."""
         self._next = min(self._next, self.rounds)
 
     @property
     def warm(self) -> bool:
-        """The last round was one of the warm-up."""
+        """Whether the last round was one of the warm-up."""
         return self.rounds <= self._warm_until
 
     def due(self) -> bool:
@@ -45,12 +43,3 @@ class Schedule:
         self._interval *= self.rules.batch_growth
         self._next = self.rounds + round(self._interval)
         return True
-
-    def state(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return {"rounds": self.rounds, "warm_until": self._warm_until, "interval": self._interval, "next": self._next}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state`."""
-        self.rounds, self._warm_until = state["rounds"], state["warm_until"]
-        self._interval, self._next = state["interval"], state["next"]

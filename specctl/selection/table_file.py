@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Header:
-    """What all rows of a file have in common.
+    """Facts about all rows of a file.
 
     Attributes:
         arms, depth: as in `Table`.
@@ -210,7 +210,7 @@ def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
 
 
 def differences(kept: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What `kept` says otherwise than `now`, of the parts that `now` has: `sampling.temperature was 0.0, is 1.0`."""
+    """Differences of `kept` from `now`, in the parts that `now` has: `sampling.temperature was 0.0, is 1.0`."""
     found = []
     for key, value in json.loads(json.dumps(now)).items():
         was = kept.get(key)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -62,6 +62,11 @@ def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int
     if lead:
         _finish(root, step, state, keep)
     dist.barrier()
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep: int) -> None:

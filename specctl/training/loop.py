@@ -48,7 +48,6 @@ class Progressed:
     seconds: Amount = 0.0  # in training steps, over all sittings
     loss: float = math.nan
     best_mat: Amount = 0.0
-    best_acceptance: list[float] = field(default_factory=list)
     recipe: str = ""
     made_of: dict[str, str] = field(default_factory=dict)  # what a recipe only names, by digest
     run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
@@ -265,7 +264,7 @@ class Trainer:
             self.run.metrics(step=at.step, mat=mat, acceptance_by_position=acceptance)
             self.trackers.log(at.step, mat=mat)
             if mat > at.best_mat:
-                at.best_mat, at.best_acceptance = mat, acceptance
+                at.best_mat = mat
                 self._write(tensors)
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:

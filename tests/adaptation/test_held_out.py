@@ -163,6 +163,19 @@ def test_it_rests_after_learning_in_vain(quadratic, chunk, held):
     assert statuses(2, [0.0], accepted=80) == "updated updated", "something came of it"
 
 
+def test_a_chunk_without_drafts_is_no_low_to_fall_below(quadratic, chunk, held):
+    """With draft_length=auto, say: nothing is verified where nothing is drafted, and a fall afterwards went unseen."""
+    objective, learner = quadratic([8.0], algo="ogd")
+    dog = Watchdog(LearnerRecipe(algo="ogd", rest=7))
+    dog._vain = 2
+
+    def status(acceptance):
+        return dog.learn(learner, objective, chunk([0.0]), acceptance, held([9.0]))[1].status
+
+    high, low = (Acceptance.of([(accepted, 100)] * 3) for accepted in (80, 20))
+    assert [status(one) for one in (high, Acceptance(), high, low)] == ["updated", "rested", "rested", "updated"]
+
+
 @pytest.mark.parametrize(
     ("count", "share", "held"), [(20, 0.25, 5), (3, 0.25, 1), (2, 0.25, 0), (1, 0.5, 0), (9, 0, 0)]
 )

@@ -59,6 +59,16 @@ def test_the_judges_of_an_update_are_learnt_from_with_the_next_chunk(tmp_path, t
     assert judges == [[3], [4], [8], [9], [13], [14]] and [*pupil.buffer.texts] == [13, 14]
 
 
+def test_no_text_is_learnt_from_while_learning_rests(tmp_path, tiny):
+    """`texts` counted those that were offered."""
+    head = write_head(tmp_path / "hydra", tiny, "hydra")
+    pupil = Pupil(recipe("unread.jsonl", head, tiny, algo=["ogd"]), "ogd", tiny, 0)
+    chunk = answered(pupil, tiny)
+    pupil.watchdog._rest = 1
+    (lesson,), _ = taught(pupil, [chunk])
+    assert (lesson.outcome.status, lesson.texts, lesson.tokens) == ("rested", 0, 0) and not pupil.buffer.texts
+
+
 @pytest.mark.parametrize("family", ["eagle", "eagle3", "hydra"])
 def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
     """Learners are in fp32 there, without the autocast that would take features of any precision."""

@@ -10,10 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.adaptation.buffer import ReplayBuffer
+from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
 from specctl.decoding.loop import decode
+from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, SpecctlError
@@ -135,6 +137,30 @@ def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool
         before = checkpoint.load(pool / name).tensors
         moved[name] = any(not torch.equal(after[key], before[key]) for key in before)
     assert moved["good"] and not moved["bad"]
+
+
+def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
+    """Twice in a batch it was refused as one game's, and in a row the second went on with what the first had learnt. A
+    batch's share of a plain step is the unit of the reward."""
+    batches = []
+    monkeypatch.setattr(
+        "specctl.selection.build.step_seconds", lambda target, rows, batch: batches.append(batch) or [1.0]
+    )
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], batch=2, game={"reward": "throughput"})
+    policy = made.policy.model_copy(update={"name": "ucbspec"})
+    made = made.model_copy(update={"init": None, "arch": None, "pool": pool, "policy": policy})
+    specialists = Specialists(made, "ogd", tiny, 0)
+    games = []
+    for queries in (["a", "a"], ["a", "b"]):
+        options = specialists.drafting([Label(query, "sql") for query in queries])
+        selector = options["controller"]
+        texts = [Sequence.of(Request([5], GREEDY, 1, label=label), 8, frozenset()) for label in options["labels"]]
+        for text in texts:
+            selector.begin(text)
+        games += [selector.plays[text].game for text in texts]
+        for text in texts:
+            selector.end(text)
+    assert len({id(game) for game in games}) == 4 and batches == [2]
 
 
 @pytest.mark.parametrize(("reset", "replay"), [("query", 0.0), ("chunk", 1.0)])

@@ -30,7 +30,7 @@ from specctl.evaluation.stage import Stage, sessions, turns
 from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
-from specctl.selection.router_training import rounds_alone
+from specctl.selection.hindsight import walk
 from specctl.selection.table_file import read_table
 from tests.evaluation.streams import contents
 from tests.lossless.drafters import own_weights
@@ -151,6 +151,15 @@ def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
     assert len({line["query"] for line in rounds}) == 2 == found.queries
 
 
+@pytest.mark.parametrize("reset", ["query", "stream"])
+def test_what_was_dropped_is_counted_of_every_game(tmp_path, prompts, target, reset, monkeypatch):
+    """Also of those that were not over when the last text was: of a stream, which is one game, it was 0."""
+    monkeypatch.setattr("specctl.selection.controller.overlap", lambda *_: np.array([np.nan]))
+    made = recipe(prompts, algo=["metasd-ucb"], reset=reset, baselines=[], sampling={"max_new_tokens": 6})
+    found, _, rounds = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4, 8, 2)})
+    assert found.policies[0].dropped == sum(line["learnt"] == 0 for line in rounds) > 4
+
+
 def test_sampled_text_does_not_depend_on_the_choice(tmp_path, prompts, target, pool):
     made = recipe(
         prompts, algo=["random"], sampling={"temperature": 1.0, "exact": True, "max_new_tokens": 8}, seeds=[0, 1]
@@ -167,6 +176,21 @@ def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
     assert arms[0] != arms[1] and all(arms.values())
     _, _, rounds = selected(tmp_path / "b", made.model_copy(update={"seeds": [1]}), target, pool)
     assert [line["arm"] for line in rounds] == arms[1]
+
+
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_a_prompt_may_be_of_two_domains(tmp_path, target, reset):
+    """Its answers in a batch were one game's, which is refused, and both of the last domain's session."""
+    for domain in ("sql", "math"):
+        (tmp_path / f"{domain}.jsonl").write_text(json.dumps({"prompt": "Hello."}) + "\n")
+    made = recipe(
+        tmp_path / "{domain}.jsonl", algo=["random"], reset=reset, batch=2, baselines=[], sampling={"max_new_tokens": 4}
+    )
+    made = made.model_copy(update={"data": made.data.model_copy(update={"domain": ["sql", "math"]})})
+    found, _, _ = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4)})
+    assert (found.queries, found.sessions) == (2, 2)
+    kept = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
+    assert {(row["domain"], row["session"]) for row in kept} == {("sql", 0), ("math", 1)}
 
 
 class Sometimes(Lookup):
@@ -215,10 +239,14 @@ def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
 
 def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
     made = recipe(prompts, record=tmp_path / "t.parquet", sampling={"max_new_tokens": 6})
-    found, _, _ = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False)
-    rows = {row.algo: row for row in found.policies}
-    assert rows["good"].failures == 0 and rows["broken"].mat == 1
-    assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
+    for resume in (False, True):  # what was recorded before is counted, too
+        again = made.model_copy(update={"resume": resume})
+        found, _, _ = selected(
+            tmp_path / f"{resume}", again, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False
+        )
+        rows = {row.algo: row for row in found.policies}
+        assert rows["good"].failures == 0 and rows["broken"].mat == 1
+        assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
 
 
 def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
@@ -471,6 +499,28 @@ def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
     assert stream.judged == (by == "mat"), "passes beyond those of the fastest arm are no regret"
 
 
+def test_repeats_make_no_interval_narrower():
+    """Shares have the intervals of the rest of a row, over sessions; repeats of the stream are no more of them."""
+
+    def answers(*passes):
+        return [Decoded([1], [2] * 41, "length", n, 40 - n, 0, 0, [], [], 0.0, 1.0) for n in passes]
+
+    once = {"policy": answers(12, 20, 13, 30), "arm": answers(10, 18, 12, 20)}
+    found = [
+        Stream(
+            {name: times * own for name, own in once.items()},
+            times * [0, 0, 1, 2],
+            [f"{repeat} {n}" for repeat in range(times) for n in range(4)],
+            ["arm"],
+            None,
+            True,
+        ).share_of_best("policy")
+        for times in (1, 9)
+    ]
+    (share, interval), (again, same) = found
+    assert share == again == pytest.approx(60 / 75) and interval == pytest.approx(same)
+
+
 def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
     """Rewards are shares of K: with that of an arm that was left out a replay would play another game than live."""
     deep = {**pool, "suffix": Suffix(depth=9, nodes=9, children=1)}
@@ -494,7 +544,7 @@ def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
     assert len(examples) == len(QUESTIONS)
     whole = read_table(table)
     best = {order[example.arm] for example in examples}
-    alone = {arm: [int(rounds_alone(t.accepted)[whole.arms.index(arm)]) for t in whole.traces] for arm in order}
+    alone = {arm: [int(walk(t.accepted)[whole.arms.index(arm)].sum()) for t in whole.traces] for arm in order}
     assert best == {min(order, key=lambda arm: alone[arm][n]) for n in range(len(QUESTIONS))}
     with pytest.raises(CheckpointError, match="no arm gold"):
         _examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))

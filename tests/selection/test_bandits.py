@@ -64,7 +64,7 @@ def test_exp3spec_by_hand():
     """K = 4, Y = 3: loss ½, over p = ½ it is 1; then η₂ = √(ln 2 / 4)."""
     policy = bandit("exp3spec")
     policy.reward(0, 3.0)
-    assert policy.state()["Z"] == pytest.approx([1.0, 0.0])
+    assert [*policy.Z] == pytest.approx([1.0, 0.0])
     assert policy.weights()[0] == pytest.approx(1 / (1 + exp(sqrt(log(2) / 4))))
 
 

@@ -20,6 +20,7 @@ from specctl.selection.feedback import Scorer
 from specctl.selection.game import Game
 from specctl.selection.policy import Arms
 from specctl.selection.rules import rules_for
+from specctl.selection.schedule import Schedule
 from tests.lossless.drafters import own_weights
 
 DEPTH, NEW = 3, 24
@@ -90,6 +91,22 @@ def test_a_game_that_goes_on_hears_of_every_token(target, pool, prompts):
     controller = selector(target, pool, "hedgespec", ends=True, log=log)
     found = [played(target, controller, [prompt], ["session"])[0] for prompt in prompts]
     assert controller.tally.scored == sum(one.decoded_tokens for one in found) == sum(line.scored for line in log)
+
+
+def test_the_round_that_ends_a_text_is_one_of_the_schedule(target, pool, prompts):
+    """As in a replay: a scoring that was due with it would else come again in the first round of the next text."""
+    log = []
+    game = GAME.model_copy(update={"warmup_rounds": 1, "drift": None})
+    controller = selector(target, pool, "hedgespec", game, ends=True, log=log)
+    for prompt in prompts:
+        played(target, controller, [prompt], ["session"])
+    schedule, due = Schedule(rules_for("hedgespec", game, DEPTH)), []
+    for _ in log:
+        schedule.rounds += 1
+        due.append(schedule.due())
+    ends = [following.round == 1 for following in log[1:]] + [True]
+    assert any(end and asked for end, asked in zip(ends[:-1], due, strict=False)), "else this shows nothing"
+    assert [line.scored > 0 for line in log] == [end or asked for end, asked in zip(ends, due, strict=True)]
 
 
 def test_what_was_learnt_is_forgotten_with_the_key(target, pool, prompts):

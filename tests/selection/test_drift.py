@@ -1,7 +1,5 @@
 """The test for a change: what it notices, how soon, and how rarely without one."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -91,13 +89,3 @@ def test_the_end_of_a_text_says_nothing_but_counts():
     before = drift.S
     drift.seen(0, None, vectors=5)
     assert drift.S == before > 0 and drift.since == 7
-
-
-def test_it_continues_from_its_state():
-    generator = np.random.default_rng(2)
-    drift, other = Drift(2, 4.0), Drift(2, 4.0)
-    rounds_until(drift, 0, generator.integers(0, 5, 20).tolist())
-    other.restore(json.loads(json.dumps(drift.state())))
-    falling = generator.integers(0, 2, 50).tolist()
-    assert rounds_until(drift, 0, falling) == rounds_until(other, 0, falling)
-    assert drift.state() == other.state()

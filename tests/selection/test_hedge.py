@@ -48,7 +48,7 @@ def test_normalhedge_by_hand():
     assert policy.weights() == pytest.approx([1, 0])
     assert policy.y == pytest.approx(log(2 * e - 1))
     policy.losses([1.0, 0.0])  # followed arm 0: R = (½, −½) + (0, 1)
-    assert policy.state()["R"] == pytest.approx([0.5, 0.5])
+    assert [*policy.R] == pytest.approx([0.5, 0.5])
     assert policy.weights() == pytest.approx([0.5, 0.5])
     assert normalhedge_weights([-1.0, 0.0], 1.0)[0] == pytest.approx([0.5, 0.5])
 

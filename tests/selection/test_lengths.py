@@ -1,6 +1,8 @@
 """Arms of shorter drafts: which numbers remain, and what they cost. That they are those of live decoding, `test_record`
 tells."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,7 +29,14 @@ def test_all_lengths_of_all_arms(table):
         for name in ("gamma", "overlap", "hit"):
             ours, theirs = getattr(cut, name), getattr(whole, name)
             assert ours.dtype == theirs.dtype
-            assert np.array_equal(ours[6, :, :3], theirs[2, :, :3]) and not ours[6, :, 3:].any()
+            assert np.array_equal(ours[6], theirs[2, :, :3]) and not ours[3, :, 1:].any()
+
+
+@pytest.mark.parametrize(("lengths", "K"), [([0, 1], 1), ([1, 3], 2), ([0], 1)])
+def test_k_is_that_of_the_longest_draft_that_is_left(table, lengths, K):
+    """Rewards are shares of it, live of the arms that play: none of these reaches further than two tokens."""
+    found = shortened(replace(table, reach=np.array([2, 1, 2])), lengths)
+    assert found.depth == K and {trace.gamma.shape[2] for trace in found.traces} == {K}
 
 
 def test_the_whole_length_changes_nothing_but_the_name(table):

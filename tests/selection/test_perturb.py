@@ -1,23 +1,25 @@
 """Perturbed prompts: as strong as declared, the same for one seed, and never of the router's own making."""
 
 from random import Random
+from typing import get_args
 
 import pytest
 
-from specctl.selection.perturb import KINDS, PHRASES, perturb
+from specctl.recipe import Perturbation
+from specctl.selection.perturb import PHRASES, perturb
 
 TEXT = "Write one SQL query:\n\n  how many pets are older than 3?\tShow the columns of the table."
 FOREIGN = ["Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", get_args(Perturbation))
 def test_strength_zero_is_the_text(kind):
     """White space included: a rule that splits and joins words would change every prompt."""
     for text in (TEXT, "", " ", "ß→\n"):
         assert perturb(text, kind, 0.0, Random(0), FOREIGN) == text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", get_args(Perturbation))
 def test_one_seed_one_text(kind):
     first, again = (perturb(TEXT, kind, 0.5, Random(7), FOREIGN) for _ in range(2))
     assert first == again != TEXT

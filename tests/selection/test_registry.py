@@ -1,6 +1,4 @@
-"""What holds for every policy: it resumes exactly, stays finite, and draws from the weights it reports."""
-
-import json
+"""What holds for every policy: it stays finite, and draws from the weights it reports."""
 
 import numpy as np
 import pytest
@@ -29,21 +27,6 @@ def play(policy, losses):
             policy.losses(vector)
         played.append(arm)
     return played, np.array(weights)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_restore_continues_bit_for_bit(name):
-    """Also through JSON, and into a policy of another seed: nothing that play depends on is left out of the state."""
-    losses = np.random.default_rng(1).random((80, N))
-    policy = made(name)
-    play(policy, losses[:40])
-    other = made(name, seed=99)
-    play(other, losses[20:60])
-    other.restore(json.loads(json.dumps(policy.state())))
-    played, weights = play(policy, losses[40:])
-    again, same = play(other, losses[40:])
-    assert played == again
-    assert (weights == same).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,4 +87,7 @@ def test_a_learner_that_forgets_is_as_new(name):
     assert policy.weights() != fresh.weights()
     policy.forget()
     assert policy.weights() == fresh.weights()
-    assert {key: policy.state()[key] for key in policy.learnt} == {key: fresh.state()[key] for key in policy.learnt}
+    for vector in losses.tolist():
+        policy.losses(vector)
+        fresh.losses(vector)
+        assert policy.weights() == fresh.weights()

@@ -13,13 +13,13 @@ from specctl import data_prep
 from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.recipe import RouterRecipe
+from specctl.selection.hindsight import walk
 from specctl.selection.router import RECORD, Router
 from specctl.selection.router_training import (
     Example,
     label_by_domain,
     label_by_hindsight,
     perturb_all,
-    rounds_alone,
     split,
     train_router,
 )
@@ -278,7 +278,7 @@ def trace(query, accepted):
 def test_labels_by_hindsight():
     """The rounds of an arm are those of its own trajectory: the sum over all positions would choose arm 0 of `a`."""
     a = trace("a", [[0, 2, 1, 0, 2], [2, 0, 0, 1, 0]])
-    assert rounds_alone(a.accepted).tolist() == [3, 2]
+    assert walk(a.accepted).sum(axis=1).tolist() == [3, 2]
     even = trace("b", [[1, 0, 1, 0], [1, 0, 1, 0]])
     table = Table(["x", "y"], 2, [a, even], np.zeros(2), np.zeros(3))
     assert label_by_hindsight(table, ["x", "y"]) == {"a": 1, "b": 0}

@@ -72,8 +72,6 @@ def test_falls_back_to_the_one_before(tmp_path, capsys, damage):
         ('{"seconds": Infinity}', "'seconds'"),
         ('{"loss": {}}', "'loss'"),
         ('{"best_mat": true}', "'best_mat'"),
-        ('{"best_acceptance": {"0": 1}}', "'best_acceptance'"),
-        ('{"best_acceptance": [null]}', "'best_acceptance.0'"),
         ('{"recipe": 7}', "'recipe'"),
         ('{"made_of": {"data": 7}}', "'made_of.data'"),
         ('{"run": []}', "'run'"),
