@@ -23,28 +23,28 @@ from specctl.reporting import artefacts
 from specctl.runs import Run, naming
 
 if TYPE_CHECKING:
+    from specctl.commands.bench import BenchResult
+    from specctl.commands.eval import EvalResult
+    from specctl.commands.export import ExportResult
+    from specctl.commands.generate import GenerateResult
+    from specctl.commands.import_ import ImportResult
+    from specctl.commands.online import OnlineResult
+    from specctl.commands.reason import ReasoningResult
+    from specctl.commands.report import ReportResult
+    from specctl.commands.select import SelectResult
     from specctl.distillation.generate import DistillResult
-    from specctl.evaluation.adapting import OnlineResult
-    from specctl.evaluation.bench import BenchResult
-    from specctl.evaluation.compare import GenerateResult
-    from specctl.evaluation.importing import ImportResult
-    from specctl.evaluation.matrix import EvalResult
-    from specctl.evaluation.reasoning_run import ReasoningResult
-    from specctl.evaluation.selecting import SelectResult
-    from specctl.formats.exporting import ExportResult
-    from specctl.reporting.report import ReportResult
     from specctl.training.outcome import TrainResult
 
 FUNCTIONS = {
     "distill": ("specctl.distillation.generate", "distill"),
     "train-drafter": ("specctl.training.loop", "train_drafter"),
-    "eval": ("specctl.evaluation.matrix", "evaluate"),
-    "generate": ("specctl.evaluation.compare", "generate"),
-    "select": ("specctl.evaluation.selecting", "select"),
-    "online": ("specctl.evaluation.adapting", "online"),
-    "bench": ("specctl.evaluation.bench", "bench"),
-    "export": ("specctl.formats.exporting", "export"),
-    "import": ("specctl.evaluation.importing", "import_head"),
+    "eval": ("specctl.commands.eval", "evaluate"),
+    "generate": ("specctl.commands.generate", "generate"),
+    "select": ("specctl.commands.select", "select"),
+    "online": ("specctl.commands.online", "online"),
+    "bench": ("specctl.commands.bench", "bench"),
+    "export": ("specctl.commands.export", "export"),
+    "import": ("specctl.commands.import_", "import_head"),
 }
 
 
@@ -60,7 +60,7 @@ def train_drafter(recipe: CommandRecipe | str | Path | None = None, **overrides:
 
 def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> EvalResult:
     """Measure drafters × domains against plain decoding, with the losslessness check."""
-    from specctl.evaluation.matrix import with_domains_of_drafters
+    from specctl.commands.eval import with_domains_of_drafters
 
     resolved = _recipe("eval", recipe, overrides)
     assert isinstance(resolved, EvalRecipe)
@@ -74,7 +74,7 @@ def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
 
 def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
     """Choose among a pool of drafters while decoding, every policy on the same stream."""
-    from specctl.evaluation.selecting import with_domains_of_pool
+    from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import members
 
     resolved = _recipe("select", recipe, overrides)
@@ -104,7 +104,7 @@ def import_head(recipe: CommandRecipe | str | Path | None = None, **overrides: A
 
 def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None, *, csv: bool = False) -> ReportResult:
     """Pictures and one HTML page of run directories (default: the newest in ./runs); it has no recipe, and no run."""
-    from specctl.reporting import report
+    from specctl.commands import report
 
     return report.report(runs, output_dir, csv=csv)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specctl.decoding.loading import builtin_path
+from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.records import DraftTree
 from specctl.decoding.target import load_target
 
 torch.set_num_threads(1)
@@ -117,3 +118,30 @@ def tiny_directory(tmp_path_factory):
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def scripted():
+    return Script
+
+
+class Script:
+    """Drafts `depth` tokens of a text known for each prompt: the plain answer makes a perfect drafter."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], depth: int):
+        self.answers, self.depth = answers, depth
+
+    def propose(self, state, budget):
+        chains = []
+        for row in state.rows:
+            answer = self.answers.get(tuple(row.ids[: row.prompt_length]), [])
+            chains.append(answer[len(row.output) :][: min(self.depth, budget)])
+        return DraftTree.from_chains(chains, state.device)
+
+    def advance(self, state):
+        pass
+
+    def invalidate(self, state):
+        pass

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEAVES = ["errors", "lock", "progress", "recipe", "redaction", "runs", "threads"]
 LOWER = {*LEAVES, "kernels", "decoding"}
 DRAFTING = LOWER | {"drafters", "formats"}
-MIDDLE = ["distillation", "training", "selection", "adaptation", "evaluation", "reporting"]
+MIDDLE = ["distillation", "training", "selection", "adaptation", "reasoning", "measuring", "reporting", "commands"]
 """A later one may use an earlier one."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -94,7 +94,7 @@ def test_every_room_has_a_rule():
         ("kernels.cpu", "from specctl.errors import UsageError"),
         ("kernels.cpu", "from ..decoding import loop"),
         ("decoding.loop", "def f():\n    from specctl.drafters.lookup import Lookup"),
-        ("training.loop", "import specctl.evaluation.metrics"),
+        ("training.loop", "import specctl.measuring.records"),
         ("distillation.store", "from specctl.cli.output import output"),
         ("progress", "from specctl import runs"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specctl import kernels
 from specctl.errors import RecipeError
-from specctl.evaluation.records import recipe_stamp
+from specctl.measuring.records import recipe_stamp
 from specctl.recipe import RECIPES, EvalRecipe, TrainRecipe, yaml_file
 from specctl.recipe.resolve import SWITCHES, Setting, resolve
 

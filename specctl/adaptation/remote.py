@@ -29,10 +29,10 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from specctl.adaptation import group, worker
-from specctl.adaptation.ensemble import Outcome
-from specctl.adaptation.pupil import Lesson, Pupil
-from specctl.adaptation.watchdog import Acceptance
+from specctl.adaptation import ranks, worker
+from specctl.adaptation.online_drafter import Lesson, Pupil
+from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Place, Ready, State
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
@@ -54,7 +54,7 @@ class RemotePupil(Pupil):
         """Raises RecipeError where a device is missing, SpecctlError where a process cannot start on it."""
         super().__init__(recipe, algo, target, seed, start)
         self._devices = _devices(recipe, target)
-        group.check(self._devices)
+        ranks.check(self._devices)
         self._threads = max(1, torch.get_num_threads() // 2)
         each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")

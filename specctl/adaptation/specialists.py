@@ -17,21 +17,20 @@ from typing import Any
 from torch import Tensor
 
 from specctl import progress
-from specctl.adaptation.ensemble import Outcome
-from specctl.adaptation.pupil import Lesson, Pupil, new_buffer
-from specctl.adaptation.watchdog import Acceptance
+from specctl.adaptation.online_drafter import Lesson, Pupil, new_buffer
+from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
-from specctl.drafters import pool
-from specctl.formats import checkpoint
+from specctl.drafters import checkpoint, pool
 from specctl.recipe import FAMILY_LEARNING, OnlineRecipe
-from specctl.selection import registry
 from specctl.selection.arms import named
-from specctl.selection.build import make_selector
-from specctl.selection.combined import Guarded
+from specctl.selection.assembly import make_selector
 from specctl.selection.controller import Round, Selector
-from specctl.selection.rules import overruled
+from specctl.selection.game.rules import overruled
+from specctl.selection.guarded import Guarded
+from specctl.selection.policies import registry
 from specctl.training.checkpoint import under
 from specctl.training.feature_files import Features
 

@@ -15,7 +15,7 @@ from operator import index
 from typing import Any
 
 from specctl import data_prep
-from specctl.adaptation.schedule import order
+from specctl.adaptation.segments import order
 from specctl.decoding.target import Target
 from specctl.distillation.plan import render
 from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specctl.adaptation.buffer import ID_BYTES, ReplayBuffer, Text
-from specctl.adaptation.group import ALONE, Ranks
-from specctl.adaptation.pupil import Lesson, Pupil
-from specctl.adaptation.watchdog import Acceptance
+from specctl.adaptation.online_drafter import Lesson, Pupil
+from specctl.adaptation.ranks import ALONE, Ranks
+from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.target import load_target
 from specctl.recipe import OnlineRecipe
 from specctl.training.feature_files import Features

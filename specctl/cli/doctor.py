@@ -19,7 +19,7 @@ from specctl.cli.output import cell, fields, output
 from specctl.errors import CheckpointError, SpecctlError
 
 if TYPE_CHECKING:
-    from specctl.decoding.describe import Description
+    from specctl.decoding.models.describe import Description
     from specctl.threads import Facts
 
 TargetName = Annotated[
@@ -106,7 +106,7 @@ def hardware() -> Iterator[Finding]:
     import torch
 
     from specctl import runs, threads
-    from specctl.decoding.loading import cpu_has_bf16
+    from specctl.decoding.models.loading import cpu_has_bf16
 
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {threads.counted(threads.cores(), 'core')}")
     yield taken(threads.read(threads.cores(), environ={}), threads.asked_by(os.environ))
@@ -158,7 +158,7 @@ def surroundings() -> Iterator[Finding]:
 def examine(name: str) -> tuple[Description | None, Finding]:
     """A target from its configuration alone: what it is, and whether and how it can be used."""
     from specctl.cli import plan
-    from specctl.decoding.describe import describe
+    from specctl.decoding.models.describe import describe
     from specctl.recipe import TargetRecipe
 
     what = f"target {name}"

@@ -45,14 +45,14 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
     plan.check_drafters(recipe.drafters)
     members = plan.pool_members(recipe.pool) if recipe.pool else []
     if recipe.matrix:
-        from specctl.evaluation.matrix import with_domains_of_drafters
+        from specctl.commands.eval import with_domains_of_drafters
 
         recipe = with_domains_of_drafters(recipe)
     plan.check_data(recipe.data)
     if recipe.output_dir:
         plan.check_output("eval", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir and recipe.resume:
-        from specctl.evaluation.records import check_stamp, recipe_stamp
+        from specctl.measuring.records import check_stamp, recipe_stamp
 
         check_stamp(recipe.output_dir, recipe_stamp(recipe))
     if dry_run:

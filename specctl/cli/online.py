@@ -52,10 +52,10 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     lr, osd-lr and online-lr draft whole reasoning steps with a small LM: not lossless, so answers are compared.
     """
     from specctl import api
-    from specctl.adaptation import group
+    from specctl.adaptation import ranks
     from specctl.cli import plan
-    from specctl.decoding.loading import check_within_reach
-    from specctl.selection import registry
+    from specctl.decoding.models.loading import check_within_reach
+    from specctl.selection.policies import registry
 
     plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     recipe = of_init(recipe)
@@ -70,7 +70,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     data = {path: found for one in first for path, found in distil_first(one).items()}
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
-    group.check(recipe.learner_device)
+    ranks.check(recipe.learner_device)
     if recipe.reasons and recipe.reasoning.draft is not None:
         check_within_reach(recipe.reasoning.draft)  # before the target takes its time
     with library_output():
@@ -93,8 +93,8 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
 def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
     """The recipe with the family of the drafter it starts from, where it names none itself."""
     from specctl.cli import plan
+    from specctl.drafters import checkpoint
     from specctl.errors import RecipeError
-    from specctl.formats import checkpoint
     from specctl.recipe import FAMILY_LEARNING
 
     if recipe.init is None:

@@ -36,8 +36,8 @@ def check(recipe: OnlineRecipe) -> None:
     Raises UsageError, CheckpointError.
     """
     from specctl.cli import plan
-    from specctl.decoding.loading import location
-    from specctl.formats import checkpoint
+    from specctl.decoding.models.loading import location
+    from specctl.drafters import checkpoint
 
     own = recipe.reasoning
     if own.draft is not None:
@@ -55,7 +55,7 @@ def check(recipe: OnlineRecipe) -> None:
 
 def steps(recipe: OnlineRecipe) -> list[str]:
     """What is done behind the warm-up, in words."""
-    from specctl.adaptation.reasoning import LEARNING
+    from specctl.reasoning.modes import LEARNING
 
     own = recipe.reasoning.resolved(recipe.target.name)
     judge = f"the {own.judge.kind} judge" if own.judge.name is None else f"judge {own.judge.name}"

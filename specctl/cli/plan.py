@@ -37,8 +37,8 @@ def check_target(target: TargetRecipe) -> str:
     where = local_target(target)
     if where is None:
         return f"target {target.name} is read from the Hugging Face hub; not checked"
-    from specctl.decoding.describe import path_of
-    from specctl.decoding.loading import load_config
+    from specctl.decoding.models.describe import path_of
+    from specctl.decoding.models.loading import load_config
 
     path, why = path_of(load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code))
     return f"target {target.name} runs by {step_name(path)}: {why}"
@@ -47,7 +47,7 @@ def check_target(target: TargetRecipe) -> str:
 def local_target(target: TargetRecipe) -> str | None:
     """The directory with the target's configuration (or `builtin`); for a Hugging Face id that of its cache, if it is
     there. The hub is not asked: --dry-run works offline, and at once."""
-    from specctl.decoding.loading import is_hub_id
+    from specctl.decoding.models.loading import is_hub_id
 
     if not is_hub_id(target.name):
         return target.name

@@ -59,20 +59,20 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     What a policy has learnt is forgotten after every query, unless --reset says otherwise."""
     from specctl import api
     from specctl.cli import plan
-    from specctl.selection import registry
+    from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
     plan.check_drafters([*recipe.drafters, *recipe.rivals])
     # Only now what takes seconds to import: a misspelt name is told at once.
-    from specctl.evaluation.selecting import with_domains_of_pool
-    from specctl.selection import recording
+    from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import members
+    from specctl.selection.recorded import pieces
 
     arms = members(recipe)
     recipe = with_domains_of_pool(recipe, arms)
     plan.check_data(recipe.data)
     if recipe.record:  # before its run directory: whoever is told of that one alone would overwrite both
-        recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
+        pieces.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
         plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     if dry_run:
@@ -109,8 +109,8 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 def presets(recipe: SelectRecipe) -> list[str]:
     """A line for each policy whose game differs from the recipe's `game.*`: the keys, with the values it plays by."""
-    from specctl.selection.registry import learns
-    from specctl.selection.rules import own_game
+    from specctl.selection.game.rules import own_game
+    from specctl.selection.policies.registry import learns
 
     lines = []
     for name in recipe.algo:

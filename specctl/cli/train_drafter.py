@@ -77,7 +77,7 @@ def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
         raise CheckpointError(f"init: {init} is not a drafter directory: it has no config.json")
     if "arch" in recipe.model_fields_set:
         return recipe
-    from specctl.formats import checkpoint
+    from specctl.drafters import checkpoint
     from specctl.recipe import Arch
 
     family = checkpoint.family(init)
@@ -159,7 +159,7 @@ class Expected(NamedTuple):
 def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
     """Memory, disk and time of the training, as far as they follow from configurations."""
     from specctl.cli import plan
-    from specctl.decoding.loading import load_config
+    from specctl.decoding.models.loading import load_config
     from specctl.drafters.pool import FAMILIES
     from specctl.training.estimate import estimate
     from specctl.training.machine import machine_for

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specctl.decoding.layers import Rope
+    from specctl.decoding.models.layers import Rope
 
 MINUS_INF = float("-inf")
 PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call

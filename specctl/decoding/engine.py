@@ -12,7 +12,7 @@ import torch
 from specctl import threads
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed, PerSequence, invalidate
-from specctl.decoding.device_round import DeviceRounds, device_rounds
+from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Controller, Drafter, OnRound, Proposer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specctl.decoding.device.resident import Resident
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score, empty_draft
-from specctl.decoding.resident import Resident
 from specctl.decoding.state import DecodeState
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from specctl.decoding.device.resident import Resident
 from specctl.decoding.records import DraftTree, Score, Sequence, Verdict
-from specctl.decoding.resident import Resident
 from specctl.decoding.state import DecodeState
 
 OnRound = Callable[[DecodeState, DraftTree, Verdict], None]

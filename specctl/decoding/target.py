@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.decoding import lean
 from specctl.decoding.cache import KVCache, Plan, plan_rows
-from specctl.decoding.chat import Renderer
-from specctl.decoding.identity import weights_digest
-from specctl.decoding.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
-from specctl.decoding.support import context_limit, unusable, why_unusable
+from specctl.decoding.models import lean
+from specctl.decoding.models.chat import Renderer
+from specctl.decoding.models.identity import weights_digest
+from specctl.decoding.models.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.models.supported import context_limit, unusable, why_unusable
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
-    from specctl.decoding.hf import HFModel
+    from specctl.decoding.models.hf import HFModel
 
 
 class Model(Protocol):
@@ -210,8 +210,8 @@ def _norm_weight(norm) -> Tensor | None:
 
 def _tried(name: str, model) -> HFModel:
     """The model behind its own forward, after a trial that it can verify drafts. CheckpointError where it cannot."""
-    from specctl.decoding.hf import HFModel
-    from specctl.decoding.trial import trial
+    from specctl.decoding.models.hf import HFModel
+    from specctl.decoding.models.self_check import trial
 
     reason = why_unusable(model.config, type(model))
     if reason is None:

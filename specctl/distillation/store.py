@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl import progress
-from specctl.decoding.identity import with_weights
+from specctl.decoding.models.identity import with_weights
 from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError

@@ -19,8 +19,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from specctl.drafters.checkpoint import AGAIN, CONFIG, WEIGHTS
 from specctl.errors import CheckpointError
-from specctl.formats.checkpoint import AGAIN, CONFIG, WEIGHTS
 
 TABLES = 1 << 30  # bytes of what a module computes for itself, beside its weights
 SHOWN = 60  # characters of a value in a message

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import plan_at
+from specctl.decoding.device.resident import Resident
 from specctl.decoding.records import PADDING, DraftTree
-from specctl.decoding.resident import Resident
 from specctl.decoding.state import DecodeState
 
 if TYPE_CHECKING:

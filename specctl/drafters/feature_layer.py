@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache, Plan, plan_rows
-from specctl.decoding.layers import DraftLinear, Linear, RMSNorm, Rope, attend
+from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, Rope, attend
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Target
 from specctl.drafters.head import DraftHead, HeadLayer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from specctl.decoding.loading import load_model, load_tokenizer
+from specctl.decoding.models.loading import load_model, load_tokenizer
 from specctl.decoding.target import Target, vocab_hash
 from specctl.drafters.blueprint import CONFIG, filled, guarded, misfit
 from specctl.drafters.lm_config import configuration, stored

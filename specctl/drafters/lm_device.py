@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import plan_at
+from specctl.decoding.device.resident import Resident
 from specctl.decoding.records import PADDING, DraftTree
-from specctl.decoding.resident import Resident
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache, Plan, plan_rows
-from specctl.decoding.hf import HFModel
-from specctl.decoding.lean import LeanModel, why_not
+from specctl.decoding.models.hf import HFModel
+from specctl.decoding.models.lean import LeanModel, why_not
 from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, far_behind

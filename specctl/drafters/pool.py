@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
+from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, located, misfit, shown
 from specctl.drafters.lora import Adapter, Update
 from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 # Family → module, imported when a drafter of it is loaded: a `Family`.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.decoding.layers import DraftLinear, Linear, RMSNorm
+from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.decoding.loading import builtin_path, load_config
+from specctl.decoding.models.loading import builtin_path, load_config
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from specctl.drafters import pool
 from specctl.drafters.lookup import DEPTH
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DraftingRecipe, SelectRecipe
-from specctl.selection.combined import Guarded
+from specctl.selection.guarded import Guarded
 
 PLAIN = "no draft"
 DEFAULT_POOL = Path("drafters")

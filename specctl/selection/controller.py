@@ -14,12 +14,12 @@ from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.records import DraftTree, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
-from specctl.selection.clock import Clock
-from specctl.selection.combined import Guarded, Made, taps_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
-from specctl.selection.game import Game
-from specctl.selection.rewards import Outcome
+from specctl.selection.game.clock import Clock
+from specctl.selection.game.game.game import Game
+from specctl.selection.game.rewards import Outcome
+from specctl.selection.guarded import Guarded, Made, taps_of
 
 GAMES = 256  # that wait for another text of their key; the oldest is forgotten
 

@@ -19,7 +19,7 @@ from specctl.decoding.engine import MAX_NODES
 from specctl.decoding.records import DraftTree, first_chain, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.selection.policy import Array
+from specctl.selection.policies.policy import Array
 
 
 def overlap(draft: DraftTree, b: int, logits: Tensor) -> Array:

@@ -26,7 +26,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.stacked import Stacked, teams
 from specctl.errors import SpecctlError
-from specctl.selection.trace import INNER, LEAF
+from specctl.selection.recorded.trace import INNER, LEAF
 
 UNFILTERED = Sampling(1.0, 0, 1.0)
 SPAN = 128  # positions of a whole text that are scored together: draft rows of K depths are held at once

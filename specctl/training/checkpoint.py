@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specctl.drafters.checkpoint import TRAINING, read_json, separate
 from specctl.errors import CheckpointError, SpecctlError, one_line
-from specctl.formats.checkpoint import TRAINING, read_json, separate
 from specctl.progress import warn
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 

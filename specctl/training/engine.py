@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specctl.decoding.loading import pick_dtype
+from specctl.decoding.models.loading import pick_dtype
 from specctl.errors import RecipeError
 from specctl.recipe import TrainRecipe
 from specctl.training.optimizers import make_optimizer

@@ -13,15 +13,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from specctl.decoding import lean
+from specctl.decoding.models import lean
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
 from specctl.training.data import Example
 from specctl.training.dealing import Batch, batches, level, rows, useful_share
 from specctl.training.machine import DEVICES, GB, Machine
 from specctl.training.optimizers import EMBEDDING_LIKE
-from specctl.training.outline import Outline
 from specctl.training.schedule import Schedule, batch_tokens
+from specctl.training.target_outline import Outline
 from specctl.training.work import matrix_parameters, passes, reads_features, step_work
 
 HEADROOM = 0.9  # of a GPU's memory: the CUDA context, buffers of the collectives and fragmentation take the rest

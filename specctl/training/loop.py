@@ -19,16 +19,16 @@ from pydantic import Field
 
 from specctl import lock
 from specctl.decoding.target import Target, load_target
+from specctl.drafters import checkpoint as drafter_directory
 from specctl.drafters.pool import load_drafter
 from specctl.errors import SpecctlError, UsageError
-from specctl.formats import checkpoint as drafter_directory
 from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run, make_dir, sweep
 from specctl.training import checkpoint
 from specctl.training.checkpoint import Count
-from specctl.training.collect import collect
 from specctl.training.data import Corpus, load_corpus
+from specctl.training.datastore import collect
 from specctl.training.dealing import Batch, batches, columns, level, rows
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.logging import Trackers

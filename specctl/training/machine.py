@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from specctl import threads
-from specctl.decoding.loading import DTYPES, cpu_has_bf16
+from specctl.decoding.models.loading import DTYPES, cpu_has_bf16
 from specctl.recipe import TrainRecipe
 
 GB = 1e9

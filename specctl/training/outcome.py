@@ -12,7 +12,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target
-from specctl.formats import checkpoint
+from specctl.drafters import checkpoint
 from specctl.recipe import TrainRecipe
 from specctl.runs import to_json
 from specctl.training.data import Corpus

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters import lm, lora, pool
+from specctl.drafters import checkpoint, lm, lora, pool
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
-from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.training.data import Corpus, Example, frequent_tokens
 from specctl.training.feature_files import kept

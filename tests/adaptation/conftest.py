@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from specctl.adaptation.learners import make_learner
-from specctl.adaptation.objective import Objective
+from specctl.adaptation.updates.objective import Objective
+from specctl.adaptation.updates.registry import make_learner
 from specctl.recipe import LearnerRecipe
 
 

@@ -1,11 +1,11 @@
 """What the tests of pupils in several processes share: a chunk of a small target's texts, given to whoever learns."""
 
-from specctl.adaptation.watchdog import Acceptance
+from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
-from tests.evaluation.streams import QUESTIONS
+from tests.measuring.streams import QUESTIONS
 
 ACCEPTANCE = Acceptance.of([(5, 10)])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.adaptation.learners import feedback
+from specctl.adaptation.updates.registry import feedback
 from specctl.errors import CheckpointError
 from specctl.recipe import LearnerRecipe
 

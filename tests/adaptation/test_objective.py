@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specctl.adaptation.learners import make_learner
-from specctl.adaptation.objective import Objective, with_distributions
+from specctl.adaptation.updates.objective import Objective, with_distributions
+from specctl.adaptation.updates.registry import make_learner
 from specctl.drafters import lm, pool
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, LearnerRecipe, TrainRecipe

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from specctl.adaptation import remote
-from specctl.adaptation.pupil import Pupil
+from specctl.adaptation.online_drafter import Pupil
 from specctl.adaptation.remote import RemotePupil
 from specctl.adaptation.worker import Learnt, Parcel, Ready
 from specctl.errors import Interrupted, SpecctlError
 from specctl.progress import interrupts
 from tests.adaptation.lessons import ACCEPTANCE, answered, taught
-from tests.evaluation.streams import QUESTIONS, recipe, sure_target, write_head
+from tests.measuring.streams import QUESTIONS, recipe, sure_target, write_head
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.adaptation.watchdog import Acceptance, Watchdog, as_normal, fell
+from specctl.adaptation.updates.watchdog import Acceptance, Watchdog, as_normal, fell
 from specctl.recipe import LearnerRecipe
 
 

@@ -35,7 +35,7 @@ def test_people_see_tables(specctl):
 
 def test_random_weights_of_a_shape(specctl, monkeypatch):
     """The built-in tokenizer, no prompts and no transformers baseline: only speed is asked for."""
-    from specctl.evaluation import bench
+    from specctl.commands import bench
 
     monkeypatch.setitem(bench.SHAPES, "1b", (1, 32, 2, 1, 48))
     monkeypatch.setattr(bench, "VOCABULARY", 4096)
@@ -50,7 +50,8 @@ def test_random_weights_of_a_shape(specctl, monkeypatch):
 
 def test_rounds_of_random_weights(specctl, monkeypatch):
     """A random head stands in for a trained one; lookup drafts on the host and has no such round."""
-    from specctl.evaluation import bench, bench_rounds
+    from specctl.commands import bench
+    from specctl.measuring.bench import rounds as bench_rounds
 
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     monkeypatch.setitem(bench.SHAPES, "1b", (4, 32, 2, 1, 48))

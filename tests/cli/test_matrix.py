@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specctl.evaluation.lossless import Losslessness
-from specctl.evaluation.matrix import EvalResult
-from specctl.evaluation.records import SCHEMA, STAMP, recipe_stamp
-from specctl.evaluation.specialists import Matrix, Specialist
+from specctl.commands.eval import EvalResult
+from specctl.measuring.lossless import Losslessness
+from specctl.measuring.matrix import Matrix, Specialist
+from specctl.measuring.records import SCHEMA, STAMP, recipe_stamp
 from specctl.recipe import EvalRecipe
 
 MATRIX = Matrix(

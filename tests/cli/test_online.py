@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from specctl import lock
+from specctl.drafters import checkpoint
 from specctl.errors import Interrupted
-from specctl.formats import checkpoint
-from tests.evaluation.streams import contents, sure_target, write_copy, write_prompts
+from tests.measuring.streams import contents, sure_target, write_copy, write_prompts
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.cli.online_reasoning import _slower, show
-from specctl.drafters import lm
-from specctl.formats import checkpoint
+from specctl.drafters import checkpoint, lm
 from specctl.recipe import DrafterRecipe
-from tests.evaluation.streams import write_head, write_prompts
+from tests.measuring.streams import write_head, write_prompts
 
 SMALL = ["reasoning.budget=16", "reasoning.answer_tokens=6", "reasoning.step_tokens=8", "reasoning.depth=2"]
 SMALL += ["--chunk", "2", "--temperature", "0"]

@@ -2,9 +2,9 @@
 
 from dataclasses import fields as fields_of
 
-from specctl.evaluation.compare import GenerateResult, Piece
-from specctl.evaluation.lossless import Losslessness
-from specctl.evaluation.matrix import EvalResult, Row
+from specctl.commands.eval import EvalResult, Row
+from specctl.commands.generate import GenerateResult, Piece
+from specctl.measuring.lossless import Losslessness
 
 
 def filled(kind, **given):

@@ -5,7 +5,7 @@ import torch
 
 from specctl.decoding import cache as caches
 from specctl.decoding.cache import KVCache, plan_rows
-from specctl.decoding.layers import attend
+from specctl.decoding.models.layers import attend
 
 HEADS, KV, DIM, LAYER = 6, 2, 8, 1
 BASE = [3, 40, 17]

@@ -5,8 +5,8 @@ import select
 
 import pytest
 
-from specctl.decoding import chat
-from specctl.decoding.loading import builtin_path, load_tokenizer
+from specctl.decoding.models import chat
+from specctl.decoding.models.loading import builtin_path, load_tokenizer
 from specctl.errors import ChatTemplateError, CheckpointError, Interrupted
 from specctl.progress import interrupts
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from specctl.decoding import device_round, engine, graphs, loop
+from specctl.decoding import engine, loop
 from specctl.decoding.cache import KVCache, plan_at, plan_rows
+from specctl.decoding.device import graphs
+from specctl.decoding.device import rounds as device_round
+from specctl.decoding.device.resident import ancestors
 from specctl.decoding.records import PADDING, topology
-from specctl.decoding.resident import ancestors
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, lm

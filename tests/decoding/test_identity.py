@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specctl.decoding import identity
-from specctl.decoding.identity import weights_digest, with_weights
+from specctl.decoding.models import identity
+from specctl.decoding.models.identity import weights_digest, with_weights
 
 
 @pytest.fixture

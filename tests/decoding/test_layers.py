@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.layers import RMSNorm
+from specctl.decoding.models.layers import RMSNorm
 
 
 @pytest.mark.parametrize("shape", [(3, 48), (5, 2, 16)])

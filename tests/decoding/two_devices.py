@@ -13,7 +13,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.hf import HFModel
+from specctl.decoding.models.hf import HFModel
 
 FIRST, SECOND = "npy:0", "npy:1"
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specctl.drafters import lm, pool, retrieval
+from specctl.drafters import checkpoint, lm, pool, retrieval
 from specctl.drafters.head import HeadConfig
 from specctl.drafters.lm_config import configuration
 from specctl.errors import CheckpointError
-from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 TINY = {"preset": "tiny", "num_layers": 1}

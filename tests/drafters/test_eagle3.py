@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from specctl.decoding.cache import plan_rows
-from specctl.decoding.layers import DraftLinear, Linear
-from specctl.decoding.loading import cpu_has_bf16
 from specctl.decoding.loop import decode
+from specctl.decoding.models.layers import DraftLinear, Linear
+from specctl.decoding.models.loading import cpu_has_bf16
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import eagle3

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from specctl.decoding.layers import Linear
 from specctl.decoding.loop import decode
+from specctl.decoding.models.layers import Linear
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import eagle3, lora, pool
+from specctl.drafters import checkpoint, eagle3, lora, pool
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.errors import CheckpointError, RecipeError
-from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe, TrainRecipe
 
 SETTINGS = {"rank": 4, "alpha": 8.0}

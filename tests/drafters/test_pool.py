@@ -9,12 +9,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.decoding.plain import NoDraft
-from specctl.drafters import lm, lm_drafter
+from specctl.drafters import checkpoint, lm, lm_drafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats import checkpoint
 from specctl.recipe import DrafterRecipe, DraftingRecipe
 
 DRAFTING = DraftingRecipe()

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from specctl.drafters import retrieval
+from specctl.drafters import checkpoint, retrieval
 from specctl.drafters.datastore import LONGEST, SEPARATOR
 from specctl.drafters.pool import load_drafter
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError
-from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe
 
 PROMPT = list(range(100, 140))

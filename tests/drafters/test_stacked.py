@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from specctl.decoding import layers
 from specctl.decoding.loop import decode
+from specctl.decoding.models import layers
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, eagle3

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.device_round import device_rounds
+from specctl.decoding.device.rounds import device_rounds
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import Eagle3Drafter

@@ -5,15 +5,14 @@ import functools
 import pytest
 import torch
 
-from specctl.decoding.loading import load_model
 from specctl.decoding.loop import decode
+from specctl.decoding.models.loading import load_model
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import pool
+from specctl.drafters import checkpoint, pool
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.eagle_head import EagleHead
 from specctl.drafters.head import HeadConfig
 from specctl.drafters.lm import LM
-from specctl.formats import checkpoint
 from specctl.recipe import DraftingRecipe
 
 STEPS = 4

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from specctl import api
+from specctl.commands import export as exporting
+from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats import checkpoint, exporting, registry, roundtrip
+from specctl.formats import registry, roundtrip
 from specctl.formats.head import Facts, Head
 from specctl.recipe import ExportRecipe
 from tests.formats import consumers

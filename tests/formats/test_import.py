@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specctl import api
-from specctl.decoding.loading import builtin_path
-from specctl.drafters import pool
+from specctl.commands import export as exporting
+from specctl.commands import import_
+from specctl.decoding.models.loading import builtin_path
+from specctl.drafters import checkpoint, pool
 from specctl.errors import CheckpointError, UsageError
-from specctl.evaluation import importing
-from specctl.formats import checkpoint, exporting, foreign, registry
+from specctl.formats import foreign, registry
 from specctl.formats.head import Facts
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
 from tests.formats.conftest import CUSTOM, STEPS
@@ -52,7 +53,7 @@ def head(make, tmp_path):
 
 def import_head(place, target, output, **options):
     options = {"probe": {"enabled": False}, **options}
-    return importing.import_head(ImportRecipe(head=place, output_dir=output, **options), target=target)
+    return import_.import_head(ImportRecipe(head=place, output_dir=output, **options), target=target)
 
 
 @pytest.mark.parametrize(("family", "to", "name"), FORMATS)

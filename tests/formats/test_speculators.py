@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specctl.formats import checkpoint, exporting
+from specctl.commands import export as exporting
+from specctl.drafters import checkpoint
 from specctl.recipe import ExportRecipe
 from tests.formats import consumers
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS

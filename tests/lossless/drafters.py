@@ -5,7 +5,7 @@ import random
 import torch
 from transformers import AutoModelForCausalLM
 
-from specctl.decoding.loading import builtin_path
+from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import PADDING, DraftTree
 from specctl.drafters import lm

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specctl.evaluation.records import SCHEMA
-from specctl.evaluation.rows import Row
+from specctl.measuring.drafter_rows import Row
+from specctl.measuring.records import SCHEMA
 from specctl.training.outcome import TrainResult
 
 

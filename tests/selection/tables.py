@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from specctl.selection.losses import along_drafts, beyond_the_end
-from specctl.selection.trace import INNER, Table, Trace
+from specctl.selection.game.losses import along_drafts, beyond_the_end
+from specctl.selection.recorded.trace import INNER, Table, Trace
 
 
 def trace_of(gamma, seed=0, query="q", domain="d"):

@@ -7,11 +7,11 @@ import pytest
 
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.bandits import ucb_radius, ucbspec_radius
-from specctl.selection.exponential import importance_weighted
-from specctl.selection.halving import halvings, survivors
-from specctl.selection.policy import Arms
-from specctl.selection.registry import build
+from specctl.selection.policies.bandits import ucb_radius, ucbspec_radius
+from specctl.selection.policies.exponential import importance_weighted
+from specctl.selection.policies.halving import halvings, survivors
+from specctl.selection.policies.policy import Arms
+from specctl.selection.policies.registry import build
 
 
 def bandit(name, N=2, K=4, seed=0, **options):

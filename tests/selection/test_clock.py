@@ -2,7 +2,7 @@
 
 import pytest
 
-from specctl.selection.clock import MEMORY, Clock
+from specctl.selection.game.clock import MEMORY, Clock
 
 
 def test_who_has_not_played_is_as_cheap_as_the_cheapest():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from specctl.selection.game.game.game import Game
 
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Label
@@ -11,16 +12,15 @@ from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection import registry
-from specctl.selection.build import make_selector
-from specctl.selection.clock import Clock
-from specctl.selection.combined import Guarded, taps_of
+from specctl.selection.assembly import make_selector
 from specctl.selection.controller import Selector
 from specctl.selection.feedback import Scorer
-from specctl.selection.game import Game
-from specctl.selection.policy import Arms
-from specctl.selection.rules import rules_for
-from specctl.selection.schedule import Schedule
+from specctl.selection.game.clock import Clock
+from specctl.selection.game.rules import rules_for
+from specctl.selection.game.scoring import Schedule
+from specctl.selection.guarded import Guarded, taps_of
+from specctl.selection.policies import registry
+from specctl.selection.policies.policy import Arms
 from tests.lossless.drafters import own_weights
 
 DEPTH, NEW = 3, 24

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specctl.selection.drift import FLOOR, LEAST, Drift, cusum
+from specctl.selection.game.drift import FLOOR, LEAST, Drift, cusum
 
 
 def test_cusum_by_hand():

@@ -21,8 +21,8 @@ from specctl.drafters.tree import Shape
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.selection import feedback
 from specctl.selection.feedback import Scorer
-from specctl.selection.losses import beyond_the_end, realised_length
-from specctl.selection.trace import LEAF
+from specctl.selection.game.losses import beyond_the_end, realised_length
+from specctl.selection.recorded.trace import LEAF
 from tests.lossless.drafters import own_weights, ragged
 
 DEPTH = 5

@@ -4,13 +4,13 @@ from math import nan
 
 import numpy as np
 import pytest
+from specctl.selection.game.game.game import Game
 
 from specctl.recipe.select import GameRecipe
-from specctl.selection.game import Game
-from specctl.selection.hindsight import token_losses
-from specctl.selection.policy import Arms
-from specctl.selection.rewards import Outcome
-from specctl.selection.rules import overruled, rules_for
+from specctl.selection.game.rewards import Outcome
+from specctl.selection.game.rules import overruled, rules_for
+from specctl.selection.policies.policy import Arms
+from specctl.selection.recorded.hindsight import token_losses
 from tests.selection.tables import trace_of
 
 N, K, T = 3, 4, 30

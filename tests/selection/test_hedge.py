@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.hedge import (
+from specctl.selection.policies.hedge import (
     adanormalhedge_weights,
     exponential_weights,
     hedge_rate,
     normalhedge_weights,
     normalizer,
 )
-from specctl.selection.policy import Arms
-from specctl.selection.registry import build
+from specctl.selection.policies.policy import Arms
+from specctl.selection.policies.registry import build
 
 
 def learner(name, N=2, **options):

@@ -8,8 +8,8 @@ import pytest
 
 from specctl.errors import UsageError
 from specctl.selection.arms import PLAIN
-from specctl.selection.lengths import shortened
-from specctl.selection.trace import Table
+from specctl.selection.recorded.lengths import shortened
+from specctl.selection.recorded.trace import Table
 from tests.selection.conftest import ARMS, DEPTH
 
 

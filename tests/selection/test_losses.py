@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specctl.selection.losses import (
+from specctl.selection.game.losses import (
     along_drafts,
     at_success,
     beyond_the_end,
@@ -14,8 +14,8 @@ from specctl.selection.losses import (
     per_second,
     realised_length,
 )
-from specctl.selection.record import Drafted
-from specctl.selection.trace import INNER, LEAF
+from specctl.selection.recorded.recorder import Drafted
+from specctl.selection.recorded.trace import INNER, LEAF
 
 
 def length_by_enumeration(gamma, t):

@@ -8,12 +8,12 @@ import pytest
 from specctl.decoding.sampling import Sampling
 from specctl.drafters.lookup import Lookup
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.combined import Guarded
-from specctl.selection.hindsight import Hindsight
-from specctl.selection.overheads import Overheads
-from specctl.selection.probing import line, overheads
-from specctl.selection.replay import draft_all, oracle, replay
-from specctl.selection.trace import of_arms
+from specctl.selection.guarded import Guarded
+from specctl.selection.recorded.hindsight import Hindsight
+from specctl.selection.recorded.overheads import Overheads
+from specctl.selection.recorded.probe import line, overheads
+from specctl.selection.recorded.replay import draft_all, oracle, replay
+from specctl.selection.recorded.trace import of_arms
 from tests.selection.tables import specialists
 
 GREEDY = Sampling(0.0, 0, 1.0)

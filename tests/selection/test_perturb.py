@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from specctl.recipe import Perturbation
-from specctl.selection.perturb import PHRASES, perturb
+from specctl.selection.routing.perturb import PHRASES, perturb
 
 TEXT = "Write one SQL query:\n\n  how many pets are older than 3?\tShow the columns of the table."
 FOREIGN = ["Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."]

@@ -5,8 +5,8 @@ import pytest
 
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policy import Arms
-from specctl.selection.registry import NAMES, build
+from specctl.selection.policies.policy import Arms
+from specctl.selection.policies.registry import NAMES, build
 
 N, K = 5, 4
 

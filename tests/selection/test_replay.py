@@ -7,9 +7,10 @@ import pytest
 
 from specctl.errors import CheckpointError, DataError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.hindsight import Hindsight, games, token_losses, walk
-from specctl.selection.registry import NAMES
-from specctl.selection.regret import (
+from specctl.selection.game.rules import rules_for
+from specctl.selection.policies.registry import NAMES
+from specctl.selection.recorded.hindsight import Hindsight, games, token_losses, walk
+from specctl.selection.recorded.regret import (
     bootstrap_ratio,
     late_share,
     loss_regret,
@@ -18,9 +19,8 @@ from specctl.selection.regret import (
     stopping_regret,
     summarize,
 )
-from specctl.selection.replay import draft_all, oracle, replay
-from specctl.selection.rules import rules_for
-from specctl.selection.trace import Trace
+from specctl.selection.recorded.replay import draft_all, oracle, replay
+from specctl.selection.recorded.trace import Trace
 from tests.selection.tables import specialists, table_of
 
 GAME = GameRecipe()
@@ -167,7 +167,7 @@ class Spy:
 
 def test_a_replay_shows_a_bandit_the_overlap_of_the_drafts_of_complete_rounds(monkeypatch):
     spy = Spy("reward")
-    monkeypatch.setattr("specctl.selection.replay.build", lambda *_: spy)
+    monkeypatch.setattr("specctl.selection.recorded.replay.build", lambda *_: spy)
     trace = scripted(BY_HAND)
     trace.overlap[:] = np.random.default_rng(0).random(trace.overlap.shape)
     played("metasd-ucb", Hindsight(table_of([trace])))
@@ -188,7 +188,7 @@ def test_a_table_that_knows_no_overlaps_of_drafts_is_refused_to_who_is_shown_the
 def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeypatch):
     """Intervals leave tokens without scores when a text ends. Live decoding knows of no last text, and scores them."""
     spy = Spy("losses")
-    monkeypatch.setattr("specctl.selection.replay.build", lambda *_: spy)
+    monkeypatch.setattr("specctl.selection.recorded.replay.build", lambda *_: spy)
     table = specialists(3, 40, seed=0, N=2, K=3, bad=0.3)
     recipe = GameRecipe(hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True)
     recipe = recipe.model_copy(update={"drift": None})

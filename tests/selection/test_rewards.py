@@ -16,11 +16,14 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection import build, game, record, registry, replay
-from specctl.selection.combined import Guarded
-from specctl.selection.hindsight import Hindsight
-from specctl.selection.record import Query
-from specctl.selection.rewards import block_divergence, block_efficiency, throughput, tokens
+from specctl.selection import assembly
+from specctl.selection.game.game import game
+from specctl.selection.game.rewards import block_divergence, block_efficiency, throughput, tokens
+from specctl.selection.guarded import Guarded
+from specctl.selection.policies import registry
+from specctl.selection.recorded import recorder, replay
+from specctl.selection.recorded.hindsight import Hindsight
+from specctl.selection.recorded.recorder import Query
 from tests.lossless.drafters import own_weights
 from tests.selection.test_feedback import head
 
@@ -47,8 +50,8 @@ def ticking(monkeypatch):
 
     verify = engine.verify
     monkeypatch.setattr(engine, "verify", verified)
-    monkeypatch.setattr(build, "step_seconds", lambda target, rows, batch: [STEP * batch])
-    monkeypatch.setattr(record, "step_seconds", lambda target, rows: [STEP] * len(rows))
+    monkeypatch.setattr(assembly, "step_seconds", lambda target, rows, batch: [STEP * batch])
+    monkeypatch.setattr(recorder, "step_seconds", lambda target, rows: [STEP] * len(rows))
     return now
 
 
@@ -106,7 +109,7 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
     }
     queries = [Query(f"q{n}", "d", ids, NEW, 0) for n, ids in enumerate(prompts[:2])]
     arms = [Guarded(name, drafter) for name, drafter in pool.items()]
-    table = record.record(target, arms, queries, GREEDY, DEPTH)
+    table = recorder.record(target, arms, queries, GREEDY, DEPTH)
     missed = [(trace.overlap[:, :, 1:] > 0) & (trace.accepted[..., None] == 0) for trace in table.traces]
     assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps behind rejected tokens"
     assert any((trace.drafted < 0).any() for trace in table.traces)
@@ -116,9 +119,9 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
     kinds += [("hedgespec", {"estimator": "realised", "depth": 4}), ("hedgespec", {"unit": "chunk"})]
     for name, options in kinds:
         recipe = GameRecipe(score_ends=True, **options)
-        theirs, mine = (games_of(monkeypatch, module) for module in (replay, build))
+        theirs, mine = (games_of(monkeypatch, module) for module in (replay, assembly))
         replay.replay(name, hindsight, PolicyRecipe(), recipe, "stream")
-        controller = build.make_selector(
+        controller = assembly.make_selector(
             target,
             [Guarded(arm, drafter) for arm, drafter in pool.items()],
             name,
@@ -159,7 +162,7 @@ def test_a_drafter_that_always_raises_is_left(target, prompts, name):
     vars(broken).update(vars(pool["failing"]))
     arms = [Guarded("broken", broken), Guarded("lm", pool["lm"]), Guarded("worse", pool["worse"])]
     played = []
-    controller = build.make_selector(
+    controller = assembly.make_selector(
         target,
         arms,
         name,
@@ -204,7 +207,7 @@ def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, promp
     recipe = GameRecipe(reward="throughput")
     options = dict(batch=3, seed=0, within_query=True)
     rounds = []
-    controller = build.make_selector(
+    controller = assembly.make_selector(
         target, arms, "metasd-ucb", recipe, lambda own, text: policies[text.key], on_round=rounds.append, **options
     )
     asked = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0] * 3, taps=(), labels=[Label(q, "d", q) for q in policies])
@@ -230,7 +233,7 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
             return found
 
     arms = [Guarded("lookup", slow(Lookup(3), 1.0, ticking)), Guarded("behind", Behind(3))]
-    controller = build.make_selector(
+    controller = assembly.make_selector(
         target,
         arms,
         "random",

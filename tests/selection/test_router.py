@@ -13,9 +13,9 @@ from specctl import data_prep
 from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.recipe import RouterRecipe
-from specctl.selection.hindsight import walk
-from specctl.selection.router import RECORD, Router
-from specctl.selection.router_training import (
+from specctl.selection.recorded.hindsight import walk
+from specctl.selection.recorded.trace import Table, Trace
+from specctl.selection.routing.labels import (
     Example,
     label_by_domain,
     label_by_hindsight,
@@ -23,7 +23,7 @@ from specctl.selection.router_training import (
     split,
     train_router,
 )
-from specctl.selection.trace import Table, Trace
+from specctl.selection.routing.router import RECORD, Router
 
 ARMS = ["sql-eagle", "math-eagle", "code-eagle"]
 DOMAINS = ["sql", "math", "code"]

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specctl.errors import CheckpointError, UsageError
-from specctl.selection import table_file
-from specctl.selection.recording import Recording
-from specctl.selection.table_file import Header, read, read_table, write
-from specctl.selection.trace import INNER
+from specctl.selection.recorded import table_file
+from specctl.selection.recorded.pieces import Recording
+from specctl.selection.recorded.table_file import Header, read, read_table, write
+from specctl.selection.recorded.trace import INNER
 from tests.selection.conftest import ARMS, DEPTH
 
 STAMP = {"target": {"name": "tiny", "revision": None}, "drafters": {"sql": "ab12", "lookup": "lookup"}, "exact": False}

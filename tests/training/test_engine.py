@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specctl.formats import checkpoint as drafters
+from specctl.drafters import checkpoint as drafters
 from specctl.kernels import distill
 from specctl.recipe import HeldOutRecipe
 from specctl.runs import Run

@@ -8,14 +8,14 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, MixtralConfig
 
-from specctl.decoding.loading import builtin_path, load_config
+from specctl.decoding.models.loading import builtin_path, load_config
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.head import HeadConfig
 from specctl.recipe import Gpu, ResourceRecipe, TargetRecipe, TrainRecipe
 from specctl.training import engine, machine
 from specctl.training.estimate import Texts, estimate
 from specctl.training.machine import Machine, machine_for
-from specctl.training.outline import Outline
+from specctl.training.target_outline import Outline
 
 LLAMA31_8B = LlamaConfig(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

@@ -11,12 +11,12 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from specctl.decoding.loading import builtin_path
+from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target import Target
+from specctl.drafters import checkpoint as drafters
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
-from specctl.formats import checkpoint as drafters
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, FeatureRecipe
 from specctl.runs import Run

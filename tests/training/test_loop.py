@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from specctl import lock
-from specctl.decoding.loading import builtin_path
+from specctl.decoding.models.loading import builtin_path
+from specctl.drafters import checkpoint as drafters
 from specctl.drafters.pool import load_drafter
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
-from specctl.formats import checkpoint as drafters
 from specctl.progress import interrupts, track
 from specctl.recipe import (
     CheckpointRecipe,

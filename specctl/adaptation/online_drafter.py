@@ -1,0 +1,252 @@
+"""A drafter that learns: its module, what verification has said about its drafts, its learner, the weights in use."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import index
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from specctl.adaptation.buffer import ReplayBuffer
+from specctl.adaptation.ranks import ALONE, Group
+from specctl.adaptation.updates import formulas, holdout
+from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.updates.objective import Objective, seed_of, with_distributions
+from specctl.adaptation.updates.registry import feedback, make_learner
+from specctl.adaptation.updates.watchdog import Acceptance, Ruling, Watchdog
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Label
+from specctl.decoding.target import Target
+from specctl.decoding.timing import synchronise
+from specctl.drafters import checkpoint
+from specctl.drafters.feature import FeatureDrafter
+from specctl.drafters.mixture import Mixture
+from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
+from specctl.training.checkpoint import under
+from specctl.training.data import Corpus, Example, batches
+from specctl.training.engine import autocast
+from specctl.training.schedule import batch_tokens
+from specctl.training.trainees import FeatureTrainee, make_trainee
+
+NOTHING = Corpus([], [], "", [])
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The result of a chunk: the watchdog's ruling on the update before, the new update, and what both cost."""
+
+    ruling: Ruling
+    outcome: Outcome
+    texts: int  # learnt from
+    tokens: int  # of their responses
+    dropped: int  # texts that the buffer had no room for, so far
+    rates: tuple[float, ...]  # η of the members afterwards
+    learn_s: float
+    swap_s: float = 0.0  # making a drafter of the new weights
+    behind: int = 0  # chunks that were answered and not learnt from yet
+
+
+def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
+    """An empty one, as large as the recipe allows."""
+    options = recipe.buffer
+    return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
+
+
+class Pupil:
+    """One drafter along one stream.
+
+    Attributes:
+        drafter: what to decode the next chunk with.
+        buffer: its `observe` is the decoding loop's `on_round`.
+        rule: the update rule, with the constants of the family.
+    """
+
+    def __init__(
+        self,
+        recipe: OnlineRecipe,
+        algo: str,
+        target: Target,
+        seed: int,
+        start: Path | None = None,
+        group: Group = ALONE,
+    ):
+        """
+        Args:
+            algo: one of the recipe's.
+            target: writes the texts to learn from.
+            start: the drafter's directory; None = the recipe's.
+            group: processes whose pupils are given the same texts, and learn the same.
+
+        Raises CheckpointError where that is not a drafter of this family for this target.
+        """
+        self.start = start or recipe.start_of(recipe.family_of(algo))
+        family = recipe.family_of(algo) if start is None else checkpoint.family(start)
+        self.rule: LearnerRecipe = recipe.rule_of(algo).resolved(family, target.hidden_size)
+        self.recipe, self.target, self.seed, self._group = recipe, target, seed, group
+        self.training = TrainRecipe(
+            target=recipe.target,
+            arch=family,  # type: ignore[arg-type]
+            init=self.start,
+            objective="soft_ce",  # free: the target's distributions are in the verdicts
+            dropout=self.rule.dropout or 0.0,
+            precision="bf16" if target.dtype == torch.bfloat16 else "fp32",
+        )
+        self.trainee = make_trainee(self.training, target, NOTHING)
+        autocast(self.trainee.module, self.training)
+        self.objective = Objective(self.trainee.module, self.trainee.loss, seed, self._prepare, group)
+        self.trainee.store = self.buffer = self._new_buffer()
+        self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
+        self.watchdog = Watchdog(self.rule)
+        self.chunks = 0
+        self.drafter = self.play()
+
+    def _prepare(self, batch: Any) -> Any:
+        """The target's distributions are made once a batch, for all members and draft depths."""
+        if batch is None or not isinstance(self.trainee, FeatureTrainee):
+            return batch
+        return with_distributions(batch, self.trainee.target_head, self.trainee.module.squash)
+
+    def _new_buffer(self) -> ReplayBuffer:
+        return new_buffer(self.recipe, self.target, getattr(self.trainee.module, "taps", ()))
+
+    def retarget(self, target: Target) -> None:
+        """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
+
+        What was learnt stays; texts of the old target are forgotten. CheckpointError where the drafter does not fit it.
+        """
+        checkpoint.check_target(self.trainee.config(), target)
+        self.target = target
+        self.trainee.retarget(target)
+        self.trainee.store = self.buffer = self._new_buffer()
+        self._seen, self._judges = 0, []  # it numbers its texts anew
+        self.drafter = self.play()
+
+    def play(self) -> Drafter:
+        """A drafter of what the learner plays."""
+        play = self.learner.play()
+        heads = [self.drafter_of(w) for w in play.vectors]
+        return heads[0] if len(heads) == 1 else Mixture(cast(list[FeatureDrafter], heads), play.weights)
+
+    def played(self) -> torch.Tensor:
+        """[P] the weights that the learner plays; of a mixture their mean."""
+        play = self.learner.play()
+        return formulas.mean_of(torch.tensor(play.weights), list(play.vectors))
+
+    def drafter_of(self, w: torch.Tensor) -> Drafter:
+        """A drafter of the weights w [P]."""
+        return self.trainee.drafter(self.objective.state(w), self.recipe.drafting)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """While answers are to leave no trace: nothing is learnt from them, and no text makes room for theirs."""
+        kept, self.buffer = self.buffer, self._new_buffer()
+        try:
+            yield
+        finally:
+            self.buffer = kept
+
+    def drafting(self, labels: list[Label]) -> dict[str, Any]:
+        """Options of `decode` for texts of these labels."""
+        return {"drafter": self.drafter, "on_round": self.buffer.observe, "labels": labels}
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """While it is this pupil's turn to draft."""
+        yield
+
+    def finish(self) -> None:
+        """The stream has ended."""
+
+    def close(self) -> None:
+        """Free what it holds besides memory."""
+
+    def sit(self, acceptance: Acceptance) -> Lesson:
+        """Learn from the chunk that was just answered, and play the new weights from now on."""
+        lesson = self.learn(acceptance)
+        # Any other, even one that moved no member, may play other weights: by a lower η, or another draw among them.
+        if lesson.outcome.status in ("static", "rested"):
+            return lesson
+        began = time.perf_counter()
+        self.drafter = self.play()
+        synchronise(self.target.device)
+        return replace(lesson, swap_s=time.perf_counter() - began)
+
+    def learn(self, acceptance: Acceptance) -> Lesson:
+        """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is."""
+        began = time.perf_counter()
+        fresh, older = self._texts()
+        now, judges = holdout.split(fresh, self.rule.holdout)
+        learnt = [*older, *now]
+        held = [text for one in judges for text in self._batches([one])]
+        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, held)
+        if outcome.status in ("rested", "static"):
+            learnt, judges = [], []
+        self._judges = [one.index for one in judges]
+        if not self.recipe.buffer.replay:
+            self.buffer.keep(self._judges)
+        self.chunks += 1
+        synchronise(self.target.device)
+        return Lesson(
+            ruling,
+            outcome,
+            len(learnt),
+            sum(example.response_length for example in learnt),
+            self.buffer.dropped,
+            self.learner.rates,
+            time.perf_counter() - began,
+        )
+
+    def _texts(self) -> tuple[list[Example], list[Example]]:
+        """The chunk's own, and those of earlier ones to learn from: the judges of the chunk before, which nothing was
+        learnt from yet, and some that the recipe replays."""
+        found = self.buffer.examples(feedback(self.rule.algo))
+        fresh = [example for example in found if example.index >= self._seen]
+        judges = [example for example in found if example.index in self._judges]
+        rest = [example for example in found if example.index < self._seen and example.index not in self._judges]
+        self._seen = 1 + max((example.index for example in found), default=self._seen - 1)
+        count = min(len(rest), round(self.recipe.buffer.replay * len(fresh)))
+        return fresh, judges + random.Random(seed_of(self.seed, self.chunks)).sample(rest, count)
+
+    _seen = 0  # index of the first text that has not been in a lesson
+    _judges: Sequence[int] = ()  # texts that have judged the last update: the next one is of them, too
+
+    def _batches(self, examples: Sequence[Example]) -> list[Any]:
+        """This process' share of the texts as the module's input: made once for all epochs and members."""
+        if not examples:
+            return []
+        tokens = batch_tokens(self.training, self.target)
+        parts = batches(list(examples), tokens, seed=self.seed, epoch=self.chunks)
+        shares = [self._group.share(part) for part in parts]
+        return [self._batch(share, self.chunks + n) if share else None for n, share in enumerate(shares)]
+
+    def _batch(self, examples: list[Example], step: int) -> Any:
+        batch = self.trainee.batch(examples, step)
+        return self.buffer.only_rejected(batch, examples) if feedback(self.rule.algo) == "rejected" else batch
+
+    def save(self, directory: Path, info: dict[str, Any]) -> Path:
+        """Write what is played as a drafter directory; of a mixture the mean of its weights."""
+        tensors = self.trainee.tensors(self.objective.state(self.played()))
+        return checkpoint.save(directory, config=self.trainee.config(), tensors=tensors, info=info, overwrite=True)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        facts, tensors = self.buffer.state()
+        tensors = {f"buffer.{name}": value for name, value in tensors.items()}
+        tensors |= {f"learner.{name}": value for name, value in self.learner.state().items()}
+        tensors |= {f"watchdog.{name}": value for name, value in self.watchdog.state().items()}
+        return {"buffer": facts, "chunks": self.chunks, "seen": self._seen, "judges": [*self._judges]}, tensors
+
+    def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from what `state` has told. CheckpointError where it is that of another learner."""
+        self.buffer.restore(facts["buffer"], under("buffer.", tensors))
+        self.learner.restore(under("learner.", tensors))
+        self.watchdog.restore(under("watchdog.", tensors))
+        self.chunks, self._seen = index(facts["chunks"]), index(facts["seen"])
+        self._judges = [index(judge) for judge in facts["judges"]]
+        self.drafter = self.play()

@@ -1,0 +1,206 @@
+"""N learners of different rates under Hedge, as one; a single learner is the case N = 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specctl.adaptation.updates import formulas, holdout
+from specctl.adaptation.updates.holdout import STAY, Point
+from specctl.adaptation.updates.member import Descent, Member, inner_loop
+from specctl.adaptation.updates.objective import Objective, seed_of
+from specctl.errors import CheckpointError
+from specctl.recipe.learner import LearnerRecipe
+from specctl.training.checkpoint import under
+
+COLLAPSED = 0.99  # weight of one member beyond which the others have no say
+
+
+@dataclass(frozen=True)
+class Play:
+    """Weights to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
+
+    weights: tuple[float, ...]
+    vectors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The effect of a chunk on a learner.
+
+    Attributes:
+        status: updated; rested = it was not learnt from, as nothing had come of that lately; refused = a loss or
+            gradient of every member was not finite, and they stay as they were; empty = the chunk had nothing to learn
+            from; static = the algorithm does not learn; pending = a process of its own has not come to an end of it.
+        loss: per token, before learning: of the only member during the first pass, each batch before the step on it; of
+            several Σ p_i f(w_i), which bounds that of their mean where f is convex. None if nothing was measured.
+        losses, weights: [N] of an ensemble's members, f(w_i) and p_i with which the chunk was decoded.
+        refused: members that stay as they were.
+        effective: exp(entropy) of the weights after the chunk, the number of members that count.
+        collapsed: one member has (nearly) all of the weight after the chunk.
+        scales: [N] how far the members went on the way that they found, as the texts held out have it; empty where none
+            were.
+        steps: optimizer steps of a member.
+    """
+
+    status: Literal["updated", "rested", "refused", "empty", "static", "pending"]
+    loss: float | None = None
+    losses: tuple[float, ...] = ()
+    weights: tuple[float, ...] = (1.0,)
+    refused: tuple[int, ...] = ()
+    effective: float = 1.0
+    collapsed: bool = False
+    scales: tuple[Point, ...] = ()
+    steps: int = 0
+
+    @property
+    def vain(self) -> bool:
+        """No member found anything better for the texts held out."""
+        return bool(self.scales) and all(scale == STAY for scale in self.scales)
+
+
+class Ensemble:
+    """`ensemble` and `opt-ensemble`: w_t = Σ p_i w_t^i, p_i ∝ exp(−ε (Σ_s f_s(w_s^i) + guess)).
+
+    f_s is the mean loss per token of chunk s before anything was learnt from it, on its first batch unless
+    `LearnerRecipe.measure` says otherwise. The guess of the next losses is the optimistic meta learner's, by
+    the same kind of hint as its members': the last losses, or their mean; else 0.
+    """
+
+    def __init__(
+        self, objective: Objective, members: list[Member], options: LearnerRecipe, hint: formulas.Hint, seed: int
+    ):
+        self.members = members
+        self._objective, self._options, self._hint, self._seed = objective, options, hint, seed
+        self._t = self._draw = self._judged = 0  # chunks; batches drawn; chunks that were judged
+        self.L = torch.zeros(len(members), dtype=torch.float64)
+        self._guess = torch.zeros_like(self.L)
+
+    @property
+    def p(self) -> Tensor:
+        """[N] fp64 weights of the members."""
+        return formulas.hedge_weights(self.L, self._guess, self._options.epsilon)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """η of every member."""
+        return tuple(member.eta for member in self.members)
+
+    def play(self) -> Play:
+        """The weights for the chunk to come, by `combine`: their mean, one member drawn, or all with their shares."""
+        p, vectors, combine = self.p, [member.w for member in self.members], self._options.combine
+        if combine == "weights":
+            return Play((1.0,), (formulas.mean_of(p, vectors),))
+        if combine == "sample":
+            generator = torch.Generator().manual_seed(seed_of(self._seed, self._t))
+            return Play((1.0,), (vectors[int(torch.multinomial(p, 1, generator=generator))],))
+        shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
+        return Play(*zip(*shares, strict=True))
+
+    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:
+        """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch.
+
+        `held` are texts, a batch each, of which nothing is learnt here: they decide how far every member goes on the
+        way that the chunk leads it, or whether it goes back to the start. (A rate that follows a change of domain fast
+        does harm where there is nothing to follow. So what it leads to is judged, and the rate stays.)
+        """
+        p, losses = self.p, self._measured(chunk)
+        descents = [Descent(member) for member in self.members]
+        self._draw = inner_loop(self._objective, descents, chunk, self._options, self._draw)
+        self._t += 1
+        moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
+        refused = tuple(place for place, descent in enumerate(descents) if not descent.sound)
+        scales = self._settled(descents, held) if moved and held else ()
+        if len(self.members) > 1 and losses is None:
+            losses = self._seen(descents)
+        for place in moved:
+            self.members[place].end(descents[place])
+        if moved and losses is not None:
+            self._weigh(losses)
+        nothing = not moved and not refused
+        return Outcome(
+            status="empty" if nothing else "updated" if moved else "refused",
+            loss=None if nothing else descents[0].loss if losses is None else _suffered(p, losses),
+            losses=() if nothing or losses is None else tuple(losses.tolist()),
+            weights=tuple(p.tolist()),
+            refused=refused,
+            effective=formulas.effective_members(self.p),
+            collapsed=losses is not None and float(self.p.max()) > COLLAPSED,
+            scales=scales,
+            steps=max(descent.steps for descent in descents),
+        )
+
+    def _measured(self, chunk: Iterable[Any]) -> Tensor | None:
+        """[N] the members' losses on the whole chunk before any step, where that takes a pass of its own."""
+        if len(self.members) == 1 or self._options.measure != "chunk" or self._options.step == "chunk":
+            return None
+        return self._objective.losses([member.w for member in self.members], chunk)
+
+    def _seen(self, descents: Sequence[Descent]) -> Tensor:
+        """[N] the members' losses on what they met in the first pass: all batches, or those before any step."""
+        met = (descent.first if self._options.measure == "batch" else descent.before for descent in descents)
+        return torch.stack([total / weight for total, weight in met])
+
+    def _settled(self, descents: Sequence[Descent], texts: Sequence[Any]) -> tuple[Point, ...]:
+        """The places at which the held-out texts have stopped the descents."""
+
+        def losses(place: Point) -> Tensor:
+            vectors = [descent.at(place) for descent in descents]
+            return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
+
+        found = holdout.places(losses)
+        for descent, place in zip(descents, found, strict=True):
+            descent.settle(place)
+        return found
+
+    def slow(self, factor: float) -> None:
+        """Multiply the members' rates: after an update that did harm."""
+        for member in self.members:
+            member.eta *= factor
+
+    def state(self) -> dict[str, Tensor]:
+        """All that was learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
+        found = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
+        for place, member in enumerate(self.members):
+            found |= {f"{place}.{name}": value for name, value in member.state().items()}
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a `state()`. CheckpointError where it is that of another learner."""
+        own = {name: (value.shape, value.dtype) for name, value in self.state().items()}
+        if own != {name: (value.shape, value.dtype) for name, value in state.items()}:
+            raise CheckpointError(
+                "the learner's state does not fit its recipe", "resume with the algo, optimizer and members it had"
+            )
+        self._t, self._draw, self._judged = state["t"].tolist()
+        self.L, self._guess = state["L"], state["guess"]
+        for place, member in enumerate(self.members):
+            member.restore(under(f"{place}.", state))
+
+    def _weigh(self, losses: Tensor) -> None:
+        """Weigh the members anew, unless none has a finite loss; every so often they begin again from their mean."""
+        L = formulas.cumulated(self.L, losses, self._options.discount)
+        if L.isfinite().any():
+            self._judged += 1
+            known = losses.nan_to_num(nan=0.0, posinf=0.0)  # a member without a finite loss has no weight anyway
+            self.L, self._guess = L, formulas.next_hint(self._hint, self._guess, known, self._judged)
+        if self._options.resync and self._t % self._options.resync == 0:
+            self._resync()
+
+    def _resync(self) -> None:
+        """All members restart from their mean; one that had no weight is as good as the worst of the others again."""
+        common = formulas.mean_of(self.p, [member.w_hat for member in self.members])
+        for member in self.members:
+            member.w_hat = common
+        dead = self.L.isinf()
+        self.L = torch.where(dead, self.L[~dead].max(), self.L)
+        self._guess = torch.where(dead, self._guess[~dead].max(), self._guess)
+
+
+def _suffered(p: Tensor, losses: Tensor) -> float:
+    """Σ p_i f_i over the members with weight."""
+    return float((p * losses)[p > 0].sum())

@@ -1,0 +1,150 @@
+"""f: the loss of a module as a function of its trainable parameters, which are one vector here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.functional import linear
+
+from specctl.adaptation.ranks import ALONE, Group
+from specctl.drafters.head import DraftHead, SlotBatch
+from specctl.errors import RecipeError
+from specctl.kernels.distill import Squash
+
+Run = Callable[[Any, Any], Sequence[Any]]
+"""(the module or its like, a batch) → (Σ loss, Σ weight, …), as `training.trainees.Trainee.loss`."""
+
+Prepare = Callable[[Any], Any]
+"""A batch ↦ the batch with what every learner and draft depth would otherwise make of it for itself."""
+
+
+class Objective:
+    """f(w; chunk) = Σ loss / Σ weight over the batches of a chunk, for parameters w [P] in fp32.
+
+    A vector keeps update rules to one line each, and a learner's state to a few tensors.
+
+    Several draft heads are stacked: one pass forward and backward over parameters [N, P]. Other modules take turns at
+    every batch: `torch.func.vmap` knows neither the masks of transformers' models (lm) nor layers that are run again
+    for the backward pass.
+
+    On a CPU stacking gains little over turns (a tenth of the time for eagle and eagle3, nothing for hydra), as products
+    of large matrices that differ take their time either way. Three learners take 2.4 (eagle3) and 2.9 (hydra) times as
+    long as one (heads on the built-in target, one thread).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Run,
+        seed: int = 0,
+        prepare: Prepare = lambda batch: batch,
+        group: Group = ALONE,
+    ):
+        """
+        Args:
+            seed: of dropout and noise.
+            prepare: of every batch, once for all learners: `with_distributions`.
+            group: processes that have a share each of every batch, None where that is empty. Sums are over all of them.
+                Dropout masks are drawn for a share, and so other ones than for the whole batch.
+
+        Raises RecipeError for a module without trainable parameters.
+        """
+        self.module, self._run, self.prepare, self._group = module, run, prepare, group
+        self._seed = seed_of(seed, group.rank) if group.rank else seed
+        self._stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
+        self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
+        if not self._shapes:
+            raise RecipeError(
+                "this drafter has no trainable weights", "use --algo static, or a drafter of another family"
+            )
+
+    def start(self) -> Tensor:
+        """The module's parameters at present [P]."""
+        parameters = dict(self.module.named_parameters())
+        return torch.cat([parameters[name].detach().reshape(-1).float() for name in self._shapes])
+
+    def parameters(self, w: Tensor) -> dict[str, Tensor]:
+        """The parameters that w [P] or [N, P] stands for, by name: views of it."""
+        parts = w.split([shape.numel() for shape in self._shapes.values()], -1)
+        return {
+            name: part.unflatten(-1, shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
+        }
+
+    def state(self, w: Tensor) -> dict[str, Tensor]:
+        """The module's state dict with the parameters w [P]; a tied weight has several names there, and one in w."""
+        found = self.parameters(w)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        every = self.module.named_parameters(remove_duplicate=False)
+        own = {alias: found[names[parameter]] for alias, parameter in every if names[parameter] in found}
+        return self.module.state_dict() | own
+
+    def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """`gradient` at every w [P], of a batch that is prepared; dropout masks are the same for all."""
+        if len(vectors) > 1 and self._stacks:
+            return list(zip(*self.gradient(torch.stack(tuple(vectors)), batch, draw), strict=True))
+        return [self.gradient(w, batch, draw) for w in vectors]
+
+    def gradient(self, w: Tensor, batch: Any, draw: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(Σ loss, Σ weight, gradient of the first [P]) of one batch, in training mode; each [N, …] for w [N, P].
+
+        `draw` numbers the dropout masks: a function of it and the seed, so that resuming needs no generator's state.
+        """
+        if batch is None:
+            nothing = w.new_zeros(2, *w.shape[:-1])
+            return self._over_group(nothing[0], nothing[1], torch.zeros_like(w))
+        leaves = {name: part.requires_grad_() for name, part in self.parameters(w.detach()).items()}
+        devices = [w.device] if w.device.type == "cuda" else []
+        self.module.train()
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(seed_of(self._seed, draw))
+            total, weight = self._sums(leaves, batch, stacked=w.ndim > 1)
+            parts = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+        gradient = torch.cat([part.flatten(w.ndim - 1) for part in parts], -1)
+        return self._over_group(total.detach(), weight.detach(), gradient)
+
+    def _over_group(self, total: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._group.sum(total), self._group.sum(weight.to(total)), self._group.sum(gradient)
+
+    @torch.no_grad()
+    def losses(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
+        """f [N] fp64 of every w, on the CPU, without dropout; NaN where no row of the chunk has weight."""
+        sums = torch.zeros(2, len(vectors), dtype=torch.float64)
+        self.module.eval()
+        stacked = len(vectors) > 1 and self._stacks
+        several = [self.parameters(w) for w in ([torch.stack(tuple(vectors))] if stacked else vectors)]
+        for batch in map(self.prepare, chunk):
+            if batch is None:
+                continue
+            found = [torch.stack(self._sums(one, batch, stacked)).double() for one in several]
+            sums += torch.stack(found, -1).view_as(sums).cpu()
+        sums = self._group.sum(sums)
+        return sums[0] / sums[1]
+
+    def _sums(self, parameters: dict[str, Tensor], batch: Any, stacked: bool) -> tuple[Tensor, Tensor]:
+        """(Σ loss, Σ weight) of a batch with other parameters than the module's own, [N] each where those are."""
+
+        def sums(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            def forward(*args: Any, **options: Any) -> Any:
+                return functional_call(self.module, parameters, args, options)
+
+            total, weight, *_ = self._run(forward, batch)
+            return total, weight
+
+        return vmap(sums, randomness="same")(parameters) if stacked else sums(parameters)
+
+
+def seed_of(seed: int, draw: int) -> int:
+    """A seed for the draw of this number. A sum would not do: torch's generator on a CPU reads the lowest 32 bits."""
+    return int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
+
+
+def with_distributions(batch: SlotBatch, target_head: Tensor, squash: Squash) -> SlotBatch:
+    """The batch with the target's distributions: made once for all learners and draft depths."""
+    logits = squash(linear(batch.teacher.to(target_head.dtype), target_head).float())
+    return replace(batch, distributions=logits.softmax(-1).to(target_head.dtype))

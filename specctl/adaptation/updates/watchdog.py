@@ -1,0 +1,186 @@
+"""An update that does harm is taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.updates.objective import Objective
+from specctl.adaptation.updates.registry import Learner
+from specctl.recipe.learner import LearnerRecipe
+from specctl.training.checkpoint import under
+
+Z = 3.0  # standard errors by which acceptance must have fallen: chance does that in one update of 250 or more
+
+BLAME = 0.5  # share of a rise of the loss that an update must be to blame for
+
+Ruling = Literal["keep", "drift", "rollback"]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance in a chunk: of each text the draft tokens accepted, and the positions verified (with rejections)."""
+
+    texts: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, texts: Iterable[Sequence[int]]) -> Acceptance:
+        """Acceptance from (accepted, verified) pairs; texts in which nothing was verified are left out."""
+        return cls(tuple((accepted, verified) for accepted, verified in texts if verified))
+
+    @property
+    def accepted(self) -> int:
+        return sum(accepted for accepted, _ in self.texts)
+
+    @property
+    def verified(self) -> int:
+        return sum(verified for _, verified in self.texts)
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.verified if self.verified else 0.0
+
+    @property
+    def variance(self) -> float:
+        """Variance of the rate as a ratio of sums over two texts or more (Cochran 1977, §6.3): tokens of a text are
+        alike."""
+        n, r = len(self.texts), self.rate
+        between = sum((accepted - r * verified) ** 2 for accepted, verified in self.texts)
+        return between * n / (n - 1) / self.verified**2
+
+
+def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
+    """Whether acceptance fell by more than the share `tolerance`, and by more than chance: by `Z` standard errors of
+    independent tokens, and by as many of texts whose tokens are alike, as Student's t. A single text says nothing."""
+    fall = before.rate - after.rate
+    if min(len(before.texts), len(after.texts)) < 2 or fall <= tolerance * before.rate:
+        return False
+    pooled = (before.accepted + after.accepted) / (before.verified + after.verified)
+    if fall <= Z * math.sqrt(pooled * (1 - pooled) * (1 / before.verified + 1 / after.verified)):
+        return False
+    between = before.variance + after.variance
+    return not between or as_normal(fall / math.sqrt(between), len(before.texts) + len(after.texts) - 2) > Z
+
+
+def as_normal(t: float, freedom: int) -> float:
+    """The z ≥ 0 that a normal variable exceeds as rarely as Student's t of so many degrees of freedom exceeds t ≥ 0
+    (Wallace 1959)."""
+    return (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(t * t / freedom))
+
+
+class Watchdog:
+    """Judges every update by the chunk that was decoded after it, before the next one is made.
+
+    A stream that turns to another domain lowers acceptance as a bad update does. So a fall alone is a suspicion; it is
+    confirmed where the update is to blame for at least half of it: of the rise of the loss from the chunk before to the
+    one that was just decoded, that much would not have been with the weights from before the update. (That these are
+    a little better is no proof: the last step in the old domain was one away from the new one.)
+
+    Those weights are kept until then, and are part of this object's state.
+
+    Where learning is in vain it rests, twice as long every time, until acceptance falls below all that was seen since.
+    """
+
+    def __init__(self, options: LearnerRecipe):
+        self._options = options
+        self._before = Acceptance()  # of the last chunk that was decoded with weights that stayed
+        self._kept: dict[str, Tensor] = {}
+        self._loss = math.nan  # of the last chunk, before anything was learnt from it
+        self._vain = self._rest = 0  # chunks in a row that were learnt from in vain; chunks still to rest
+
+    def learn(
+        self,
+        learner: Learner,
+        objective: Objective,
+        chunk: Sequence[Any],
+        acceptance: Acceptance,
+        held: Sequence[Any] = (),
+    ) -> tuple[Ruling, Outcome]:
+        """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
+        the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
+
+        A chunk that is refused is tried with the weights from before the last update, too: where that goes well, these
+        were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` are the
+        texts of the chunk, a batch each, by which the new update has to prove itself at once.
+        """
+        if self._rest and not fell(self._before, acceptance, self._options.tolerance):
+            self._rest -= 1
+            known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
+            self._before = min(known, key=lambda one: one.rate, default=acceptance)
+            return "keep", Outcome("rested")
+        whole = [*chunk, *held]
+        ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
+        if ruling == "rollback":
+            outcome = self._again(learner, chunk, held)
+        else:
+            kept, now = self._kept, learner.state()
+            outcome = learner.learn(chunk, held)
+            if outcome.status == "refused" and kept and math.isfinite(self._loss):
+                again = self._again(learner, chunk, held)
+                if again.status == "refused":
+                    learner.restore(now)
+                else:
+                    ruling, outcome = "rollback", again
+            if ruling != "rollback":
+                self._before, self._kept = acceptance, now if self._options.rollback else {}
+        self._vain = self._vain + 1 if outcome.vain else 0
+        self._rest = min(2**self._vain - 1, self._options.rest)
+        self._loss = math.nan if outcome.loss is None else outcome.loss
+        if outcome.status == "refused":
+            learner.slow(self._options.backoff)
+        return ruling, outcome
+
+    def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> Outcome:
+        """Learn from the chunk with the weights from before the last update, more slowly."""
+        learner.restore(self._kept)
+        learner.slow(self._options.backoff)
+        self._kept = learner.state()
+        return learner.learn(chunk, held)
+
+    def judge(self, acceptance: Acceptance, losses: Callable[[dict[str, Tensor]], tuple[float, float]]) -> Ruling:
+        """keep; drift, the update stays and the stream has changed; or rollback.
+
+        Args:
+            losses: mean loss of the chunk under (a state from before, the present one), asked for on suspicion only.
+        """
+        if not self._options.rollback or not self._kept:
+            return "keep"
+        if not fell(self._before, acceptance, self._options.tolerance):
+            return "keep"
+        old, new = losses(self._kept)
+        blame, rise = new - old, new - self._loss
+        harmless = blame <= 0 or (math.isfinite(rise) and blame <= BLAME * rise)
+        return "drift" if math.isfinite(new) and harmless else "rollback"
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next ruling needs, as tensors."""
+        before = torch.tensor(self._before.texts, dtype=torch.int64)
+        numbers = {"texts": before, "loss": torch.tensor(self._loss).double()}
+        numbers["rest"] = torch.tensor([self._vain, self._rest])
+        return numbers | {f"kept.{k}": v for k, v in self._kept.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self._before = Acceptance.of(state["texts"].tolist())
+        self._loss = float(state["loss"])
+        self._vain, self._rest = state["rest"].tolist()
+        self._kept = under("kept.", state)
+
+
+def _compared(
+    learner: Learner, objective: Objective, chunk: Iterable[Any], kept: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Mean loss of the chunk under what the learner played in the state `kept`, and under what it plays now."""
+    now, new = learner.state(), learner.play()
+    learner.restore(kept)
+    old = learner.play()
+    learner.restore(now)
+    losses = objective.losses([*old.vectors, *new.vectors], chunk)
+    shares = torch.tensor([*old.weights, *new.weights], dtype=losses.dtype)
+    before, after = (shares * losses).split([len(old.vectors), len(new.vectors)])
+    return float(before.sum()), float(after.sum())

@@ -1,0 +1,1 @@
+"""The drivers of the subcommands: every command's stages, in their order."""

@@ -1,0 +1,133 @@
+"""`specctl eval`: drafter × domain, with both baselines in the same run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specctl import threads
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.target import Target, load_target
+from specctl.distillation.prompts import Rejections, read_domains
+from specctl.drafters import pool
+from specctl.errors import UsageError
+from specctl.measuring import lossless
+from specctl.measuring.contenders import VANILLA, contenders, measure, prepare
+from specctl.measuring.drafter_rows import Row, answers, compared, summarise
+from specctl.measuring.lossless import Losslessness
+from specctl.measuring.matrix import Matrix, tabulate
+from specctl.measuring.records import (
+    Record,
+    check_stamp,
+    fingerprints,
+    read_records,
+    recipe_stamp,
+    write_outputs,
+    write_records,
+)
+from specctl.measuring.transformers import PLAIN, load_assistant
+from specctl.recipe import EvalRecipe
+from specctl.runs import Run, threads_of
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The result document of `eval`.
+
+    `lossless` compares drafters with plain decoding (no sequences where texts may differ, or without the vanilla
+    baseline); `lossless_transformers` compares plain decoding with `generate`, greedy only.
+    """
+
+    rows: list[Row]
+    lossless: Losslessness
+    lossless_transformers: Losslessness
+    rejected: int  # prompts
+    matrix: Matrix | None = None  # where the recipe asks for it
+
+
+def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
+    """A matrix for which no domain was named is about those that its drafters were made for.
+
+    Raises UsageError where they name none, CheckpointError where one cannot be read.
+    """
+    if not recipe.matrix or "domain" in recipe.data.model_fields_set:
+        return recipe
+    domains = list(dict.fromkeys(domain for path in named(recipe).values() for domain in pool.domains_of(path)))
+    if not domains:
+        raise UsageError("none of the drafters says which domain it was made for", hint="name some: --domain sql,math")
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"domain": domains})})
+
+
+def evaluate(
+    recipe: EvalRecipe, run: Run, *, target: Target | None = None, drafters: Mapping[str, Drafter] | None = None
+) -> EvalResult:
+    """Measure a recipe's drafters; `target` and `drafters` (by name) are given by callers that hold them already.
+
+    Raises DataError (no usable prompts), CheckpointError (target or drafter), UsageError (contradicting recipe),
+    Interrupted (SIGTERM; the records so far are kept, `resume` continues).
+    """
+    target = target or load_target(**recipe.target.loading)
+    paths, assistants = named(recipe), {}
+    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": fingerprints(paths)}
+    if recipe.resume:
+        check_stamp(run.dir, stamp)
+        threads.keep(threads_of(run.dir))
+    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces)
+    data = recipe.data.model_copy(update={"limit": recipe.limit})
+    prompts = read_domains(data, rejections, split=recipe.split, sample=True)
+    cases = prepare(recipe, target, prompts, rejections)
+    if drafters is None:
+        bases: dict[str, Drafter] = {}
+        drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
+        models = {name: load_assistant(path, target) for name, path in paths.items() if PLAIN in recipe.baselines}
+        assistants = {name: model for name, model in models.items() if model is not None}
+    found = contenders(recipe, target, drafters, assistants)
+    keep = functools.partial(write_records, run.dir, stamp=stamp)
+    earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
+    turns = [[case] for case in cases]
+    run.annotate(target=target.identity)  # from here on an earlier run gives way
+    rejections.release()
+    records = measure(recipe, turns, found, set(drafters) or {VANILLA}, keep, earlier)
+    records, agreement = compared(recipe, target, records, set(drafters))
+    keep(records)
+    if recipe.save_outputs:
+        write_outputs(run.dir, records, target.tokenizer)
+    names = dict.fromkeys([*drafters, *(record.drafter for record in records)])
+    rows = [summarise(name, domain, records) for domain in recipe.data.domain for name in names]
+    rows = [row for row in rows if row.prompts]
+    return EvalResult(
+        rows=rows,
+        lossless=agreement,
+        lossless_transformers=_agreement_with_transformers(recipe, target, records),
+        rejected=rejections.count,
+        matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters)) if recipe.matrix else None,
+    )
+
+
+def named(recipe: EvalRecipe) -> dict[str, str]:
+    """Drafters by the last part of their path; by all of it where that is not unique or names a baseline."""
+    members = map(str, pool.find_pool(recipe.pool)) if recipe.pool else ()
+    paths = list(dict.fromkeys([*recipe.drafters, *members]))
+    taken = [VANILLA, PLAIN, *(Path(path).name for path in paths)]
+    return {Path(path).name if taken.count(Path(path).name) == 1 else path: path for path in paths}
+
+
+def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dict[str, list[str]]:
+    """The trained drafters of a matrix with their domains; all, where none is trained or a caller brought its own."""
+    trained = {name: pool.domains_of(path) for name, path in paths.items() if path not in pool.WEIGHTLESS}
+    return trained or {name: [] for name in drafters}
+
+
+def _agreement_with_transformers(recipe: EvalRecipe, target: Target, records: Sequence[Record]) -> Losslessness:
+    """Our plain decoding against theirs: two implementations, so never bitwise equal, whatever `exact` says."""
+    counts = Losslessness()
+    if recipe.sampling.temperature > 0:
+        return counts
+    theirs, tolerance = answers(records, PLAIN), lossless.TOLERANCE[target.dtype]
+    for question, record in answers(records, VANILLA).items():
+        if question in theirs:
+            ids, ours = record.decoded.prompt_ids, record.decoded.output_ids
+            counts.add(lossless.compare(target, ids, theirs[question].decoded.output_ids, ours, tolerance))
+    return counts

@@ -1,0 +1,112 @@
+"""`specctl export`: a drafter directory of ours → the directory that an engine or a reference repository reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from specctl.decoding.models.loading import load_tokenizer
+from specctl.drafters import checkpoint, pool
+from specctl.errors import UsageError
+from specctl.formats import foreign, registry, roundtrip
+from specctl.formats.head import Facts, Files, Head
+from specctl.recipe import ExportRecipe
+from specctl.runs import Run, atomic_write, to_json
+
+RECORD = "export.json"
+"""Written beside the rest: where it comes from. A directory that has it may be overwritten."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The result document of `export`.
+
+    `commands` put the directory to use; `max_difference` (None without --check) is how far the drafter read back from
+    it is from the original, over all logits and activations of draft steps 1 … `tokens`.
+    """
+
+    drafter: str
+    family: str
+    to: str
+    output: str
+    files: list[str]
+    params: int
+    tokens: int
+    max_difference: float | None
+    commands: list[str]
+    notes: list[str]
+
+
+def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
+    """Write `recipe.drafter` (a LoRA adapter merged into its base) for `recipe.to`, whole or not at all.
+
+    Raises:
+        UsageError: no drafter named, the place is taken, or that format has no room for the family.
+        CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back otherwise.
+    """
+    if recipe.drafter is None:
+        raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
+    found = pool.whole(pool.known(recipe.drafter))
+    pool.sound(found)
+    head = Head(found.config["family"], found.config["architecture"], found.tensors)
+    wanted = recipe.target
+    named = wanted.name if "name" in wanted.model_fields_set else None
+    # The revision is the drafter's own, too, unless one is named.
+    options = {"revision": wanted.revision} if wanted.revision else {}
+    facts = Facts.of_identity(found.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options)
+    if run is not None:
+        run.target = facts.name
+    files = registry.write(head, recipe.to, facts, recipe.tokens)
+    place = recipe.output.absolute()
+    check_free(place, recipe.overwrite)
+    tokens = min(recipe.tokens, head.architecture.get("draft_heads", recipe.tokens))  # one a head, no more
+    commands = registry.commands(recipe.to, head.family, place, facts, tokens)
+    with checkpoint.staged(place) as draft:
+        _write(files, draft, facts, wanted.trust_remote_code)
+        record = {"drafter": str(recipe.drafter.absolute()), "to": recipe.to, "target": found.config["target"]}
+        atomic_write(draft / RECORD, to_json(record | {"commands": commands}, indent=2) + "\n")
+        difference = (
+            roundtrip.check(head, read_back(draft, recipe.to, head, facts), recipe.tokens) if recipe.check else None
+        )
+    return ExportResult(
+        drafter=str(recipe.drafter),
+        family=head.family,
+        to=recipe.to,
+        output=str(recipe.output),
+        files=sorted(path.name for path in place.iterdir()),
+        params=sum(tensor.numel() for tensor in files.tensors.values() if tensor.is_floating_point()),
+        tokens=tokens,
+        max_difference=difference,
+        commands=commands,
+        notes=registry.notes(recipe.to, head.family, facts),
+    )
+
+
+def check_free(place: Path, overwrite: bool) -> None:
+    """Raise UsageError where something is in the way; only an export is ever replaced."""
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        return
+    if not (place / RECORD).is_file():
+        raise UsageError(f"{place} exists and was not written by specctl export", hint="choose another --output-dir")
+    if not overwrite:
+        raise UsageError(f"{place} exists", hint="--overwrite replaces it")
+
+
+def read_back(directory: Path, to: str, head: Head, facts: Facts) -> Head:
+    """The head as the importer understands what was written."""
+    return registry.READERS[registry.written_as(to, head.family)].read(foreign.read(directory), facts)
+
+
+def _write(files: Files, directory: Path, facts: Facts, trust_remote_code: bool) -> None:
+    tensors = checkpoint.separate(files.tensors)
+    if files.weights.endswith(".safetensors"):
+        save_file(tensors, directory / files.weights, metadata={"format": "pt"})  # transformers asks for it
+    else:
+        torch.save(tensors, directory / files.weights)
+    atomic_write(directory / "config.json", to_json(files.config, indent=2) + "\n")
+    if files.tokenizer:
+        tokenizer = load_tokenizer(facts.name, revision=facts.revision, trust_remote_code=trust_remote_code)
+        tokenizer.save_pretrained(directory)

@@ -1,0 +1,161 @@
+"""`specctl generate`: one prompt answered with and without a drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl.decoding import metrics
+from specctl.decoding.loop import decode
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Decoded, DraftTree, Verdict
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target, load_target
+from specctl.distillation.prompts import prompt_id
+from specctl.drafters import pool
+from specctl.errors import UsageError
+from specctl.measuring import lossless
+from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS, filters
+from specctl.measuring.records import Record, write_outputs
+from specctl.recipe import GenerateRecipe
+from specctl.runs import Run
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of an answer, and whether it was drafted and accepted or written by the target."""
+
+    text: str
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """The result document of `generate`; without a drafter only plain decoding is measured.
+
+    `identical`: both texts are equal; where they are not, `agreement` tells a tie from a mismatch (None when sampling
+    may give another text).
+    """
+
+    prompt: str
+    text: str
+    drafter: str | None
+    tokens: int
+    mat: float | None
+    accept_rate: float | None
+    tokens_per_s: float | None
+    vanilla_tokens_per_s: float | None
+    speedup: float | None
+    unusable: str | None  # why the speed-up says nothing (`metrics.unusable`)
+    identical: bool | None
+    agreement: lossless.Agreement | None
+    prefill_s: float
+    pieces: list[Piece]
+
+
+class AcceptedTokens:
+    """Collects, round by round, which tokens of a single sequence were drafted and accepted."""
+
+    def __init__(self) -> None:
+        self.flags = [False]  # the prefill's token
+
+    def __call__(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+        flags = [True] * len(verdict.paths[0]) + [False]
+        self.flags += flags[: len(state.rows[0].output) - len(self.flags)]  # trimmed like the output
+
+
+def generate(
+    recipe: GenerateRecipe, run: Run | None = None, *, target: Target | None = None, drafter: Drafter | None = None
+) -> GenerateResult:
+    """Answer `recipe.prompt` plainly and, if there is one, with the drafter (given, or `recipe.drafter`).
+
+    Raises UsageError (no prompt), DataError (prompt longer than the context), CheckpointError (target or drafter).
+    """
+    if not recipe.prompt:
+        raise UsageError("generate needs a prompt", hint='prompt="Write one SQL query …"')
+    target = target or load_target(**recipe.target.loading)
+    if run is not None:
+        run.annotate(target=target.identity)
+    if drafter is None and recipe.drafter:
+        drafter = pool.load_drafter(recipe.drafter, target, recipe.drafting)
+    name = Path(recipe.drafter).name if recipe.drafter else type(drafter).__name__.lower()
+    messages = [{"role": "user", "content": recipe.prompt}]
+    ids = target.render(messages, **recipe.target.chat_template_kwargs)
+    plain = _decode(target, recipe, ids, None)
+    answers = {VANILLA: plain[0]}
+    decoded, flags = plain
+    if drafter is not None:
+        decoded, flags = _decode(target, recipe, ids, drafter)
+        answers[name] = decoded
+    if run is not None and recipe.save_outputs:
+        seed, heat = recipe.sampling.seed, recipe.sampling.temperature
+        records = [Record(prompt_id(messages), "", who, seed, heat, answer) for who, answer in answers.items()]
+        write_outputs(run.dir, records, target.tokenizer)
+    return _result(recipe, target, decoded, flags, plain[0], name if drafter is not None else None)
+
+
+def _decode(
+    target: Target, recipe: GenerateRecipe, ids: list[int], drafter: Drafter | None
+) -> tuple[Decoded, list[bool]]:
+    """The answer and its accepted tokens, after a short warm-up."""
+    sampling = recipe.sampling
+    for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
+        accepted = AcceptedTokens()
+        (decoded,) = decode(
+            target,
+            [ids],
+            sampling=filters(sampling),
+            max_new_tokens=tokens,
+            seeds=[sampling.seed],
+            drafter=drafter,
+            exact=sampling.exact,
+            on_round=accepted,
+        )
+    return decoded, accepted.flags
+
+
+def _result(
+    recipe: GenerateRecipe, target: Target, decoded: Decoded, flags: list[bool], plain: Decoded, drafter: str | None
+) -> GenerateResult:
+    agreement = None
+    if drafter is not None and lossless.comparable(recipe.sampling, recipe.drafting):
+        tolerance = lossless.tolerance(target, recipe.sampling)
+        agreement = lossless.compare(target, plain.prompt_ids, plain.output_ids, decoded.output_ids, tolerance)
+    mat = metrics.mat([decoded])
+    speedup = metrics.speedup([decoded], [plain]) if drafter is not None else None
+    return GenerateResult(
+        prompt=recipe.prompt or "",
+        text=target.tokenizer.decode(decoded.output_ids, skip_special_tokens=True),
+        drafter=drafter,
+        tokens=len(decoded.output_ids),
+        mat=mat,
+        accept_rate=metrics.accept_rate([decoded]),
+        tokens_per_s=metrics.tokens_per_s([decoded]),
+        vanilla_tokens_per_s=metrics.tokens_per_s([plain]),
+        speedup=speedup,
+        unusable=metrics.unusable(speedup, None, mat),
+        identical=decoded.output_ids == plain.output_ids if drafter is not None else None,
+        agreement=agreement,
+        prefill_s=decoded.prefill_s,
+        pieces=pieces(target.tokenizer, decoded.output_ids, flags),
+    )
+
+
+def pieces(tokenizer: Any, ids: list[int], accepted: list[bool]) -> list[Piece]:
+    """The text of `ids`, cut where `accepted` changes; joined, the pieces are the decoded text.
+
+    A character whose bytes are spread over several tokens belongs to the token that completes it.
+    """
+    found: list[Piece] = []
+    written = ""
+    for end, flag in enumerate(accepted, 1):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        if end < len(ids) and (text.endswith("\ufffd") or not text.startswith(written)):
+            continue
+        new, written = text[len(written) :], text
+        if found and found[-1].accepted == flag:
+            found[-1] = Piece(found[-1].text + new, flag)
+        elif new:
+            found.append(Piece(new, flag))
+    return found

@@ -1,0 +1,101 @@
+"""`specctl import`: someone else's head → a drafter of ours, after a short run has shown that it drafts at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specctl import progress
+from specctl.decoding import metrics
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import Target, load_target
+from specctl.distillation.prompts import read_prompts
+from specctl.drafters import checkpoint, pool
+from specctl.drafters.blueprint import located
+from specctl.errors import UsageError
+from specctl.formats import foreign, registry, roundtrip
+from specctl.formats.head import Facts, Head
+from specctl.recipe import DraftingRecipe, ImportRecipe
+from specctl.runs import Run
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Greedy answers to a few prompts, with the imported head; definitions in `metrics`."""
+
+    prompts: int
+    tokens: int
+    mat: float | None
+    accept_rate: float | None
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """The result document of `import`; `notes` are what had to be changed or taken for granted."""
+
+    head: str
+    format: str
+    family: str
+    params: int
+    drafter: str
+    notes: list[str]
+    probe: Probe | None
+
+
+def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target | None = None) -> ImportResult:
+    """Read `recipe.head`, fit it to the target, write it as a drafter, and try it.
+
+    Raises:
+        UsageError: no head named, or the place is taken.
+        CheckpointError: unknown format, something our head cannot represent, or another target's head.
+        DataError: the prompts of the probe cannot be read.
+    """
+    if recipe.head is None:
+        raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
+    checkpoint.check_free(recipe.output.absolute(), recipe.overwrite)
+    found = foreign.read(recipe.head)
+    name = registry.detect(found) if recipe.format == "auto" else recipe.format
+    target = target or load_target(**recipe.target.loading)
+    if run is not None:
+        run.annotate(target=target.identity)
+    head = registry.READERS[name].read(found, Facts.of_target(target))
+    for note in head.notes:
+        progress.warn(f"{recipe.head}: {note}")
+    with located(recipe.head):
+        module = roundtrip.restore(head)
+    # Before the drafter is written: prompts that cannot be read should leave nothing behind.
+    probe = _probe(recipe, head, module, target) if recipe.probe.enabled else None
+    info = {"imported_from": str(recipe.head), "format": name, "notes": list(head.notes)}
+    checkpoint.save(
+        recipe.output,
+        config={"family": head.family, "architecture": head.architecture, "target": target.identity},
+        tensors=head.tensors,
+        info=info,
+        overwrite=recipe.overwrite,
+    )
+    params = sum(tensor.numel() for tensor in head.tensors.values() if tensor.is_floating_point())
+    return ImportResult(str(recipe.head), name, head.family, params, str(recipe.output), list(head.notes), probe)
+
+
+def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> Probe:
+    """Decode a few prompts; warns where (almost) nothing that the head drafts is accepted."""
+    drafter = pool.family(head.family).drafter(module, target, DraftingRecipe())
+    data = recipe.data.model_copy(update={"limit": recipe.probe.prompts})
+    prompts = read_prompts(data, recipe.data.domain[0], split="test")
+    texts = [target.render(prompt.messages, **recipe.target.chat_template_kwargs) for prompt in prompts]
+    decoded = decode(
+        target,
+        texts,
+        sampling=GREEDY,
+        max_new_tokens=recipe.probe.max_new_tokens,
+        seeds=[0] * len(texts),
+        drafter=drafter,
+        share_rows=False,
+    )
+    rate = metrics.accept_rate(decoded)
+    if rate is None or rate < recipe.probe.suspicious:
+        progress.warn(
+            f"{recipe.head}: {rate or 0:.1%} of what it drafts is accepted: wrong layer ids, d2t or RoPE are the usual "
+            f"reasons, or it was trained for another target than {target.name}"
+        )
+    return Probe(len(texts), sum(len(one.output_ids) for one in decoded), metrics.mat(decoded), rate)

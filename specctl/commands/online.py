@@ -1,0 +1,190 @@
+"""`specctl online`: drafters that learn along a stream of prompts, beside those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specctl import progress
+from specctl.adaptation.stream import PromptStream
+from specctl.commands.reason import ReasoningResult, reason
+from specctl.decoding import metrics
+from specctl.decoding.target import Target, load_target
+from specctl.drafters import checkpoint, pool
+from specctl.measuring.contenders import VANILLA
+from specctl.measuring.drafter_rows import compared
+from specctl.measuring.lossless import Losslessness
+from specctl.measuring.online_contenders import ChunkRow, Stage
+from specctl.measuring.online_journal import Journal
+from specctl.measuring.online_rows import DomainRow, LearnerRow, Passes, SeedRow
+from specctl.measuring.records import Record, recipe_stamp, write_outputs
+from specctl.measuring.resumable import Mark
+from specctl.recipe import OnlineRecipe
+from specctl.runs import Run
+
+OWN = (
+    *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
+    *("over_lookup_with_training", "unusable"),
+)
+"""Fields of the first learner's row that the document has at its top, too."""
+SHOWN = ("algo", "seed", "chunk", "mat", "loss", "learn_s")
+"""Fields of a chunk that go to metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class OnlineResult:
+    """The result document of `online`: the first learner's own numbers, then all contenders side by side.
+
+    `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `static` is the row of the
+    same drafter without learning, None where that was not asked for. `drafters`: each learner's, as it was after the
+    first pass. `rounds_on`: where all contenders' rounds ran; a learner looks on, so it is the host, also with a GPU,
+    where those of `eval` run on the device and are faster.
+    """
+
+    algo: str
+    family: str | None
+    chunks: int
+    prompts: int
+    mat: float | None
+    mat_first: float | None
+    mat_last: float | None
+    speedup: float | None
+    speedup_with_training: float | None
+    over_lookup_with_training: float | None
+    unusable: str | None
+    static: LearnerRow | None
+    per_chunk: list[ChunkRow]
+    learners: list[LearnerRow]
+    per_domain: list[DomainRow]
+    per_seed: list[SeedRow]
+    drafters: dict[str, str]
+    lossless: Losslessness
+    rejected: int
+    rounds_on: Literal["host"] = "host"
+
+
+def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult | ReasoningResult:
+    """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
+
+    Those of lookahead reasoning draft steps (`reason`), all others tokens.
+
+    `target` is given by callers that hold it already.
+
+    Raises:
+        DataError, CheckpointError, UsageError: unusable prompts, drafters, or a run that cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
+        SpecctlError: a learner learns nothing any more, or the disk is full.
+    """
+    if recipe.reasons:
+        return reason(recipe, run, target=target)
+    target = target or load_target(**recipe.target.loading)
+    weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
+    journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
+    journal.start()
+    for seed, stream in journal.passes(target):
+        _pass(recipe, run, target, seed, stream, journal)
+    journal.begin(target)  # where everything is answered already
+    records = journal.records()
+    journal.finish(records)
+    if recipe.save_outputs:
+        with journal.writing():
+            write_outputs(run.dir, records, target.tokenizer)
+    drafters = {name: str(journal.place(name, recipe.seeds[0])) for name in recipe.algo}
+    return _result(recipe, records, journal.rows(), drafters, journal.rejected)
+
+
+def _starts(recipe: OnlineRecipe) -> list[Path]:
+    """The drafters that learners start from."""
+    if recipe.pool is not None:
+        return pool.find_pool(recipe.pool)
+    return [recipe.start_of(family) for family in recipe.families]
+
+
+def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
+    """One pass over the stream; what was learnt is saved at its end."""
+    stage = Stage(recipe, target, seed)
+    mark = journal.mark
+    answered = (mark.stream or {}).get("prompts", 0)
+    label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
+    try:
+        if mark.stage is not None:
+            with journal.restoring():
+                name, known = mark.stage["target"], {part.rpartition(":")[0] for part in recipe.target_schedule}
+                if known and name not in known:  # nothing is loaded because a state says so
+                    raise ValueError(f"target {name!r:.100} is none of target_schedule")
+                _use_target(recipe, stage, name)
+                stage.restore(mark.stage, journal.tensors)
+        journal.begin(target, stream.rejections)
+        with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
+            bar.skip(answered)
+            shown = recipe.algo[0]
+
+            def done(count: int, records: Sequence[Record]) -> None:
+                own = [record.decoded for record in records if record.drafter == shown]
+                bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(own))
+
+            for chunk in stream.chunks():
+                _use_target(recipe, stage, recipe.target_at(answered), f"from prompt {answered + 1} on ")
+                answered += len(chunk)
+                records = stage.answer(chunk, done)
+                rows = stage.learn(chunk, records)
+                records, _ = compared(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
+                with journal.writing():
+                    for row in rows:
+                        run.metrics(**{key: getattr(row, key) for key in SHOWN})
+                facts, tensors = stage.state()
+                number, passed = journal.mark.number + 1, journal.mark.passed
+                journal.keep(records, rows, Mark(number, passed, stream.position(), facts), tensors)
+            stage.finish()
+    finally:
+        stage.close()
+    for name in recipe.algo:
+        _save(recipe, stage, name, journal.place(name, seed))
+    journal.passed()
+
+
+def _use_target(recipe: OnlineRecipe, stage: Stage, name: str, since: str = "") -> None:
+    """Go on with the target of this name, where it is another one."""
+    if recipe.target_schedule and name != stage.target.name:
+        progress.log(f"{since}the target is {name}")
+        stage.retarget(load_target(**(recipe.target.loading | {"name": name})))
+
+
+def _save(recipe: OnlineRecipe, stage: Stage, name: str, place: Path) -> None:
+    """Write a learner's drafter as it is after the stream."""
+    start = recipe.pool or recipe.start_of(recipe.family_of(name))
+    info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
+    if recipe.pool is None:
+        domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
+        info = {**checkpoint.read_info(start), "domain": list(domains), **info}
+    stage.pupils[name].save(place, info)
+
+
+def _result(
+    recipe: OnlineRecipe, records: Sequence[Record], chunks: Sequence[ChunkRow], drafters: dict[str, str], rejected: int
+) -> OnlineResult:
+    passes = Passes(recipe, records, chunks)
+    others = [name for name in passes.by_name if name not in recipe.algo]
+    learners = [passes.row(name) for name in [*recipe.algo, *others]]
+    first = learners[0]
+    static = next((row for row in learners if row.algo == passes.static_of(recipe.algo[0])), None)
+    counts = Losslessness()
+    for record in records:
+        if record.agreement is not None:
+            counts.add(record.agreement)
+    domains = dict.fromkeys(record.domain for record in records)
+    return OnlineResult(
+        **{name: getattr(first, name) for name in OWN},
+        chunks=len(chunks) // len(recipe.algo),
+        prompts=sum(row.prompts for row in chunks if row.algo == first.algo),
+        static=static,
+        per_chunk=[row for row in chunks if row.seed == recipe.seeds[0]],
+        learners=learners,
+        per_domain=[passes.domain_row(name, domain) for domain in domains for name in passes.by_name],
+        per_seed=[passes.seed_row(name, seed) for seed in recipe.seeds for name in recipe.algo],
+        drafters=drafters,
+        lossless=counts,
+        rejected=rejected,
+    )

@@ -1,0 +1,241 @@
+"""`specctl online --algo lr | osd-lr | online-lr`: lookahead reasoning along a stream, all modes side by side."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specctl import progress
+from specctl.adaptation.stream import PromptStream
+from specctl.decoding.target import Target, load_target
+from specctl.drafters import checkpoint, lm, pool
+from specctl.measuring.reasoning_journal import ReasoningChunk, ReasoningJournal, chunk_rows
+from specctl.measuring.reasoning_rows import ModeRow, Rate, acceptance_difference, row
+from specctl.measuring.records import recipe_stamp
+from specctl.measuring.resumable import Mark
+from specctl.reasoning.judge import Judge, make_judge
+from specctl.reasoning.lookahead import Trace
+from specctl.reasoning.modes import LEARNING, DraftLM, Reasoning, load_draft_lm
+from specctl.recipe import OnlineRecipe
+from specctl.recipe.lookahead import ReasoningMode
+from specctl.runs import Run
+
+SHOWN = ("mode", "seed", "chunk", "step_acceptance", "loss", "margin", "learning_s")
+"""Fields of a chunk that go to metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Step acceptance of `mode` less that of `than` on the same prompts; the interval is paired."""
+
+    mode: ReasoningMode
+    than: ReasoningMode
+    step_acceptance: Rate
+
+
+@dataclass(frozen=True)
+class SeedRow:
+    """One mode on one pass over the stream."""
+
+    mode: ReasoningMode
+    seed: int
+    step_acceptance: float | None
+    accepted_per_target_step: float | None
+    avg_len: float | None
+    agreement: float | None
+    seconds: float
+    learning_s: float
+
+
+@dataclass(frozen=True)
+class ReasoningResult:
+    """The result document of `online` with lookahead reasoning.
+
+    `modes` are over all passes; `per_chunk` those of the first one, all are in chunks.jsonl. `judges`: what became of
+    the pairs of steps, by mode. `drafters`: the learnt draft LMs, as they were after the first pass.
+    """
+
+    algo: str
+    chunks: int
+    prompts: int
+    draft: str
+    judge: str
+    modes: list[ModeRow]
+    differences: list[Difference]
+    per_chunk: list[ReasoningChunk]
+    per_seed: list[SeedRow]
+    judges: dict[str, dict[str, int]]
+    drafters: dict[str, str]
+    rejected: int
+
+
+def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> ReasoningResult:
+    """Answer the stream in all modes, once for every seed; those that learn do so after every chunk.
+
+    `target` is given by callers that hold it already.
+
+    Raises:
+        DataError, CheckpointError, UsageError: unusable prompts, models, or a run that cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
+        SpecctlError: the disk is full.
+    """
+    target = target or load_target(**recipe.target.loading)
+    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": _fingerprints(recipe)}
+    draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))
+    journal = ReasoningJournal(recipe, run, stamp)
+    journal.start()
+    for seed, stream in journal.passes(target):
+        _pass(recipe, seed, target, draft, judge, journal, stream)
+    journal.begin(target)  # where everything is answered already
+    return _result(recipe, journal)
+
+
+def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
+    """Fingerprints of the models in drafter directories. Raises CheckpointError where the domain has no draft LM."""
+    if recipe.reasoning.draft is None:
+        checkpoint.present(Path(recipe.draft))
+    named = [name for name in (recipe.draft, recipe.reasoning.drafter) if name is not None]
+    return {name: checkpoint.fingerprint(place) if (place := _directory(name)) else None for name in named}
+
+
+def _directory(name: str) -> Path | None:
+    """The directory of a drafter; None for a model of `transformers` and for drafters without weights."""
+    place = Path(name).expanduser()
+    return place if checkpoint.is_drafter(place) else None
+
+
+def _pass(
+    recipe: OnlineRecipe,
+    seed: int,
+    target: Target,
+    draft: DraftLM,
+    judge: Judge,
+    journal: ReasoningJournal,
+    stream: PromptStream,
+) -> None:
+    """One pass over the stream; what was learnt is saved at its end."""
+    own = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
+    inside = pool.load_drafter(own.drafter, target, recipe.drafting) if own.drafter else None
+    reasoning = Reasoning(target, draft, own, recipe.modes, judge=judge, drafter=inside)
+    mark = journal.mark
+    if mark.stage is not None:
+        with journal.restoring():
+            reasoning.restore(_by_mode(journal.tensors), mark.stage["chunks"])
+    journal.begin(target, stream.rejections)
+    label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
+    with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
+        bar.skip((mark.stream or {}).get("prompts", 0))
+        for arrivals in stream.chunks():
+            before = _counts(reasoning)
+            record = reasoning.chunk(arrivals, bar.update)
+            judged = {mode: _less(now, before[mode]) for mode, now in _counts(reasoning).items()}
+            rows = chunk_rows(record, seed, judged)
+            bar.update(0, chunk=record.chunk, accepted=rows[-1].step_acceptance)
+            for mode, lesson in record.lessons.items():
+                if lesson.refused:
+                    progress.warn(f"{mode}: chunk {record.chunk} taught what is not finite; it is as it was before")
+            with journal.writing():
+                for one in rows:
+                    journal.run.metrics(**{key: getattr(one, key) for key in SHOWN})
+            tensors = _flat(reasoning.state())
+            number, passed = journal.mark.number + 1, journal.mark.passed
+            here = Mark(number, passed, stream.position(), {"chunks": reasoning.chunks})
+            journal.keep(record, rows, here, tensors)
+    for mode, learner in reasoning.learners.items():
+        _save(recipe, journal.place(mode, seed), learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
+    journal.passed()
+
+
+def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """`Reasoning.state` for a checkpoint: in the memory of the host, until it is written."""
+    return {f"{mode}.{name}": value.cpu() for mode, own in state.items() for name, value in own.items()}
+
+
+def _by_mode(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """A checkpoint's tensors as `Reasoning.restore` wants them."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        mode, _, own = name.partition(".")
+        found.setdefault(mode, {})[own] = tensor
+    return found
+
+
+def _counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
+    return {mode: judge.tally.counts() for mode, judge in reasoning.judges.items()}
+
+
+def _less(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in now.items()}
+
+
+def _save(
+    recipe: OnlineRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
+) -> None:
+    """Write a learnt draft LM as what it was before: a drafter of family lm, or a model of `transformers`."""
+    start = _directory(draft.name)
+    if start is None:
+        with checkpoint.staged(place) as folder:
+            model.save_pretrained(folder)
+            draft.tokenizer.save_pretrained(folder)
+        return
+    module = lm.LM(model)
+    domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
+    info = {**checkpoint.read_info(start), "domain": list(domains), "mat": {}}
+    info["learnt"] = f"{learnt}, from {draft.name}"
+    config, tensors = lm.config(module, target.identity), lm.published(module.state_dict())
+    checkpoint.save(place, config=config, tensors=tensors, info=info, overwrite=True)
+
+
+def _result(recipe: OnlineRecipe, journal: ReasoningJournal) -> ReasoningResult:
+    chunks, traces, modes = journal.rows(), journal.traces(), recipe.modes
+
+    def over(mode: ReasoningMode, seeds: Sequence[int]) -> list[Trace]:
+        return [trace for seed in seeds for trace in traces.get((mode, seed), [])]
+
+    def rated(mode: ReasoningMode, seeds: Sequence[int]) -> ModeRow:
+        learning_s = sum(one.learning_s for one in chunks if one.mode == mode and one.seed in seeds)
+        alone = over("target", seeds) if "target" in modes else None
+        return row(mode, over(mode, seeds), alone, learning_s)
+
+    learners = [mode for mode in modes if mode in LEARNING]
+    pairs = [(mode, than) for mode in learners for than in modes if than == "lr" or (than, mode) == tuple(LEARNING)]
+    judged: dict[str, Counter[str]] = {}
+    for one in chunks:
+        if one.judge:
+            judged.setdefault(one.mode, Counter()).update(one.judge)
+    rows = [rated(mode, recipe.seeds) for mode in modes]
+    return ReasoningResult(
+        algo=recipe.algo[0],
+        chunks=len(chunks) // len(modes),
+        prompts=rows[0].prompts,
+        draft=recipe.draft,
+        judge=recipe.reasoning.judge.name or recipe.reasoning.judge.kind,
+        modes=rows,
+        differences=[
+            Difference(mode, than, acceptance_difference(over(mode, recipe.seeds), over(than, recipe.seeds)))
+            for mode, than in pairs
+        ],
+        per_chunk=[one for one in chunks if one.seed == recipe.seeds[0]],
+        per_seed=[_seed_row(rated(mode, [seed]), seed) for seed in recipe.seeds for mode in modes],
+        judges={mode: dict(counts) for mode, counts in judged.items()},
+        drafters={mode: str(journal.place(mode, recipe.seeds[0])) for mode in learners},
+        rejected=journal.rejected,
+    )
+
+
+def _seed_row(row: ModeRow, seed: int) -> SeedRow:
+    return SeedRow(
+        row.mode,
+        seed,
+        row.step_acceptance.value,
+        row.accepted_per_target_step.value,
+        row.avg_len.value,
+        row.agreement.value,
+        row.seconds,
+        row.learning_s,
+    )

@@ -1,0 +1,198 @@
+"""`specctl select --record` and `--replay`: the table of a pool, written once, and policies played on it in seconds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from specctl.decoding.metrics import Interval
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.target import Target
+from specctl.measuring.contenders import Case, filters
+from specctl.measuring.policy_rows import LONG_ENOUGH, PolicyRow
+from specctl.recipe import SelectRecipe
+from specctl.selection.arms import chosen, reach
+from specctl.selection.guarded import Guarded
+from specctl.selection.recorded import recorder, regret
+from specctl.selection.recorded.hindsight import Hindsight
+from specctl.selection.recorded.lengths import shortened
+from specctl.selection.recorded.regret import Summary
+from specctl.selection.recorded.replay import Replay, draft_all, oracle, replay, rules_on
+from specctl.selection.recorded.table_file import read_table
+from specctl.selection.recorded.trace import Table, of_arms
+
+SUBSETS = 6  # of each pool size
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """Replays on `arms` of the arms, mean over some subsets of them."""
+
+    arms: int
+    algo: str
+    mat: float
+    share_of_best: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Results of a recipe's policies on a recorded table, all seeds of the recipe together.
+
+    `games` are those from reset to reset, G of them, which every seed plays.
+    """
+
+    table: Table
+    rows: list[PolicyRow]
+    curves: dict[str, dict[str, list[float]]]
+    per_domain: dict[str, dict[str, float]]
+    pool_size: list[PoolSize]
+    oracle_mat: float
+    games: int
+
+
+def record_table(
+    recipe: SelectRecipe,
+    target: Target,
+    stream: Sequence[Sequence[Case]],
+    drafters: dict[str, Drafter],
+    made_of: dict[str, object],
+) -> tuple[Table, dict[str, int]]:
+    """Record the pool on the stream, into `recipe.record`: the table, and how often each drafter raised meanwhile.
+
+    Raises as `selection.record.record`.
+    """
+    arms = [Guarded(name, drafter) for name, drafter in drafters.items()]
+    queries = [
+        recorder.Query(case.prompt.id, case.prompt.domain, case.ids, case.room, case.seed(recipe.sampling.seed), number)
+        for number, session in enumerate(stream)
+        for case in session
+    ]
+    table = recorder.record(
+        target,
+        arms,
+        queries,
+        filters(recipe.sampling),
+        max(1, *map(reach, drafters.values())),
+        exact=recipe.sampling.exact,
+        path=recipe.record,
+        made_of=made_of,
+        resume=recipe.resume,
+        overwrite=recipe.overwrite,
+    )
+    # Of earlier sittings the table alone knows, and of drafts only.
+    raised = [sum(int((trace.drafted[n] < 0).sum()) for trace in table.traces) for n in range(len(arms))]
+    return table, {arm.name: max(arm.failures, known) for arm, known in zip(arms, raised, strict=True)}
+
+
+def replay_table(recipe: SelectRecipe) -> Replayed:
+    """Play the recipe's policies on `recipe.replay`, once for each seed, beside every arm, the oracle and draft-all.
+
+    Raises CheckpointError where the table cannot be read, DataError where it is empty.
+    """
+    assert recipe.replay is not None
+    table = read_table(recipe.replay)
+    table = of_arms(table, chosen(recipe, table.arms))
+    if recipe.arms.draft_nodes:
+        table = shortened(table, recipe.arms.draft_nodes)
+    yardstick = Hindsight(table, recipe.game.yardstick)
+    played = {name: _played(recipe, name, yardstick) for name in recipe.algo}
+    # What draws nothing does the same for every seed.
+    times, resets = len(recipe.seeds), (recipe.reset, recipe.session)
+    fixed = {arm: times * _played(recipe, "fixed", yardstick, [0], arm=n) for n, arm in enumerate(table.arms)}
+    others = {"oracle": times * [oracle(yardstick, *resets)], "draft-all": times * [draft_all(yardstick, *resets)]}
+    kinds = {name: kind for kind, named in (("arm", fixed), ("baseline", others)) for name in named}
+    runs = {**played, **fixed, **others}
+    summaries = {name: regret.summarize(replays, yardstick) for name, replays in runs.items()}
+    fastest = max((summaries[arm] for arm in fixed), key=lambda one: one.tokens_per_s)
+    return Replayed(
+        table=table,
+        rows=[
+            _row(name, kinds.get(name, "policy"), runs[name], one, yardstick, fastest)
+            for name, one in summaries.items()
+        ],
+        curves={name: _curves(recipe, name, one, yardstick) for name, one in played.items()},
+        per_domain={name: regret.mat_by_domain(one, yardstick) for name, one in {**played, **others}.items()},
+        pool_size=[size for n in recipe.pool_sizes for size in _sizes(recipe, table, n)],
+        oracle_mat=summaries["oracle"].mat,
+        games=summaries["oracle"].games,
+    )
+
+
+def _played(
+    recipe: SelectRecipe, name: str, yardstick: Hindsight, seeds: Sequence[int] | None = None, **options: int
+) -> list[Replay]:
+    """One replay for each seed, which are those of live decoding."""
+    policy = recipe.policy.model_copy(update=options)
+    return [
+        replay(name, yardstick, policy, recipe.game, recipe.reset, recipe.session, recipe.sampling.seed + seed)
+        for seed in seeds or recipe.seeds
+    ]
+
+
+def _row(
+    name: str, kind: str, replays: Sequence[Replay], summary: Summary, yardstick: Hindsight, fastest: Summary
+) -> PolicyRow:
+    """Replays in the columns of a live run; seconds are those of the table's cost model."""
+    long, late = summary.tokens[0] >= LONG_ENOUGH, kind == "policy" and yardstick.by == "mat"
+    plain_s = float(yardstick.table.step_s[0])
+    scoring = summary.scoring_s.sum() / summary.seconds.sum()
+    return PolicyRow(
+        algo=name,
+        kind=kind,
+        mat=summary.mat,
+        mat_interval=summary.mat_interval,
+        tokens_per_s=summary.tokens_per_s,
+        speedup=summary.tokens_per_s * plain_s,
+        speedup_interval=scaled(summary.tokens_per_s_interval, plain_s),
+        over_best_arm=summary.tokens_per_s / fastest.tokens_per_s,
+        over_best_arm_interval=regret.bootstrap_ratio(fastest.seconds, summary.seconds),
+        share_of_best=summary.oracle_share,
+        share_of_best_interval=summary.oracle_share_interval,
+        share_of_best_256=float(summary.best[:, long].sum() / summary.own[:, long].sum()) if long.any() else None,
+        share_after_256=regret.late_share(replays, yardstick, LONG_ENOUGH) if late else None,
+        regret=round(summary.regret * summary.rounds.size) if yardstick.by == "mat" else None,
+        best_arm_ratio=summary.best_arm_ratio,
+        rounds=int(summary.rounds.sum()),
+        pulls={arm: count for arm, count in zip(yardstick.table.arms, summary.pulls, strict=True) if count},
+        decide_us_p50=summary.decide_us_p50 if kind == "policy" else None,
+        scorings=summary.scorings if kind == "policy" else None,
+        score_share=float(scoring) or None,
+        dropped=summary.dropped,
+    )
+
+
+def scaled(interval: Interval | None, factor: float) -> Interval | None:
+    return None if interval is None else (factor * interval[0], factor * interval[1])
+
+
+def _curves(recipe: SelectRecipe, name: str, replays: Sequence[Replay], yardstick: Hindsight) -> dict[str, list[float]]:
+    """Means over games and seeds, by token since the reset."""
+    rules = rules_on(yardstick.table, name, recipe.game)
+    played = [game for one in replays for game in one.played]
+    stopping = [regret.stopping_regret(game, yardstick).astype(float) for game in played]
+    losses = [regret.loss_regret(game, yardstick, rules) for game in played]
+    on_best = [np.repeat(game.arms == game.best, game.committed).astype(float) for game in played]
+    return {
+        "stopping_regret": regret.mean_curve(stopping).tolist(),
+        "loss_regret": regret.mean_curve(losses).tolist(),
+        "best_arm": regret.mean_curve(on_best).tolist(),
+    }
+
+
+def _sizes(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
+    """Every policy on some subsets of `count` arms, the same for all."""
+    draw = random.Random(recipe.sampling.seed)
+    arms = range(len(table.arms))
+    subsets = {tuple(sorted(draw.sample(arms, min(count, len(arms))))) for _ in range(SUBSETS)}
+    parts = [of_arms(table, [table.arms[arm] for arm in subset]) for subset in sorted(subsets)]
+    yardsticks = [Hindsight(part, recipe.game.yardstick) for part in parts]
+    found = []
+    for name in recipe.algo:
+        done = [regret.summarize(_played(recipe, name, one), one) for one in yardsticks]
+        shares = fmean(one.oracle_share for one in done)
+        found.append(PoolSize(count, name, fmean(one.mat for one in done), shares))
+    return [*found, PoolSize(count, "oracle", fmean(one.oracle_mat for one in done), 1.0)]

@@ -1,0 +1,1 @@
+"""Rounds that run on a GPU without the host."""

@@ -1,0 +1,135 @@
+"""What can be said about a target before any of its weights is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specctl.decoding.models import lean
+from specctl.decoding.models.loading import (
+    DTYPES,
+    first_line,
+    load_config,
+    load_tokenizer,
+    location,
+    pick_device,
+    pick_dtype,
+)
+from specctl.decoding.models.supported import context_limit, ropes, window_size
+from specctl.decoding.target import eos_ids
+from specctl.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Description:
+    """A target as its configuration and tokenizer describe it.
+
+    Attributes:
+        path, why: "lean" or "transformers", and the first thing that the lean step lacks.
+        dtype: that `--dtype auto` takes on this machine; bytes: of all parameters in it.
+        checkpoint_dtype: that the weights are stored in, where the configuration says so.
+        kv_heads, head_dim: as configured; None where layers differ.
+        context_length: longest sequence, trained_context the model's own where that is longer.
+        rope: kinds of rotary embedding; empty where positions are not rotated.
+        features: ids of the hidden states that feature drafters can read: 0 (embeddings) to this one.
+        chat_template: None where there is no tokenizer; eos_ids are then those of the configuration.
+    """
+
+    target: str
+    architecture: str
+    model_type: str
+    path: str
+    why: str
+    dtype: str
+    parameters: int
+    bytes: int
+    checkpoint_dtype: str | None
+    layers: int
+    hidden_size: int
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    vocab_size: int
+    context_length: int | None
+    trained_context: int | None
+    rope: list[str]
+    sliding_window: int | None
+    tied_head: bool
+    features: int
+    eos_ids: list[int]
+    chat_template: bool | None
+
+
+def path_of(config) -> tuple[str, str]:
+    """Which path runs a configuration (as `load_config` returns it), and why."""
+    reason = lean.why_not(config)
+    return ("transformers", reason) if reason else ("lean", f"{config.model_type} is covered by the lean step")
+
+
+def describe(name: str, label: str | None = None) -> Description:
+    """The target `name`, shown as `label`. CheckpointError where it cannot be used."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = load_config(name)
+    text = config.get_text_config()
+    path, why = path_of(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever the code of an architecture raises at sizes that nobody has tried
+        raise CheckpointError(
+            f"transformers cannot build target {label or name} from its configuration: {first_line(error)}",
+            "compare config.json with the model's original",
+        ) from error
+    dtype = pick_dtype("auto", pick_device("auto"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    heads = _everywhere(text, "num_attention_heads", None)
+    try:
+        tokenizer = load_tokenizer(name)
+    except CheckpointError:
+        tokenizer = None
+    generation = model.generation_config
+    try:
+        generation = GenerationConfig.from_pretrained(location(name))
+    except OSError:  # most have none, and then the model's own is made from the configuration
+        pass
+    except Exception as error:  # whatever a file can make transformers raise
+        said = f"cannot read generation_config.json of target {label or name}: {first_line(error)}"
+        raise CheckpointError(said, "copy the file again, or delete it") from error
+    stored = getattr(config, "dtype", None)
+    trained, limit = getattr(text, "max_position_embeddings", None), context_limit(text)
+    return Description(
+        target=label or name,
+        architecture=type(model).__name__,
+        model_type=config.model_type,
+        path=path,
+        why=why,
+        dtype=next(short for short, kind in DTYPES.items() if kind == dtype),
+        parameters=parameters,
+        bytes=parameters * dtype.itemsize,
+        checkpoint_dtype=None if stored is None else str(stored).removeprefix("torch."),
+        layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        heads=heads,
+        kv_heads=_everywhere(text, "num_key_value_heads", heads),
+        head_dim=_everywhere(text, "head_dim", text.hidden_size // heads if heads else None),
+        vocab_size=embedding.shape[0],
+        context_length=limit,
+        trained_context=trained if trained != limit else None,
+        rope=list(ropes(text)),
+        sliding_window=window_size(text),
+        tied_head=head is embedding,
+        features=text.num_hidden_layers,
+        eos_ids=sorted(eos_ids(generation, config, tokenizer)),
+        chat_template=None if tokenizer is None else getattr(tokenizer, "chat_template", None) is not None,
+    )
+
+
+def _everywhere(config, name: str, default: int | None) -> int | None:
+    """A value of all layers, `default` where the configuration names none, None where layers have different ones."""
+    try:
+        return getattr(config, name, None) or default
+    except RuntimeError:  # transformers' answer where layers differ
+        return None

@@ -1,0 +1,243 @@
+"""Steps through `transformers`' own forward, for architectures that the lean step does not cover.
+
+The model writes into our preallocated cache through transformers' cache-layer interface and takes our 4-D mask, so
+rollback, trees and ragged batches work exactly as on the lean path. So does a model whose layers `accelerate` has
+spread over several GPUs: its hooks carry the rows from one to the next, keys and values stay where their layer is, and
+what leaves this file is on the device of the embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from specctl.decoding.cache import KVCache, Plan
+from specctl.decoding.models.supported import context_limit, window_size
+
+
+class ShardedCache(KVCache):
+    """Keys and values where the layers are: one `KVCache` for each device of a model that is spread over several."""
+
+    def __init__(self, devices: list[torch.device], batch: int, heads: int, capacity: int, head_dim: int, *, dtype):
+        """`devices`: that of every layer."""
+        self.parts = {
+            device: KVCache(devices.count(device), batch, heads, capacity, head_dim, dtype=dtype, device=device)
+            for device in dict.fromkeys(devices)
+        }
+        self.capacity = capacity
+        self.places = [(device, devices[:layer].count(device)) for layer, device in enumerate(devices)]
+        self._views()
+
+    def _views(self) -> None:
+        self.keys = [self.parts[device].keys[index] for device, index in self.places]
+        self.values = [self.parts[device].values[index] for device, index in self.places]
+        self.batch = next(iter(self.parts.values())).batch
+
+    def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
+        device, index = self.places[layer]
+        self.parts[device].write(index, pairs, replace(plan, positions=plan.positions.to(pairs.device)))
+
+    def compact(self, sequence: int, start: int, path: list[int]) -> None:
+        for part in self.parts.values():
+            part.compact(sequence, start, path)
+
+    def sequence(self, index: int) -> ShardedCache:
+        alone = copy.copy(self)
+        alone.parts = {device: part.sequence(index) for device, part in self.parts.items()}
+        alone._views()
+        return alone
+
+    def moved_to(self, larger: KVCache) -> KVCache:
+        assert isinstance(larger, ShardedCache)
+        for device, part in self.parts.items():
+            part.moved_to(larger.parts[device])
+        return larger
+
+    def select(self, index: Tensor) -> None:
+        for device, part in self.parts.items():
+            part.select(index.to(device))
+        self._views()
+
+
+class _Layer(CacheLayerMixin):
+    """Hands a layer's new keys and values to the KVCache and returns the slots that attention reads.
+
+    The store is as wide as the widest layer's keys or values; where they are narrower, the rest of a row stays zero.
+    """
+
+    is_sliding = False
+
+    def __init__(self, store: KVCache, index: int, plan: Plan):
+        super().__init__()
+        self.store, self.index, self.plan = store, index, plan
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store is preallocated."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        keys, values = self.store.keys[self.index], self.store.values[self.index]
+        heads, dim = keys.shape[1], keys.shape[3]
+        padded = [
+            new
+            if new.shape[1] == heads and new.shape[3] == dim
+            else F.pad(new, (0, dim - new.shape[3], 0, 0, 0, heads - new.shape[1]))
+            for new in (key_states, value_states)
+        ]
+        self.store.write(self.index, torch.cat(padded, 1).transpose(1, 2).flatten(0, 1), self.plan)
+        span = self.plan.span
+        return (
+            keys[:, : key_states.shape[1], :span, : key_states.shape[3]],
+            values[:, : value_states.shape[1], :span, : value_states.shape[3]],
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.plan.span, 0
+
+    def get_seq_length(self) -> int:
+        return max(self.plan.base)
+
+    def get_max_length(self) -> int:
+        return self.store.capacity
+
+
+class _Shapes(CacheLayerMixin):
+    """Stands for a layer of the cache while one token passes: notes what the layer would store, and where."""
+
+    is_sliding = False
+    heads = dim = 0
+    device: torch.device | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: nothing is stored."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        self.heads = max(key_states.shape[1], value_states.shape[1])
+        self.dim = max(key_states.shape[3], value_states.shape[3])
+        self.device = key_states.device
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _States(BaseModelOutputWithPast):
+    """The output of a decoder that has nothing but hidden states; architectures pass on this and that beside them."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Passed(nn.Module):
+    """In the place of a model's decoder: what went in as embeddings comes out as its last hidden state."""
+
+    @property
+    def decoder(self) -> _Passed:
+        """OPT and its like call this part of it."""
+        return self
+
+    def forward(self, *args, inputs_embeds: Tensor, **kwargs) -> _States:
+        return _States(last_hidden_state=inputs_embeds)
+
+
+class HFModel:
+    """The same interface as `LeanModel` over any decoder-only `transformers` model with a key/value cache."""
+
+    def __init__(self, model):
+        config = model.config.get_text_config()
+        self.model = model
+        prefix = model.base_model_prefix if model.base_model is not model else "model"
+        self.body = getattr(model, prefix)
+        # The model without its decoder: the head, and what an architecture does before and behind it (scales, caps).
+        self.tail = copy.copy(model)
+        self.tail._modules = model._modules | {prefix: _Passed()}
+        self.dtype = model.dtype
+        self.device = model.get_input_embeddings().weight.device
+        self.hidden_size = config.hidden_size
+        self.embedding = model.get_input_embeddings().weight.detach()
+        # Padding rows may stand behind the context; learned positions end there, and some RoPE frequencies change.
+        self.last_position = (context_limit(config) or 1 << 31) - 1
+        self.num_layers = config.num_hidden_layers
+        self.window = window_size(config)
+        self.mixed = len(set(getattr(config, "layer_types", None) or [])) > 1
+        shapes = self._shapes()
+        self.kv_heads, self.head_dim = max(s.heads for s in shapes), max(s.dim for s in shapes)
+        self.layer_devices = [shape.device or self.device for shape in shapes]
+
+    @torch.no_grad()
+    def _shapes(self) -> list[_Shapes]:
+        """What every layer stores for one token: no configuration tells it for all architectures."""
+        shapes: list[Any] = [_Shapes() for _ in range(self.num_layers)]
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.body(input_ids=token, position_ids=token, past_key_values=Cache(layers=shapes), use_cache=True)
+        return shapes
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        shape = (batch, self.kv_heads, capacity, self.head_dim)
+        if set(self.layer_devices) != {self.device}:
+            return ShardedCache(self.layer_devices, *shape, dtype=self.dtype)
+        return KVCache(self.num_layers, *shape, dtype=self.dtype, device=self.device)
+
+    def _masks(self, plan: Plan, batch: int, rows: int) -> Tensor | dict[str, Tensor] | None:
+        if plan.causal and self.window is None:
+            return None  # plain causal attention, which SDPA does without a quadratic mask
+        full = plan.mask
+        if full is None:
+            slots = torch.arange(plan.span, device=self.device)
+            start = torch.tensor(plan.base, device=self.device).view(-1, 1, 1)
+            allowed = slots.view(1, 1, -1) <= start + torch.arange(rows, device=self.device).view(1, -1, 1)
+            full = torch.zeros(batch, rows, plan.span, dtype=self.dtype, device=self.device)
+            full = full.masked_fill_(~allowed, float("-inf")).unsqueeze(1)
+        full = full.expand(batch, 1, rows, plan.span)
+        if self.window is None:
+            return {"full_attention": full} if self.mixed else full
+        behind = self._slot_positions(plan, batch) <= plan.positions.unsqueeze(-1) - self.window
+        narrow = full.masked_fill(behind.unsqueeze(1), float("-inf"))
+        return {"full_attention": full, "sliding_attention": narrow} if self.mixed else narrow
+
+    def _slot_positions(self, plan: Plan, batch: int) -> Tensor:
+        """[B, 1, span] absolute position held by each cache slot (a draft node's slot is not its position)."""
+        slots = torch.arange(plan.span, device=self.device).expand(batch, -1).clone()
+        rows = plan.positions.shape[1]
+        where = torch.tensor(plan.base, device=self.device).unsqueeze(1) + torch.arange(rows, device=self.device)
+        slots.scatter_(1, where, plan.positions.expand(batch, -1))
+        return slots.unsqueeze(1)
+
+    def forward(
+        self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `LeanModel.forward`."""
+        batch, rows = tokens.shape
+        layers: list[Any] = [_Layer(cache, index, plan) for index in range(self.num_layers)]
+        output = self.body(
+            input_ids=tokens,
+            position_ids=plan.positions.expand(batch, -1).clamp(max=self.last_position),
+            attention_mask=self._masks(plan, batch, rows),
+            past_key_values=Cache(layers=layers),
+            use_cache=True,
+            output_hidden_states=bool(taps),
+        )
+        tapped = None
+        if taps:
+            tapped = torch.cat([output.hidden_states[tap].to(self.device, self.dtype) for tap in taps], -1)
+        return output.last_hidden_state.to(self.device), tapped
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `LeanModel.logits`, by the model's own code: heads of two layers, scaled and capped logits included."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        # Not `self.tail(…)`: hooks that `accelerate` has put on the model would run the decoder.
+        logits = type(self.model).forward(self.tail, inputs_embeds=rows, use_cache=False).logits
+        return logits.to(self.device).view(*hidden.shape[:-1], -1)

@@ -1,0 +1,298 @@
+"""A model of `transformers` by Hugging Face id, directory or `builtin`: found, and read onto a device in a dtype."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import socket
+from collections.abc import Mapping
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+
+from specctl.decoding.models.supported import context_limit, ropes, unusable, why_unusable, window_size
+from specctl.errors import CheckpointError, UsageError
+
+HUB_S = 2.0  # seconds for the hub's answer to a connection
+ATTENTION = (None, "eager", "sdpa")
+"""Attention that a configuration may choose: transformers' own, as far as it takes a mask of any shape."""
+MOST_LAYERS = 1000
+LONGEST_LINE = 300  # characters of another library's message
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def builtin_path() -> Path:
+    """Directory of the built-in target."""
+    return Path(str(resources.files("specctl") / "assets" / "builtin"))
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` and `cuda` are this process' own GPU, `auto` without one the CPU.
+
+    Whoever computes on a GPU asks here first, so this is also where attention by cuDNN is switched off: torch prefers
+    it on Hopper and later, it plans every new shape for some 0.4 s, and the shapes of decoding are new in every round.
+    """
+    available = torch.cuda.is_available()
+    if device.startswith("cuda") and not available:
+        raise UsageError(
+            f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
+        )
+    if device != "cpu" and available:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if device == "cuda" or (device == "auto" and available):
+        return torch.device("cuda", own_gpus(torch.cuda.device_count(), os.environ)[0])
+    return torch.device("cpu" if device == "auto" else device)
+
+
+def own_gpus(count: int, environ: Mapping[str, str]) -> list[int]:
+    """The GPUs of this process among `count` visible ones: all of them, or every n-th where a launcher started n here.
+
+    The first is that of LOCAL_RANK, which DeepSpeed takes, too. UsageError where there are more processes than GPUs.
+    """
+    rank, processes = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if rank >= count:
+        raise UsageError(
+            f"the process of LOCAL_RANK {rank} has no GPU: {count} visible",
+            "start as many processes as there are GPUs (or, where each sees only its own, with LOCAL_RANK=0)",
+        )
+    return list(range(rank, count, processes))
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, else fp32."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {dtype!r}", f"one of auto, {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if cpu_has_bf16() else torch.float32
+
+
+def cpu_has_bf16() -> bool:
+    """Native bf16 dot products (without them bf16 is slower than fp32)."""
+    check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(check and check())
+
+
+def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
+    """The configuration of a target, checked to be a decoder-only causal LM."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    check_within_reach(name, revision)
+    where = location(name)
+    if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
+        raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
+    try:
+        config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        kind = text.model_type
+        for ask in (ropes, context_limit, window_size):
+            ask(text)  # what is read of it later is not to fail then
+    except Exception as error:  # whatever a file can make transformers raise
+        telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        raise CheckpointError(
+            f"cannot read the configuration of target {name} (config.json): {first_line(telling or error)}",
+            "give a Hugging Face id, a directory with config.json, or 'builtin'",
+        ) from error
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise CheckpointError(f"target {name}: config.json: architectures is {names!r:.60}, not a list of names")
+    for key, value in vars(text).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise CheckpointError(f"target {name}: config.json: {key} is {value}", "copy the file again")
+    for key in ("_attn_implementation", "_experts_implementation"):
+        for value in (getattr(part, key, None) for part in (config, text)):
+            if value not in ATTENTION and not trust_remote_code:
+                raise CheckpointError(
+                    f"target {name}: config.json: {key[1:]} is {value!r:.60}, which may be code from a repository",
+                    f"delete the key; some of {', '.join(filter(None, ATTENTION))} is chosen here",
+                )
+    if config.is_encoder_decoder or (
+        names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
+    ):
+        raise CheckpointError(
+            f"target {name} is not a decoder-only causal LM (architecture {', '.join(names):.200})",
+            "choose a causal LM such as Llama, Qwen or Mistral",
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
+    layers = getattr(text, "num_hidden_layers", 1)
+    if not (type(layers) is int and 0 < layers <= MOST_LAYERS):
+        raise CheckpointError(f"target {name}: config.json: num_hidden_layers is {layers!r:.60}, not 1 … {MOST_LAYERS}")
+    reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
+    if reason is not None:
+        raise unusable(name, reason)
+    return config
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error, of ordinary length, behind its kind where the line may not tell enough."""
+    said = str(error).strip().splitlines()[:1]
+    telling = isinstance(error, OSError | ValueError | RuntimeError | CheckpointError)
+    kind = [] if said and telling else [type(error).__name__]
+    return ": ".join(kind + said)[:LONGEST_LINE]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory here."""
+    return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+
+
+def check_within_reach(name: str, revision: str | None = None) -> None:
+    """CheckpointError for an id that is not in the cache while the hub cannot be reached: `huggingface_hub` would try
+    for minutes. A proxy is left to it."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    hub = urlsplit(constants.ENDPOINT)
+    if not is_hub_id(name) or constants.HF_HUB_OFFLINE or hub.scheme in getproxies():
+        return
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return
+        socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_S).close()
+    except HFValidationError:
+        return  # no id at all, which transformers says
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} is neither a directory nor in the Hugging Face cache, and {hub.hostname} cannot be reached "
+            f"({error.strerror or error})",
+            f"give a directory, or run `hf download {name}` where there is a network",
+        ) from error
+
+
+def location(name: str) -> str:
+    """What `transformers` loads a target from: a directory, or a Hugging Face id. CheckpointError for neither."""
+    if name == "builtin":
+        return str(builtin_path())
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise CheckpointError(
+            f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
+        )
+    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+
+
+def load_model(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision=None,
+    trust_remote_code=False,
+    device_map: str | None = None,
+    max_memory: str | None = None,
+):
+    """The plain `transformers` model of a target, in evaluation mode, on `device` or spread by `device_map`.
+
+    For a GPU the weights are read from the memory-mapped files straight to it: eight processes on a node share the
+    pages of the files and hold no copies in CPU memory.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        if not trust_remote_code:
+            _check_size(name, config)
+        model = AutoModelForCausalLM.from_pretrained(
+            location(name),
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **_placement(device, device_map, max_memory),
+        )
+        if device_map is None:
+            model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+    except SafetensorError as error:  # which does not say of which file
+        hint = f"specctl doctor --target {name} names the file"
+        raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
+    except (UsageError, CheckpointError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever files can make transformers raise, a pickle that was not loaded included
+        hint = f"specctl doctor --target {name} looks at its files"
+        raise CheckpointError(f"cannot load target {name}: {first_line(error)}", hint) from error
+    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
+    if len(places) > 1 and places & {"cpu", "disk"}:
+        raise CheckpointError(
+            f"target {name} does not fit the memory of the GPUs of this process",
+            "more GPUs, or raise target.max_memory",
+        )
+    return model.eval()
+
+
+def _check_size(name: str, config: Any) -> None:
+    """Raise CheckpointError where the files of a directory are too small for what config.json describes: what they do
+    not hold would be drawn at random, for minutes."""
+    from transformers import AutoModelForCausalLM
+
+    held = sum(file.stat().st_size for file in Path(location(name)).glob("*.safetensors"))
+    if not held or getattr(config, "quantization_config", None):
+        return
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    if parameters > held:  # a byte each is the least that is not quantised
+        raise CheckpointError(
+            f"cannot load target {name}: its weights are damaged, or another model's: {held:,} bytes for the "
+            f"{parameters:,} parameters that config.json describes",
+            f"specctl doctor --target {name} looks at its files",
+        )
+
+
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
+    """The tokenizer of a model. CheckpointError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            location(name), revision=revision, trust_remote_code=trust_remote_code
+        )
+        vocabulary = tokenizer.encode("a", add_special_tokens=False)
+    except Exception as error:  # whatever a file can make the libraries raise
+        raise CheckpointError(f"cannot load the tokenizer of {name}: {first_line(error)}") from error
+    if not vocabulary:  # transformers makes an empty one where the files are missing
+        raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json beside config.json")
+    return tokenizer
+
+
+def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained`. A map spreads over this process' GPUs only: what is free, or `max_memory`."""
+    if find_spec("accelerate") is None:
+        if device_map is None:
+            return {}
+        raise UsageError("target.device_map needs the package accelerate", "pip install accelerate")
+    if device.type == "cpu":
+        return {"device_map": device_map}
+    if device_map is None:
+        return {"device_map": {"": device}}
+    gpus = own_gpus(torch.cuda.device_count(), os.environ)
+    return {
+        "device_map": device_map,
+        "max_memory": {gpu: max_memory or torch.cuda.mem_get_info(gpu)[0] for gpu in gpus},
+    }
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse freed blocks instead of returning them to the kernel.
+
+    By default every tensor of some megabytes is a fresh mapping whose pages fault in one by one: a quarter of the time
+    of a training step. The process keeps its peak size instead. Does nothing under another C library.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    if not mallopt(mmap_threshold, 2**30):
+        mallopt(mmap_threshold, 2**25)  # older versions allow no more
+    mallopt(trim_threshold, 2**31 - 1)

@@ -1,0 +1,85 @@
+"""One small draft tree through a model of `transformers`, against its own plain forward.
+
+No table knows every architecture, least of all those that bring their own code. A model that ignores masks or
+positions, or keeps a cache that we do not see, would still write plausible text; here it shows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.models.hf import HFModel
+from specctl.decoding.records import topology
+
+PARENTS = [-1, -1, 0, 1, 2]
+LEAVES = [3, 4]
+PROMPT, SHORTER = 9, 4
+# Relative errors of logits, in the middle of the nodes: rounding differs with the shape of a batch, and a mixture may
+# send a row to other experts. A mask or position that is ignored gives errors around 1.
+TOLERANCE = {torch.float32: 1e-2}
+COARSE = 0.1
+
+
+@torch.inference_mode()
+def trial(model: HFModel) -> str | None:
+    """None when two prompts of different lengths, each with a draft tree behind it, give the logits of plain forwards.
+
+    Otherwise what went wrong, in words. Takes six forwards of a few tokens.
+    """
+    try:
+        ours, theirs = _by_tree(model), _by_branch(model)
+    except Exception as error:  # whatever the code of an unknown architecture raises
+        first = str(error).strip().splitlines()
+        return f"its code does not work with a cache and masks from outside ({(first or [type(error).__name__])[0]})"
+    if not (torch.isfinite(ours).all() and torch.isfinite(theirs).all()):
+        return f"its logits are not finite in {str(model.dtype).removeprefix('torch.')}"
+    shift = theirs.mean(-1, keepdim=True)  # common to all tokens, means nothing, and would hide a difference
+    off = ((ours - theirs).norm(dim=-1) / (theirs - shift).norm(dim=-1).clamp_min(1e-6)).median().item()
+    if off > TOLERANCE.get(model.dtype, COARSE):
+        return f"the logits of a draft tree are not those of its own forward (relative error {off:.2g})"
+    return None
+
+
+def _texts(model: HFModel) -> tuple[list[list[int]], list[int]]:
+    vocabulary = model.embedding.shape[0]
+    ids = [(37 * i + 11) % vocabulary for i in range(PROMPT + len(PARENTS))]
+    return [ids[:PROMPT], ids[1 : 1 + SHORTER]], ids[PROMPT:]
+
+
+def _by_tree(model: HFModel) -> Tensor:
+    """Logits [2 · nodes, V]."""
+    prompts, draft = _texts(model)
+    options = {"device": model.device, "dtype": model.dtype}
+    tokens = torch.zeros(len(prompts), PROMPT, dtype=torch.long, device=model.device)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt, device=model.device)
+    cache = model.new_cache(len(prompts), PROMPT + len(draft) + 1)
+    model.forward(tokens, cache, plan_rows([0] * len(prompts), PROMPT, **options), ())
+    depth, ancestors = topology(PARENTS)
+    visible = torch.tensor([[bits >> i & 1 for i in range(len(draft))] for bits in ancestors], device=model.device)
+    plan = plan_rows(
+        [len(prompt) for prompt in prompts],
+        len(draft),
+        visible=visible.bool().expand(len(prompts), -1, -1),
+        depth=torch.tensor([depth] * len(prompts), device=model.device) - 1,
+        **options,
+    )
+    nodes = torch.tensor([draft] * len(prompts), device=model.device)
+    hidden, _ = model.forward(nodes, cache, plan, ())
+    return model.logits(hidden).flatten(0, 1).float()
+
+
+def _by_branch(model: HFModel) -> Tensor:
+    """The same of each branch behind each prompt, through the model as its authors run it, without a cache."""
+    prompts, draft = _texts(model)
+    _, ancestors = topology(PARENTS)
+    rows: dict[tuple[int, int], Tensor] = {}
+    for number, prompt in enumerate(prompts):
+        for leaf in LEAVES:
+            branch = [node for node in range(len(draft)) if ancestors[leaf] >> node & 1]
+            ids = torch.tensor([prompt + [draft[node] for node in branch]], device=model.device)
+            logits = model.model(input_ids=ids, use_cache=False).logits[0, len(prompt) :]
+            rows |= {(number, node): row for node, row in zip(branch, logits, strict=True)}
+    return torch.stack([rows[key] for key in sorted(rows)]).to(model.device).float()

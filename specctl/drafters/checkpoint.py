@@ -1,0 +1,280 @@
+"""specctl's own drafter directory: written whole or not at all, and checked before anything in it is believed.
+
+config.json         family, architecture, identity of the target
+model.safetensors   weights (no other weight format is ever opened)
+drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, licence
+README.md           model card
+manifest.json       size and sha256 of each of them, written last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specctl.decoding.target import Target
+from specctl.drafters.card import model_card
+from specctl.errors import CheckpointError, SpecctlError, UsageError
+from specctl.runs import atomic_write, make_dir, sha256, to_json
+
+CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
+REQUIRED = (CONFIG, WEIGHTS, INFO)
+TRAINING = ".checkpoints"  # what training keeps beside a drafter has its name with this behind it, and is no drafter
+FORMAT = 1
+AGAIN = "copy it again or train it again with --overwrite"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter as read from disk; `path` is where it was found."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    info: dict[str, Any]
+    path: Path
+
+
+def save(
+    directory: str | Path,
+    *,
+    config: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    info: dict[str, Any],
+    card: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a drafter directory beside its final place, then move it there; a crash leaves the old one usable.
+
+    Args:
+        config: "family", "architecture" and "target" (`Target.identity`), and whatever the family needs.
+        card: text of README.md; None = one made from `config` and `info`.
+        overwrite: replace a drafter that is there. A directory that is something else is never replaced.
+
+    Raises:
+        UsageError: the place is taken.
+        SpecctlError: the file system refused (full disk, read-only); an old drafter is untouched.
+    """
+    place = Path(directory).absolute()
+    check_free(place, overwrite)
+    with staged(place) as draft:
+        save_file(separate(tensors), draft / WEIGHTS)
+        sync(draft / WEIGHTS)
+        atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
+        atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
+        atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
+        atomic_write(draft / MANIFEST, to_json({"format": FORMAT, "files": digests(draft)}, indent=2) + "\n")
+    return place
+
+
+@contextmanager
+def staged(place: Path) -> Iterator[Path]:
+    """A directory to fill beside `place`, moved there when the block ends well and removed when it does not.
+
+    Raises SpecctlError: the file system refused; what was at `place` is untouched.
+    """
+    make_dir(place.parent)
+    draft = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(2)}.tmp")
+    try:
+        draft.mkdir()
+        yield draft
+        sync(draft)
+        _move_into_place(draft, place)
+    except (OSError, SafetensorError) as error:
+        raise SpecctlError(
+            f"cannot write {place}: {error}", hint="free space, or choose another --output-dir"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def load(directory: str | Path) -> Checkpoint:
+    """Read a drafter directory after its manifest has been verified.
+
+    Raises:
+        CheckpointError: no such directory, a file missing, changed, truncated or outside of it, not our format; the
+            message names the file.
+    """
+    path = present(Path(directory))
+    verify(path)
+    try:
+        tensors = load_file(path / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path / WEIGHTS} is not a safetensors file: {error}", hint=AGAIN) from error
+    config = read_json(path / CONFIG)
+    if not isinstance(config.get("family"), str) or not isinstance(config.get("target"), dict):
+        raise CheckpointError(f'{path / CONFIG} lacks "family" or "target"', hint="it has to be written by specctl")
+    return Checkpoint(config, tensors, read_json(path / INFO), path)
+
+
+def read_info(directory: str | Path) -> dict[str, Any]:
+    """drafter.json alone: what a drafter says of itself, without its weights being read. Raises CheckpointError."""
+    return read_json(present(Path(directory)) / INFO)
+
+
+def fingerprint(directory: str | Path) -> str:
+    """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
+    return sha256(present(Path(directory)) / MANIFEST)
+
+
+def verify(directory: str | Path) -> None:
+    """Compare every file with the manifest. Raises CheckpointError naming the first one that differs."""
+    root = Path(directory)
+    if not os.path.lexists(root / MANIFEST):
+        raise CheckpointError(f"{root / MANIFEST} is missing: not a whole specctl drafter", hint=AGAIN)
+    manifest = read_json(root / MANIFEST)
+    files = manifest.get("files")
+    if manifest.get("format") != FORMAT or not isinstance(files, dict):
+        raise CheckpointError(
+            f"{root / MANIFEST} is not of format {FORMAT}", hint="use the specctl version that wrote it"
+        )
+    check_files(root, files, REQUIRED, MANIFEST)
+
+
+def check_files(root: Path, files: dict[str, Any], required: Sequence[str], record: str) -> None:
+    """Compare the files of a directory with their `digests`, kept in its file `record`. Raises CheckpointError."""
+    for name in required:
+        if name not in files:
+            raise CheckpointError(f"{root / record} does not list {name}", hint=AGAIN)
+    for name, expected in files.items():
+        path = _inside(root, name)
+        size = path.stat().st_size
+        if not isinstance(expected, dict) or size != expected.get("bytes"):
+            wanted = expected.get("bytes") if isinstance(expected, dict) else None
+            raise CheckpointError(f"{path} has {size} bytes, its manifest says {wanted}", hint=AGAIN)
+        if sha256(path) != expected.get("sha256"):
+            raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=AGAIN)
+
+
+def check_target(config: dict[str, Any], target: Target, name: str = "", what: str = "drafter") -> None:
+    """Raise CheckpointError when the drafter (or `what` it is) of this `config` was made for another target.
+
+    The name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
+    """
+    made_for, given = config["target"], target.identity
+    wrong = [key for key in ("vocab_hash", "hidden_size", "num_layers") if made_for.get(key) != given[key]]
+    if wrong:
+        differences = ", ".join(f"{key} {made_for.get(key)} ≠ {given[key]}" for key in wrong)
+        raise CheckpointError(
+            f"{what} {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is "
+            f"another model ({differences})",
+            hint=f"use --target {made_for.get('name')}, or train a {what} for {given['name']}",
+        )
+
+
+def family(directory: Path) -> str:
+    """The family a drafter says it is of. CheckpointError where it says none."""
+    name = read_json(directory / CONFIG).get("family")
+    if not isinstance(name, str):
+        raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="it has to be written by specctl")
+    return name
+
+
+def weights_digest(directory: Path) -> str:
+    """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
+    try:
+        return str(read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=AGAIN) from error
+
+
+def is_drafter(path: Path) -> bool:
+    """Whether a directory claims to be a drafter; it may still be damaged."""
+    return any(os.path.isfile(path / name) for name in (MANIFEST, INFO))  # of a path that cannot be: no
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, and tied weights twice: safetensors refuses memory that two names share."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return found
+
+
+def check_free(place: Path, overwrite: bool) -> None:
+    """Raise UsageError where a drafter cannot be written; only a drafter is ever replaced."""
+    if not os.path.lexists(place):
+        return
+    if not place.is_dir() or place.is_symlink() or (any(place.iterdir()) and not is_drafter(place)):
+        raise UsageError(f"{place} exists and is not a drafter directory", hint="choose another --output-dir")
+    if any(place.iterdir()) and not overwrite:
+        raise UsageError(f"{place} holds a drafter already", hint="--overwrite replaces it")
+
+
+def _backup(place: Path) -> Path:
+    return place.with_name(f".{place.name}.old")
+
+
+def _move_into_place(draft: Path, place: Path) -> None:
+    """Two renames: no system call replaces a non-empty directory. `present` bridges a crash between them."""
+    backup = _backup(place)
+    if place.exists():
+        shutil.rmtree(backup, ignore_errors=True)
+        place.rename(backup)
+    try:
+        draft.rename(place)
+    except OSError:
+        if backup.exists():
+            backup.rename(place)
+        raise
+    sync(place.parent)
+    shutil.rmtree(backup, ignore_errors=True)
+
+
+def present(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
+    """The directory, or the old one when a crash hit between the two renames of its replacement."""
+    place = directory.absolute()
+    if place.is_dir():
+        return directory
+    if not os.path.lexists(place) and _backup(place).is_dir():
+        return _backup(place)
+    raise CheckpointError(f"no {what} directory at {directory}", hint=f"give a directory written by specctl {command}")
+
+
+def _inside(root: Path, name: str) -> Path:
+    """The regular file `name` directly in `root`; the manifest is data and may ask for anything."""
+    path = root / name
+    if Path(name).name != name or not name.isprintable() or not path.resolve().is_relative_to(root.resolve()):
+        raise CheckpointError(f"{path} leads out of the drafter directory", hint="a drafter is made of plain files")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", hint=AGAIN)
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a checkpoint directory. Raises CheckpointError."""
+    try:
+        document = json.loads(_inside(path.parent, path.name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}", hint=AGAIN) from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", hint=AGAIN)
+    return document
+
+
+def digests(root: Path) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of every file in a directory, but of its manifest."""
+    files = sorted(path for path in root.iterdir() if path.name != MANIFEST)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

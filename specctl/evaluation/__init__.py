@@ -1,1 +1,0 @@
-"""Measuring: metrics of finished sequences, baselines, losslessness, the drafter × domain matrix."""

@@ -1,0 +1,1 @@
+"""Kernels, target steps, batches and rounds against their baselines."""

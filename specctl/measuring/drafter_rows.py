@@ -1,0 +1,102 @@
+"""One drafter on one domain: the numbers of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specctl.decoding import metrics
+from specctl.decoding.target import Target
+from specctl.measuring import lossless
+from specctl.measuring.contenders import VANILLA
+from specctl.measuring.lossless import Losslessness
+from specctl.measuring.records import Question, Record
+from specctl.measuring.transformers import PLAIN
+from specctl.recipe import EvalRecipe, OnlineRecipe, SelectRecipe
+
+
+@dataclass(frozen=True)
+class Row:
+    """One drafter (or baseline) on one domain; definitions in `metrics`. Intervals are over prompts, at 95 %.
+
+    None where there is nothing to measure: acceptance without drafts, a ratio to a baseline that was not run.
+    """
+
+    drafter: str
+    domain: str
+    prompts: int
+    mat: float | None
+    mat_interval: metrics.Interval | None
+    mat_macro: float | None
+    accept_rate: float | None
+    acceptance_by_position: list[float | None]
+    tokens_per_s: float | None
+    vanilla_tokens_per_s: float | None
+    speedup: float | None  # over plain decoding by the same engine
+    speedup_interval: metrics.Interval | None
+    transformers_tokens_per_s: float | None
+    speedup_transformers: float | None  # over plain `generate` of transformers
+    speedup_transformers_interval: metrics.Interval | None
+    prefill_s: float | None  # mean per prompt
+    target_passes: int
+    tokens: int
+    unusable: str | None  # why the speed-ups say nothing (`metrics.unusable`); None where they can be used
+
+
+def answers(records: Sequence[Record], name: str) -> dict[Question, Record]:
+    """The records of one drafter by question."""
+    return {record.question: record for record in records if record.drafter == name}
+
+
+def compared(
+    recipe: EvalRecipe | SelectRecipe | OnlineRecipe, target: Target, records: Sequence[Record], drafters: set[str]
+) -> tuple[list[Record], Losslessness]:
+    """Records with the drafters' agreement with plain decoding filled in, and the counts."""
+    counts, found = Losslessness(), []
+    plain = answers(records, VANILLA) if lossless.comparable(recipe.sampling, recipe.drafting) else {}
+    tolerance = lossless.tolerance(target, recipe.sampling)
+    for record in records:
+        if record.drafter in drafters and record.question in plain:
+            ours, theirs = record.decoded, plain[record.question].decoded
+            verdict = lossless.compare(target, ours.prompt_ids, theirs.output_ids, ours.output_ids, tolerance)
+            counts.add(verdict)
+            record = replace(record, agreement=verdict)
+        found.append(record)
+    return found, counts
+
+
+def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:
+    """The row of a drafter or baseline in a domain, out of the records of all."""
+    mine = [record for record in records if record.drafter == name and record.domain == domain]
+    decoded, prompts = [record.decoded for record in mine], [record.id for record in mine]
+    vanilla, generate = (
+        [found[record.question].decoded for record in mine if record.question in found]
+        for found in (answers(records, VANILLA), answers(records, PLAIN))
+    )
+    mat = metrics.mat(decoded)
+    speedup = metrics.speedup(decoded, vanilla)
+    speedup_interval = metrics.speedup_interval(prompts, decoded, vanilla) if vanilla else None
+    over_theirs = metrics.speedup(decoded, generate)
+    over_theirs_interval = metrics.speedup_interval(prompts, decoded, generate) if generate else None
+    return Row(
+        drafter=name,
+        domain=domain,
+        prompts=len(set(prompts)),
+        mat=mat,
+        mat_interval=metrics.mat_interval(prompts, decoded),
+        mat_macro=metrics.mat_macro(decoded),
+        accept_rate=metrics.accept_rate(decoded),
+        acceptance_by_position=metrics.acceptance_by_position(decoded),
+        tokens_per_s=metrics.tokens_per_s(decoded),
+        vanilla_tokens_per_s=metrics.tokens_per_s(vanilla),
+        speedup=speedup,
+        speedup_interval=speedup_interval,
+        transformers_tokens_per_s=metrics.tokens_per_s(generate),
+        speedup_transformers=over_theirs,
+        speedup_transformers_interval=over_theirs_interval,
+        prefill_s=metrics.prefill_s(decoded),
+        target_passes=sum(d.target_passes for d in decoded),
+        tokens=sum(d.decoded_tokens for d in decoded),
+        unusable=metrics.unusable(speedup, speedup_interval, mat)
+        or metrics.unusable(over_theirs, over_theirs_interval),
+    )

@@ -1,0 +1,311 @@
+"""The contenders of `specctl online` on one stream: plain decoding, drafters that stay as they are, and pupils."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
+
+from torch import Tensor
+
+from specctl import progress
+from specctl.adaptation.draft_length import AutoLength
+from specctl.adaptation.online_drafter import Lesson, Pupil
+from specctl.adaptation.remote import RemotePupil
+from specctl.adaptation.specialists import Specialists
+from specctl.adaptation.stream import Arrival
+from specctl.adaptation.updates.watchdog import Acceptance
+from specctl.decoding import metrics
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Decoded, Label
+from specctl.decoding.target import Target
+from specctl.drafters import pool
+from specctl.drafters.weightless import WEIGHTLESS
+from specctl.errors import SpecctlError, UsageError
+from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
+from specctl.measuring.records import Record
+from specctl.recipe import OnlineRecipe
+from specctl.recipe.online import UNTRAINED
+from specctl.training.checkpoint import under
+
+STATIC = "static"
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    """A line of `chunks.jsonl`: one learner in one chunk, decoded with the weights from before it.
+
+    `loss` is per token and from before learning; `losses` and `weights` are those of an ensemble's members, `rates` the
+    η of the next chunk. `learn_s` is spent on learning (asynchronous: on handing the chunk over), `swap_s` on making a
+    drafter of new weights, `behind` counts chunks that are not learnt from yet. Asynchronous learning says what it knew
+    last. `draft_length`: mean k of the chunk's rounds, where it is chosen. `untrained_mat`: of lookup and suffix.
+    """
+
+    algo: str
+    seed: int
+    chunk: int
+    target: str
+    domains: dict[str, int]
+    prompts: int
+    tokens: int
+    mat: float | None
+    static_mat: float | None
+    accept_rate: float | None
+    tokens_per_s: float | None
+    decode_s: float
+    learn_s: float
+    swap_s: float
+    loss: float | None
+    losses: list[float]
+    weights: list[float]
+    effective: float
+    collapsed: bool
+    scales: list[float | None]
+    rates: list[float]
+    status: str
+    ruling: str
+    steps: int
+    texts: int
+    dropped: int
+    behind: int
+    draft_length: float | None
+    untrained_mat: dict[str, float | None] = field(default_factory=dict)
+
+
+Learner = Pupil | Specialists
+
+
+def static_name(recipe: OnlineRecipe, algo: str) -> str:
+    """The contender that is what learns by `algo`, without learning."""
+    return STATIC if len(recipe.families) < 2 else f"{STATIC}-{recipe.family_of(algo)}"
+
+
+class Stage:
+    """All contenders on one pass over a stream, of one seed."""
+
+    def __init__(self, recipe: OnlineRecipe, target: Target, seed: int):
+        """Raises CheckpointError where a drafter to start from cannot be used."""
+        self.recipe, self.target, self.seed = recipe, target, seed
+        self.chunks = self._turns = 0
+        kind = Specialists if recipe.pool else RemotePupil if recipe.asynchronous else Pupil
+        self.pupils: dict[str, Learner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
+        static = STATIC in recipe.baselines
+        self.fixed = self._load_fixed() if static and not recipe.pool else {}
+        self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
+        self.untrained: dict[str, Drafter] = {
+            name: WEIGHTLESS[name](recipe.drafting) for name in UNTRAINED if name in recipe.baselines
+        }
+        twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
+        if twice:
+            raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
+        self.lengths: dict[str, AutoLength] = {}
+        self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
+        self._warm = False  # in this process
+
+    def _learners(self) -> list[Learner]:
+        """The pupils, and a pool that stays as it is."""
+        return [*self.pupils.values(), *([self.fixed_pool] if self.fixed_pool else [])]
+
+    def _load_fixed(self) -> dict[str, Drafter]:
+        """The drafters that do not learn, by name."""
+        starts = {
+            static_name(self.recipe, algo): self.recipe.start_of(self.recipe.family_of(algo)) for algo in self.pupils
+        }
+        return {name: pool.load_drafter(str(at), self.target, self.recipe.drafting) for name, at in starts.items()}
+
+    def retarget(self, target: Target) -> None:
+        """Go on with another target. CheckpointError where a drafter does not fit it."""
+        self.target = target
+        for learner in self._learners():
+            learner.retarget(target)
+        self.fixed = self._load_fixed() if self.fixed else {}
+
+    def contenders(self) -> list[Contender]:
+        """Everybody. All rounds are the host's, as learners look on."""
+
+        def alone(name: str, drafter: Drafter | None) -> Contender:
+            return engine(self.target, self.recipe.sampling, name, drafter, host=True)
+
+        found = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
+        found += [self._static(name, drafter) for name, drafter in self.fixed.items()]
+        found += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
+        found += [alone(name, drafter) for name, drafter in self.untrained.items()]
+        return found + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
+
+    def warm_up(self, turns: Sequence[Turn]) -> None:
+        """Ask everyone something before the clock counts: it leaves no trace in what was learnt, or restored."""
+        known = {name: length.state() for name, length in self.lengths.items()}
+        with ExitStack() as stack:
+            for learner in self._learners():
+                stack.enter_context(learner.rehearsing())
+            warm_up(turns, self.contenders())
+        for name, length in self.lengths.items():
+            length.forget()
+            if name in known:
+                length.restore(known[name])
+        self._warm = True
+
+    def _static(self, name: str, drafter: Drafter) -> Contender:
+        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
+            options = self._drafting(name, drafter) | {"host": True}
+            return [{name: one} for one in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)]
+
+        return answer
+
+    def _answers(self, name: str, pupil: Learner) -> Contender:
+        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
+            with pupil.awake():
+                options = pupil.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
+                if isinstance(pupil, Pupil):
+                    options |= self._drafting(name, options.pop("drafter"))
+                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
+            return [{name: one} for one in decoded]
+
+        return answer
+
+    def _drafting(self, name: str, drafter: Drafter) -> dict[str, Any]:
+        """Options of `decode` for a drafter: at its own depth, or at the one that pays."""
+        if self.recipe.draft_length == "fixed":
+            return {"drafter": drafter}
+        length = self.lengths.setdefault(name, AutoLength(drafter, self.recipe.draft_cost))
+        if length.drafter is not drafter:
+            length.use(drafter)
+        return {"controller": length, "taps": drafter.taps}
+
+    def case(self, arrival: Arrival) -> Case:
+        room = self.target.context_length - len(arrival.ids)
+        return Case(arrival.prompt, arrival.ids, min(self.recipe.sampling.max_new_tokens, room))
+
+    def answer(self, chunk: Sequence[Arrival], done: Callable[[int, list[Record]], None]) -> list[Record]:
+        """Everybody's answers to a chunk; `done` is told of every turn. Raises Interrupted between two turns."""
+        cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
+        turns: list[Turn] = [cases[start : start + size] for start in range(0, len(cases), size)]
+        if not self._warm:
+            self.warm_up(turns)
+        found, records = self.contenders(), []
+        for turn in turns:
+            progress.interrupts.check()
+            answers = ask(self.recipe.sampling, turn, self.seed, rotated(found, self._turns))
+            self._turns += 1
+            records += [replace(record, session=self.chunks) for record in answers]
+            done(len(turn), records)
+        return records
+
+    def learn(self, chunk: Sequence[Arrival], records: Sequence[Record]) -> list[ChunkRow]:
+        """All pupils learn from the chunk that they have just answered.
+
+        Raises SpecctlError where one has not been able to for `GIVE_UP` chunks.
+        """
+        domains = dict(Counter(arrival.prompt.domain for arrival in chunk))
+        rows = []
+        for name, pupil in self.pupils.items():
+            own = [record.decoded for record in records if record.drafter == name]
+            lesson = pupil.sit(Acceptance.of((one.accepted, one.accepted + one.rejections) for one in own))
+            self._watch(name, lesson)
+            outcome = lesson.outcome
+            rows.append(
+                ChunkRow(
+                    algo=name,
+                    seed=self.seed,
+                    chunk=self.chunks,
+                    target=self.target.name,
+                    domains=domains,
+                    prompts=len(own),
+                    tokens=sum(one.decoded_tokens for one in own),
+                    mat=metrics.mat(own),
+                    static_mat=_mat(records, static_name(self.recipe, name)),
+                    accept_rate=metrics.accept_rate(own),
+                    tokens_per_s=metrics.tokens_per_s(own),
+                    decode_s=sum(one.decode_s for one in own),
+                    learn_s=lesson.learn_s,
+                    swap_s=lesson.swap_s,
+                    loss=outcome.loss,
+                    losses=[*outcome.losses],
+                    weights=[*outcome.weights],
+                    effective=outcome.effective,
+                    collapsed=outcome.collapsed,
+                    scales=[*outcome.scales],
+                    rates=[*lesson.rates],
+                    status=outcome.status,
+                    ruling=lesson.ruling,
+                    steps=outcome.steps,
+                    texts=lesson.texts,
+                    dropped=lesson.dropped,
+                    behind=lesson.behind,
+                    draft_length=self.lengths[name].take_mean() if name in self.lengths else None,
+                    untrained_mat={name: _mat(records, name) for name in self.untrained},
+                )
+            )
+        self.chunks += 1
+        if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
+            self.fixed_pool.sit(Acceptance())
+        return rows
+
+    def _watch(self, name: str, lesson: Lesson) -> None:
+        """Say what went wrong; give up where nothing helps."""
+        refused = lesson.outcome.status == "refused"
+        if lesson.ruling == "rollback":
+            progress.warn(f"{name}: the last update did harm and is taken back; η is {_rates(lesson)} now")
+        if refused:
+            progress.warn(
+                f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
+                f"η is {_rates(lesson)} now"
+            )
+        harmed = lesson.ruling == "rollback" and self.recipe.pool is None  # one of several specialists is not all
+        self.refused[name] = self.refused[name] + 1 if refused or harmed else 0
+        if self.refused[name] == GIVE_UP:
+            raise SpecctlError(
+                f"{name} has learnt nothing for {GIVE_UP} chunks: its updates do harm, or are not finite",
+                hint="lower learner.lr, or set learner.clip",
+            )
+
+    def finish(self) -> None:
+        """The stream has ended: wait for those who still learn."""
+        for pupil in self.pupils.values():
+            pupil.finish()
+
+    def close(self) -> None:
+        """End what runs elsewhere."""
+        for pupil in self.pupils.values():
+            pupil.close()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        facts: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, pupil in self.pupils.items():
+            facts[name], found = pupil.state()
+            tensors |= {f"{name}/{key}": value for key, value in found.items()}
+        lengths = {name: length.state() for name, length in self.lengths.items()}
+        own = {
+            "target": self.target.name,
+            "chunks": self.chunks,
+            "turns": self._turns,
+            "refused": dict(self.refused),
+            "lengths": lengths,
+        }
+        return {**own, "pupils": facts}, tensors
+
+    def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Go on from what `state` has told."""
+        self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
+        self.refused = Counter(facts["refused"])
+        for name, pupil in self.pupils.items():
+            pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
+        drafters = self.fixed | {name: pupil.drafter for name, pupil in self.pupils.items() if isinstance(pupil, Pupil)}
+        for name, kept in facts["lengths"].items():
+            self._drafting(name, drafters[name])["controller"].restore(kept)
+
+
+GIVE_UP = 8  # chunks in a row of which a learner could learn nothing; every one of them has lowered its rates
+
+
+def _mat(records: Sequence[Record], name: str) -> float | None:
+    return metrics.mat([one.decoded for one in records if one.drafter == name])
+
+
+def _rates(lesson: Lesson) -> str:
+    return ", ".join(f"{rate:.3g}" for rate in lesson.rates)

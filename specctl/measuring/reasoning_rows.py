@@ -1,0 +1,141 @@
+"""What lookahead reasoning gained and what it cost in fidelity, from the traces of one stream.
+
+Every rate is a ratio of sums over prompts with its bootstrap interval; modes that answered the same prompts are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specctl.decoding.metrics import Interval, bootstrap, ratio, ratio_of_sums
+from specctl.reasoning.answers import same
+from specctl.reasoning.lookahead import Trace
+from specctl.reasoning.modes import ChunkRecord
+from specctl.recipe.lookahead import ReasoningMode
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate over prompts; None where nothing can be divided by."""
+
+    value: float | None
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class ModeRow:
+    """One mode on a stream, or on a part of it.
+
+    Attributes:
+        step_acceptance: drafted steps kept ÷ steps judged one after the other until one differed.
+        accepted_per_target_step: drafted steps kept ÷ rounds; a round's target steps are one batch.
+        depth: steps drafted ÷ rounds.
+        avg_len: steps kept, the target's own included, ÷ rounds: 1 without lookahead.
+        mat: tokens ÷ forwards of the target; a batch's are counted once.
+        cut: steps that ended at the limit, without a delimiter.
+        wasted: share of the target's steps that were not kept.
+        seconds, draft_s, judge_s, learning_s: wall-clock of answering, of it draft LM and judge, and of learning.
+        speedup: seconds of the target alone ÷ those of the mode, on the same prompts, of texts that may differ.
+        speedup_with_learning: the same, learning included.
+        tflops: products with weights of target and draft LM.
+        accuracy: over prompts whose reference has an answer.
+        agreement: with the final answer of the target alone, over prompts where that has one: the text is not lossless.
+        unanswered: answers that could not be extracted.
+    """
+
+    mode: ReasoningMode
+    prompts: int
+    step_acceptance: Rate
+    accepted_per_target_step: Rate
+    depth: float | None
+    avg_len: Rate
+    mat: Rate
+    wasted: float | None
+    tokens: int
+    rounds: int
+    cut: int
+    seconds: float
+    draft_s: float
+    judge_s: float
+    learning_s: float
+    speedup: Rate
+    speedup_with_learning: float | None
+    tflops: float
+    accuracy: Rate
+    agreement: Rate
+    unanswered: int
+    stops: dict[str, int]
+
+
+def rows(records: Sequence[ChunkRecord]) -> list[ModeRow]:
+    """A row per mode over all chunks; of one record, that chunk's."""
+    modes = list(records[0].traces) if records else []
+    traces = {mode: [trace for record in records for trace in record.traces[mode]] for mode in modes}
+    learning = {mode: sum(record.learning_s.get(mode, 0.0) for record in records) for mode in modes}
+    return [row(mode, traces[mode], traces.get("target"), learning[mode]) for mode in modes]
+
+
+def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | None, learning_s: float) -> ModeRow:
+    """The row of one mode. `alone`: the target's answers to the same prompts, in the same order."""
+    written = sum(trace.target_steps for trace in traces)
+    kept = sum(trace.own_steps for trace in traces)
+    seconds, alone_s = [trace.seconds for trace in traces], [trace.seconds for trace in alone or ()]
+    return ModeRow(
+        mode=mode,
+        prompts=len(traces),
+        step_acceptance=_rate(traces, [t.accepted for t in traces], [t.accepted + t.rejected for t in traces]),
+        accepted_per_target_step=_rate(traces, [t.accepted for t in traces], [t.rounds for t in traces]),
+        depth=ratio(sum(t.drafted for t in traces), sum(t.rounds for t in traces)),
+        avg_len=_rate(traces, [t.accepted + t.own_steps for t in traces], [t.rounds for t in traces]),
+        mat=_rate(traces, [len(t.ids) for t in traces], [t.target.passes for t in traces]),
+        wasted=ratio(written - kept, written),
+        tokens=sum(len(trace.ids) for trace in traces),
+        rounds=sum(trace.rounds for trace in traces),
+        cut=sum(trace.cut for trace in traces),
+        seconds=sum(seconds),
+        draft_s=sum(trace.draft_s for trace in traces),
+        judge_s=sum(trace.judge_s for trace in traces),
+        learning_s=learning_s,
+        speedup=_rate(traces, alone_s, seconds) if alone_s else Rate(None, None),
+        speedup_with_learning=ratio(sum(alone_s), sum(seconds) + learning_s) if alone_s else None,
+        tflops=sum(trace.flops for trace in traces) / 1e12,
+        accuracy=_share(traces, [trace.right for trace in traces]),
+        agreement=_share(traces, _agreeing(traces, alone)),
+        unanswered=sum(trace.answer is None for trace in traces),
+        stops={stop: sum(trace.stop == stop for trace in traces) for stop in ("final", "budget", "loop")},
+    )
+
+
+def acceptance_difference(ours: Sequence[Trace], theirs: Sequence[Trace]) -> Rate:
+    """Step acceptance of one mode less that of another one on the same prompts, and its paired interval."""
+    prompts = [trace.prompt_id for trace in ours]
+    if prompts != [trace.prompt_id for trace in theirs]:
+        raise ValueError("the modes answered other prompts")
+    counts = [([t.accepted for t in traces], [t.accepted + t.rejected for t in traces]) for traces in (ours, theirs)]
+    if not all(sum(judged) for _, judged in counts):
+        return Rate(None, None)
+    one, other = (ratio_of_sums(prompts, accepted, judged) for accepted, judged in counts)
+    mine, others = (sum(accepted) / sum(judged) for accepted, judged in counts)
+    return Rate(mine - others, bootstrap(lambda drawn: one(drawn) - other(drawn), len(set(prompts))))
+
+
+def _agreeing(traces: Sequence[Trace], alone: Sequence[Trace] | None) -> list[bool | None]:
+    """Whether each answer is the target's; None where that has none."""
+    if alone is None:
+        return [None] * len(traces)
+    pairs = zip(traces, alone, strict=True)
+    return [None if theirs.answer is None else same(mine.answer, theirs.answer) for mine, theirs in pairs]
+
+
+def _share(traces: Sequence[Trace], told: Sequence[bool | None]) -> Rate:
+    """Share of those told True among those that are told."""
+    return _rate(traces, [bool(one) for one in told], [one is not None for one in told])
+
+
+def _rate(traces: Sequence[Trace], tops: Sequence[float], bottoms: Sequence[float]) -> Rate:
+    prompts = [trace.prompt_id for trace in traces]
+    value = ratio(sum(tops), sum(bottoms))
+    if value is None:
+        return Rate(None, None)
+    return Rate(value, bootstrap(ratio_of_sums(prompts, tops, bottoms), len(set(prompts))))

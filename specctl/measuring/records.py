@@ -1,0 +1,204 @@
+"""What `eval`, `select` and `online` keep of every sequence: records.parquet always, outputs.jsonl when asked for.
+
+Every number and interval of the result can be recomputed from the records, and a run that was cut short goes on from
+them: the file also says under which recipe, target and drafters they were made (its `stamp`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specctl.decoding.models.identity import with_weights
+from specctl.decoding.records import Decoded
+from specctl.drafters import checkpoint
+from specctl.drafters.weightless import WEIGHTLESS
+from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
+from specctl.measuring.lossless import Agreement
+from specctl.recipe import EvalRecipe, OnlineRecipe
+from specctl.runs import atomic_write, to_json
+
+RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
+STAMP = b"specctl.stamp"
+VIEWS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
+"""Recipe keys that change what is shown of the records, or where they are; not what is measured."""
+
+Question = tuple[str, str, int]
+"""Domain, prompt id and seed: answers to the same question may be compared and paired."""
+Stamp = dict[str, dict[str, Any]]
+"""What records were made under: recipe, target and drafters, each by key."""
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),  # of the prompt
+        ("domain", pa.string()),
+        ("drafter", pa.string()),  # or the name of a baseline
+        ("seed", pa.int64()),
+        ("temperature", pa.float64()),
+        ("prompt_tokens", pa.int64()),
+        ("output_ids", pa.list_(pa.int32())),
+        ("tokens", pa.int64()),  # of the decode phase
+        ("target_passes", pa.int64()),
+        ("accepted", pa.int64()),
+        ("rejections", pa.int64()),
+        ("drafted", pa.int64()),
+        ("accepted_by_depth", pa.list_(pa.int64())),
+        ("offered_by_depth", pa.list_(pa.int64())),
+        ("prefill_s", pa.float64()),
+        ("decode_s", pa.float64()),
+        ("stop", pa.string()),
+        ("agreement", pa.string()),  # with plain decoding; null where texts may differ
+        ("session", pa.int64()),  # select: prompts that were learnt from together; online: the chunk; null otherwise
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt answered by one drafter or baseline."""
+
+    id: str
+    domain: str
+    drafter: str
+    seed: int
+    temperature: float
+    decoded: Decoded
+    agreement: Agreement | None = None
+    session: int | None = None
+
+    @property
+    def question(self) -> Question:
+        return self.domain, self.id, self.seed
+
+    def row(self) -> dict[str, Any]:
+        known = {name: getattr(self, name) for name in SCHEMA.names if hasattr(self, name)}
+        counted = {name: getattr(self.decoded, name) for name in SCHEMA.names if hasattr(self.decoded, name)}
+        lengths = {"prompt_tokens": len(self.decoded.prompt_ids), "tokens": self.decoded.decoded_tokens}
+        return known | counted | lengths
+
+
+def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name: str = RECORDS) -> Path:
+    """Write records.parquet (or a part of them under another name) whole or not at all."""
+    sink = pa.BufferOutputStream()
+    schema = SCHEMA.with_metadata({STAMP: to_json(stamp)})
+    pq.write_table(pa.Table.from_pylist([record.row() for record in records], schema=schema), sink)
+    atomic_write(directory / name, sink.getvalue().to_pybytes())
+    return directory / name
+
+
+def part_name(number: int) -> str:
+    """Name of the file of a chunk."""
+    return f"{number:08d}.parquet"
+
+
+def part_files(directory: Path) -> list[Path]:
+    """The files of chunks in a directory, in order; other files are left out."""
+    return sorted(directory.glob("[0-9]" * 8 + ".parquet"))
+
+
+def read_parts(directory: Path) -> list[Record]:
+    """The records in the files of chunks in `directory`, in order; without the prompts' ids. CheckpointError where one
+    cannot be read."""
+    found = []
+    for path in part_files(directory):
+        try:
+            rows = pq.read_table(path).to_pylist()
+            found += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
+        except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {one_line(error)}", "start with --overwrite") from error
+    return found
+
+
+def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]) -> list[Record]:
+    """What an earlier run in `directory` has measured of `prompts` (id → token ids), empty where there was none.
+
+    Raises UsageError where it was measured under another `stamp`, SpecctlError where it cannot be read.
+    """
+    check_stamp(directory, stamp)
+    path = directory / RECORDS
+    rows = pq.read_table(path).to_pylist() if path.exists() else []
+    return [_record(row, prompts[row["id"]]) for row in rows if row["id"] in prompts]
+
+
+def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
+    """A fingerprint of each drafter that has weights, which tells whether its directory still holds the same one."""
+    return {name: checkpoint.fingerprint(path) for name, path in paths.items() if path not in WEIGHTLESS}
+
+
+def recipe_stamp(recipe: EvalRecipe | OnlineRecipe) -> Stamp:
+    """The recipe's part of a stamp."""
+    views = VIEWS & type(recipe).model_fields.keys()
+    return {"recipe": dict(_flat(recipe.model_dump(mode="json", exclude=views)))}
+
+
+def check_stamp(directory: Path, stamp: Stamp) -> None:
+    """Compare the records in `directory`, if there are any, with the parts of a stamp that are known already.
+
+    Raises UsageError where they differ, SpecctlError where the file cannot be read.
+    """
+    path = directory / RECORDS
+    if not path.exists():
+        return
+    try:
+        kept = json.loads((pq.read_schema(path).metadata or {})[STAMP])
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
+        raise SpecctlError(f"cannot continue from {path}: {error}", hint="--overwrite starts over") from error
+    check_same(kept, stamp, str(path))
+
+
+def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
+    """UsageError where what is there was made under another stamp; only the parts that `stamp` has are compared."""
+    kept = with_weights(kept, stamp)
+    differing = [
+        f"{key} was {kept[part].get(key)}, is {now.get(key)}"
+        for part, now in stamp.items()
+        for key in {**kept[part], **now}
+        if kept[part].get(key) != now.get(key)
+    ]
+    if differing:
+        hint = "resume with the recipe of that run; --overwrite or another --output-dir starts a new one"
+        raise UsageError(f"{what} was measured otherwise: {'; '.join(differing)}", hint=hint)
+
+
+def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) -> Path:
+    """Write outputs.jsonl: one answer a line, in order; `text` is without special tokens."""
+    lines = (json.dumps(_output(record, tokenizer), ensure_ascii=False) for record in records)
+    atomic_write(directory / OUTPUTS, "".join(line + "\n" for line in lines))
+    return directory / OUTPUTS
+
+
+def _record(row: dict[str, Any], prompt_ids: list[int]) -> Record:
+    """The inverse of `Record.row`, given the prompt. Agreement is left to be found again."""
+    named = {field.name: row[field.name] for field in fields(Decoded) if field.name in row}
+    decoded = Decoded(prompt_ids=prompt_ids, **named)
+    return Record(row["id"], row["domain"], row["drafter"], row["seed"], row["temperature"], decoded)
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` as `("a.b", 1)`."""
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _output(record: Record, tokenizer: Any) -> dict[str, Any]:
+    decoded = record.decoded
+    return {
+        "id": record.id,
+        "prompt_ids": decoded.prompt_ids,
+        "output_ids": decoded.output_ids,
+        "text": tokenizer.decode(decoded.output_ids, skip_special_tokens=True),
+        "target_passes": decoded.target_passes,
+        "accepted": decoded.accepted,
+        "drafted": decoded.drafted,
+        "drafter": record.drafter,
+        "seed": record.seed,
+    }

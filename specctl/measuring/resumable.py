@@ -1,0 +1,269 @@
+"""What a run along a stream has on disk while it goes on, chunk by chunk, and how it is taken up again.
+
+*.jsonl         lines of every chunk
+PARTS/          a file per chunk, named by its number
+checkpoints/    the newest states of all learners, with the place in the stream
+
+A run that is resumed forgets what was written behind the state that it goes on from: it comes again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import OutOfMemoryError, Tensor
+
+from specctl import progress
+from specctl.adaptation.stream import PromptStream
+from specctl.decoding.target import Target
+from specctl.distillation.prompts import Rejections
+from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, one_line
+from specctl.measuring.records import Stamp, check_same, part_files, part_name
+from specctl.recipe import OnlineRecipe
+from specctl.runs import METRICS, Run, sha256, sweep, to_json
+from specctl.training import checkpoint
+from specctl.training.checkpoint import Count
+
+CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place between two chunks, with all that a run needs to go on from there.
+
+    Attributes:
+        number: chunks so far, of all passes.
+        passed: passes over the stream that are finished.
+        stream, stage: of the pass that is under way: `PromptStream.position`, and the JSON-able part of the learners'
+            state.
+        sizes: bytes of each file of lines.
+        digests: sha256 of these bytes, and of every file of a chunk, by path in the run's directory.
+    """
+
+    number: Count = 0
+    passed: Count = 0
+    stream: dict[str, Any] | None = None
+    stage: dict[str, Any] | None = None
+    sizes: dict[str, Count] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint without its tensors."""
+
+    stamp: Stamp
+    mark: Mark
+
+
+class States:
+    """The files of one run. Every method that writes raises SpecctlError where the disk refuses: what was saved stays.
+
+    Attributes:
+        mark, tensors: the last place between two chunks, saved or not.
+    """
+
+    def __init__(self, recipe: OnlineRecipe, run: Run, stamp: Stamp, parts: str, lines: Sequence[str] = (CHUNKS,)):
+        """parts: name of the directory with a file per chunk. lines: names of the files of lines."""
+        self.recipe, self.run, self.stamp, self.lines = recipe, run, stamp, lines
+        self.parts, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS
+        self.mark, self.tensors = Mark(), {}
+        self._saved = self.mark
+        self._sums = {name: hashlib.sha256() for name in lines}
+        self._begun = False
+
+    mark: Mark
+    tensors: dict[str, Tensor]
+
+    def start(self) -> None:
+        """Read the newest checkpoint if the recipe asks for it; nothing is changed before `begin`.
+
+        Raises CheckpointError (no checkpoint is whole, or what belongs to it is gone), UsageError (it was made under
+        another recipe).
+        """
+        found = checkpoint.newest(self.checkpoints, Saved) if self.recipe.resume else None
+        if found is None:
+            return
+        path, state = found
+        check_same(state.stamp, self.stamp, str(path))
+        self.mark = self._saved = state.mark
+        self._check_whole()
+        self.tensors = checkpoint.load_tensors(path)
+
+    def passes(self, target: Target) -> Iterator[tuple[int, PromptStream]]:
+        """The seeds whose passes are left, each with its stream from where it goes on.
+
+        Only the first pass keeps unusable prompts: the later ones see the same lines again. Raises DataError (unusable
+        prompts, or others than those that the pass under way has answered), UsageError.
+        """
+        for place, seed in enumerate(self.recipe.seeds[self.mark.passed :], self.mark.passed):
+            kept = None if place else self.run.dir / REJECTED
+            rejections = Rejections(kept, self.recipe.data.max_rejected, hold=self.run.replaces)
+            stream = PromptStream.of_pass(self.recipe, target, rejections, seed)
+            if self.mark.stream is not None:
+                with self.restoring():
+                    stream.resume(self.mark.stream, rewind=not stream.stdin)
+            yield seed, stream
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """CheckpointError where the state is not what is restored within: another specctl has saved it, or nobody."""
+        hint = "resume with the version of specctl that has saved it, or start with --overwrite"
+        try:
+            yield
+        except (CheckpointError, DataError) as error:
+            raise type(error)(f"{self.checkpoints}: {error.message}", error.hint) from error
+        except KeyError as error:
+            problem = f"the state in {self.checkpoints} lacks {error}: another version of specctl has saved it"
+            raise CheckpointError(problem, hint) from error
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            if isinstance(error, OutOfMemoryError):
+                raise
+            problem = f"the state in {self.checkpoints} cannot be taken up: {one_line(error)}"
+            raise CheckpointError(problem, hint) from error
+
+    def begin(self, target: Target, rejections: Rejections | None = None) -> None:
+        """Go on behind the mark, or forget an earlier run; says which. Only now is anything changed, so to be called,
+        in every pass, when nothing but the decoding itself can fail. `rejections`: those of the stream."""
+        if self._begun:
+            return
+        self._begun = True
+        resumed = self.mark != Mark()
+        if resumed:
+            self.run.go_on(self.run.dir, self.mark.sizes.get(METRICS, 0))
+        self.run.annotate(target=target.identity)
+        if rejections is not None:
+            rejections.release()
+        if resumed:
+            self._cut()
+            progress.log(f"resumed behind chunk {self.mark.number}")
+        else:
+            self._clear()
+            if self.recipe.resume:
+                progress.log(f"nothing in {self.run.dir} to resume: from the beginning")
+        self.parts.mkdir(exist_ok=True)
+        for place in (self.parts, self.run.dir / "drafters"):
+            sweep(place)
+
+    def place(self, name: str, seed: int) -> Path:
+        """The directory of the drafter that a contender has learnt in the pass of this seed."""
+        return self.run.dir / "drafters" / (name if seed == self.recipe.seeds[0] else f"{name}-seed{seed}")
+
+    @property
+    def rejected(self) -> int:
+        """Prompts that could not be used."""
+        path = self.run.dir / REJECTED
+        return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+
+    def _clear(self) -> None:
+        """Forget an earlier run."""
+        checkpoint.discard(self.checkpoints)
+        checkpoint.discard(self.parts)
+        for name in self.lines:
+            (self.run.dir / name).unlink(missing_ok=True)
+
+    def _check_whole(self) -> None:
+        """CheckpointError where something that was written before the mark is gone."""
+        for name in self.lines:
+            path, size = self.run.dir / name, self.mark.sizes.get(name)
+            if size is None or not path.is_file() or path.stat().st_size < size:
+                raise CheckpointError(f"{path} has lost chunks", "start with --overwrite")
+            with open(path, "rb") as file:
+                while part := file.read(min(size - file.tell(), 2**20)):
+                    self._sums[name].update(part)
+        there = self._digests(path for path in part_files(self.parts) if path.is_file())
+        for name, digest in self.mark.digests.items():
+            if there.get(name) != digest:
+                raise CheckpointError(f"{self.run.dir / name} was changed or lost", "start with --overwrite")
+
+    def _digests(self, parts: Iterable[Path]) -> dict[str, str]:
+        """sha256 of the lines so far, and of files of chunks."""
+        lines = {name: found.hexdigest() for name, found in self._sums.items()}
+        return lines | {f"{path.parent.name}/{path.name}": sha256(path) for path in parts}
+
+    def _cut(self) -> None:
+        """Forget what was written behind the mark."""
+        for path in part_files(self.parts):
+            if int(path.stem) > self.mark.number:
+                path.unlink()
+        for name in self.lines:
+            os.truncate(self.run.dir / name, self.mark.sizes[name])
+
+    def append(self, name: str, rows: Iterable[Any]) -> None:
+        """Lines of a chunk, one per object."""
+        lines = "".join(to_json(row) + "\n" for row in rows).encode()
+        with open(self.run.dir / name, "ab") as file:
+            file.write(lines)
+        self._sums[name].update(lines)
+
+    def read(self, name: str) -> Iterator[dict[str, Any]]:
+        """The lines of a file. CheckpointError where one cannot be read."""
+        path = self.run.dir / name
+        if not path.exists():
+            return
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise CheckpointError(f"{path}:{number} is damaged: {error}", "start with --overwrite") from error
+
+    def advance(self, mark: Mark, tensors: dict[str, Tensor]) -> None:
+        """A chunk is written down; every so often the state behind it is, too."""
+        sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
+        sizes[METRICS] = self.run.metrics_size
+        new = self.parts / part_name(mark.number)
+        digests = self.mark.digests | self._digests([new] if new.exists() else [])
+        self.mark, self.tensors = replace(mark, sizes=sizes, digests=digests), tensors
+        if mark.number % self.recipe.checkpoint.every == 0:
+            self.save()
+
+    def passed(self) -> None:
+        """A pass over the stream is finished: the next one begins anew."""
+        self.mark, self.tensors = replace(self.mark, passed=self.mark.passed + 1, stream=None, stage=None), {}
+        self.save()
+
+    def save(self) -> None:
+        """Save the state behind the last chunk, if it is not there yet."""
+        if self.mark == self._saved:
+            return
+        state = {"stamp": self.stamp, "mark": asdict(self.mark)}
+        # The end of a pass has a number of its own: the state behind its last chunk stays until that one is there.
+        step = self.mark.number + self.mark.passed
+        with self.writing():
+            checkpoint.save_tensors(self.checkpoints, step, state, self.tensors, keep=self.recipe.checkpoint.keep)
+        self._saved = self.mark
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever is written within: SpecctlError says how to go on where the disk refuses it."""
+        try:
+            yield
+        except OSError as error:
+            raise SpecctlError(
+                f"cannot save to {self.run.dir}: {error.strerror or error}",
+                hint=f"make room and continue with --resume --output-dir {self.run.dir}: "
+                f"what was learnt from {self._saved.number} chunks is whole",
+            ) from error
+
+    @contextmanager
+    def stoppable(self, stream: PromptStream) -> Iterator[None]:
+        """Save where a signal ends the block; Interrupted says how to go on."""
+        try:
+            yield
+        except (Interrupted, KeyboardInterrupt) as stop:
+            self.save()
+            if isinstance(stop, KeyboardInterrupt):
+                raise
+            hint = f"continue with --resume --output-dir {self.run.dir}"
+            if stream.stdin:
+                answered = (self.mark.stream or {}).get("prompts", 0)
+                hint += f", and send again what came behind the first {answered} prompts"
+            raise Interrupted(f"{stop.message} after {self.mark.number} chunks", hint=hint) from None

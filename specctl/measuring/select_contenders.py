@@ -1,0 +1,220 @@
+"""The contenders of `specctl select` on one stream: sessions of prompts, and who answers them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import IO
+
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.protocols import Controller, Drafter
+from specctl.decoding.records import Decoded, Label
+from specctl.decoding.target import Target
+from specctl.drafters import pool
+from specctl.errors import UsageError
+from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, decode_turn, engine, measure, warm_up
+from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
+from specctl.measuring.records import Record
+from specctl.recipe import SelectRecipe
+from specctl.selection.arms import make_arms, named
+from specctl.selection.assembly import make_selector
+from specctl.selection.controller import Round, Selector
+from specctl.selection.guarded import Guarded, Together
+from specctl.selection.policies import registry
+from specctl.selection.policies.policy import Arms, Array, Policy
+from specctl.selection.routing.labels import prompt_text
+from specctl.selection.routing.router import Router
+
+DRAFT_ALL = "draft-all"
+RECOMPUTING = "recompute"
+
+
+def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
+    """Runs of `session` prompts in the order in which they are decoded: of one domain, or (`shift`) half of one and
+    half of another."""
+    shift = recipe.order == "shift"
+    size = max(1, recipe.session // 2) if shift else recipe.session
+    found: list[list[Case]] = []
+    for domain in recipe.data.domain:
+        mine = [case for case in cases if case.prompt.domain == domain]
+        found += [mine[start : start + size] for start in range(0, len(mine), size)]
+    if recipe.order != "blocks":
+        random.Random(recipe.data.seed).shuffle(found)
+    return paired(found) if shift else found
+
+
+def paired(halves: list[list[Case]]) -> list[list[Case]]:
+    """Every run followed by the next one of another domain, as one; runs that find none stand alone."""
+    found, waiting = [], list(halves)
+    while waiting:
+        first = waiting.pop(0)
+        other = next((n for n, half in enumerate(waiting) if half[0].prompt.domain != first[0].prompt.domain), None)
+        found.append(first if other is None else first + waiting.pop(other))
+    return found
+
+
+def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
+    """Prompts that are decoded at once, one of each of `batch` sessions: those of a session follow each other."""
+    found: list[Turn] = []
+    for start in range(0, len(stream), batch):
+        abreast = stream[start : start + batch]
+        for place in range(max(map(len, abreast))):
+            found.append([session[place] for session in abreast if place < len(session)])
+    return found
+
+
+Alone = Guarded | Together
+"""What drafts all rounds by itself."""
+
+
+class Stage:
+    """The contenders of one `select`, and what they do."""
+
+    def __init__(
+        self,
+        recipe: SelectRecipe,
+        target: Target,
+        stream: list[list[Case]],
+        drafters: dict[str, Drafter],
+        router: Router | None = None,
+    ):
+        self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
+        if router is not None and [*drafters] != router.arms:
+            raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
+        self.arms = make_arms(recipe, target, drafters)
+        prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
+        self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be of two domains
+        self.prompts = {prompt.id: prompt_text(prompt.messages) for _, prompt in prompts}
+        self.algo = {name: name for name in recipe.algo}  # contender → its policy
+        if RECOMPUTING in recipe.baselines:
+            self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
+        # Game, arm and tokens of every round.
+        self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
+        self.selectors = {name: self._selector(name) for name in self.algo}
+        self.alone = self._alone()
+        self._log: IO[str] | None = None
+
+    def _selector(self, name: str) -> Selector:
+        return make_selector(
+            self.target,
+            [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures
+            self.algo[name],
+            self.recipe.game,
+            functools.partial(self._policy, self.algo[name]),
+            batch=self.recipe.batch,
+            seed=self.recipe.sampling.seed,
+            within_query=self.recipe.reset == "query",
+            on_round=functools.partial(self._note, name),
+        )
+
+    def _policy(self, name: str, arms: Arms, text: Label) -> Policy:
+        """A fresh policy for a game that begins with this text."""
+        options = self.recipe.policy
+        if name == registry.ROUTER:
+            return registry.build("fixed", arms, options.model_copy(update={"arm": int(self._routed(text).argmax())}))
+        policy = registry.build(name, arms, options)
+        if self.recipe.warm_start and policy.learns == "losses":
+            for _ in range(self.recipe.router.weight):  # as if so many tokens had been seen
+                policy.losses((1 - self._routed(text)).tolist())
+        return policy
+
+    def _routed(self, text: Label) -> Array:
+        """[N] probabilities of the router for a prompt: of every arm, that it is the one to play."""
+        assert self.router is not None
+        return self.router.probabilities([self.prompts[text.query]])[0]
+
+    def _alone(self) -> dict[str, Alone]:
+        """The contenders that do not choose: every arm by itself, all at once, the rivals.
+
+        Raises UsageError where two contenders have one name.
+        """
+        recipe = self.recipe
+        found: dict[str, Alone] = {}
+        if "fixed" in recipe.baselines:
+            found |= {arm.name: Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms}
+        if DRAFT_ALL in recipe.baselines:
+            found[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
+        rivals = {name: path for path, name in named(recipe.rivals).items()}
+        twice = {*rivals, *self.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*self.algo}
+        if twice:
+            raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
+        loaded = {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
+        return found | {name: Guarded(name, drafter) for name, drafter in loaded.items()}
+
+    def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
+        """Everybody's answers; rounds go to `log`."""
+        recipe = self.recipe
+        found = [engine(self.target, recipe.sampling, VANILLA, None, host=True)] if VANILLA in recipe.baselines else []
+        found += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
+        found += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
+        asked = turns(self.stream, recipe.batch)
+        warm_up(asked, found)
+        for name, selector in self.selectors.items():
+            selector.forget()
+            self.plays[name].clear()
+        for alone in self.alone.values():
+            alone.forget()
+        self._log = log
+        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
+
+    def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
+        options = self.recipe.catch_up
+        # Only who is idle at times has something to save.
+        streams = options.name == "streaming" and name in self.recipe.algo
+        catch_up = CatchUp(options.sink, options.window) if streams else RECOMPUTE
+
+        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
+            labels = None
+            if isinstance(controller, Selector):
+                labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
+            options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
+            return [{name: one} for one in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)]
+
+        return answer
+
+    def _label(self, name: str, case: Case, seed: int) -> Label:
+        repeat = seed - case.seed(self.recipe.sampling.seed)
+        alone = self.recipe.reset == "query" or self.algo[name] == registry.ROUTER
+        key = None if alone else self.game_of(*case.question(repeat))
+        return Label(case.prompt.id, case.prompt.domain, key, repeat)
+
+    def game_of(self, domain: str, id: str, repeat: int) -> str:
+        """Key of the game that answers a text, the same for all texts between two resets."""
+        units = {"query": f"{domain} {id}", "session": self.session_of[domain, id], "stream": ""}
+        return f"{repeat} {units[self.recipe.reset]}"
+
+    def _note(self, algo: str, entry: Round) -> None:
+        self.plays[algo].append((self.game_of(entry.domain, entry.query, entry.seed), entry.arm, entry.committed))
+        if self._log is not None:
+            self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
+
+    def row(self, stream: Stream, name: str) -> PolicyRow:
+        """The row of a contender."""
+        selector = self.selectors.get(name)
+        plays = self.plays.get(name, [])
+        hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
+        kind = "policy" if selector else "baseline" if name in (VANILLA, DRAFT_ALL) else "arm"
+        if name in named(self.recipe.rivals).values():
+            kind = "rival"
+        return stream.row(
+            name,
+            kind,
+            tally=selector.tally if selector else None,
+            arms=[arm.name for arm in self.arms],
+            best_arm_ratio=sum(hits) / len(hits) if hits else None,
+            failures=(selector or self.alone[name]).failures if name != VANILLA else 0,
+        )
+
+    def rewards(self) -> list[ArmReward]:
+        """Tokens that rounds of each arm have committed, whichever policy played them."""
+        committed: dict[str, list[int]] = {arm.name: [] for arm in self.arms}
+        for plays in self.plays.values():
+            for _, arm, tokens in plays:
+                committed[arm].append(tokens)
+        return [ArmReward(arm, len(t), fmean(t), pstdev(t)) for arm, t in committed.items() if t]

@@ -1,0 +1,255 @@
+"""Lookahead reasoning (Fu et al. 2025, arXiv 2506.19830): a draft LM thinks some steps ahead, the target checks them.
+
+    steps s₁ … s_d of the draft LM                           writer.py
+    t₁ … t_{d+1}: the target's own step behind each prefix   one batch through the decoding core
+    judge: s₁ ≈ t₁, s₂ ≈ t₂, …                               judge.py
+    keep s₁ … s_a, the longest aligned run, then t_{a+1}
+
+The text is not the target's own: what is kept means the same to the judge. Final answers are therefore always compared
+with those of the target alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+from specctl.adaptation.stream import Arrival
+from specctl.progress import interrupts
+from specctl.reasoning.answers import correct, extract
+from specctl.reasoning.auto_depth import AutoDepth
+from specctl.reasoning.judge import Judge
+from specctl.reasoning.step_splitter import Step, going_round
+from specctl.reasoning.writer import Draft, Proposal, Work, Writer
+from specctl.recipe import LookaheadRecipe
+
+Stop = Literal["final", "budget", "loop"]
+THOUGHT = "</think>"  # what a thinking model says when it has thought enough of itself
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A drafted step that the judge found to differ, in the draft model's tokens: the context with all steps that were
+    kept, the target's step and the draft's, delimiters included; and both as text."""
+
+    prompt_id: str
+    context: list[int]
+    chosen: list[int]
+    rejected: list[int]
+    chosen_text: str
+    rejected_text: str
+
+
+@dataclass
+class Trace:
+    """The answer to one prompt, and how it came about.
+
+    Attributes:
+        ids: all that stands behind the prompt, in the writer's tokens, transition included.
+        stop: the text ended itself, or was cut at the budget or in a loop.
+        rounds: batches of target steps; target_steps: steps the target wrote in them, of which own_steps were kept.
+        cut: steps of the text that ended at the limit, without a delimiter.
+        drafted, accepted: steps of the draft LM; rejected: rounds ended by one; accepted_tokens: of those kept.
+        seconds, draft_s, judge_s: wall-clock, of it with the draft LM and the judge.
+        target, draft: work of the two models.
+        flops: of both, products with weights only; the judge's are not counted.
+        right: None where the reference does not tell.
+    """
+
+    prompt_id: str
+    domain: str
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    stop: Stop = "final"
+    rounds: int = 0
+    target_steps: int = 0
+    own_steps: int = 0
+    cut: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    accepted_tokens: int = 0
+    seconds: float = 0.0
+    draft_s: float = 0.0
+    judge_s: float = 0.0
+    target: Work = field(default_factory=Work)
+    draft: Work = field(default_factory=Work)
+    flops: float = 0.0
+    answer: str | None = None
+    right: bool | None = None
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+
+class Lookahead:
+    """Answers prompts; without a draft LM, as the target does alone, one step a round."""
+
+    def __init__(self, target: Writer, recipe: LookaheadRecipe, draft: Draft | None = None, judge: Judge | None = None):
+        """`recipe` is resolved; a `draft` needs a `judge`."""
+        assert recipe.budget is not None and recipe.answer_tokens is not None, "resolved() fills these in"
+        self.target, self.recipe, self.draft, self.judge = target, recipe, draft, judge
+        self.budget, self.answer_tokens = recipe.budget, recipe.answer_tokens
+        self.transition = recipe.transition or ""
+        self.auto = AutoDepth(recipe.longest) if draft is not None and recipe.depth == "auto" else None
+
+    def answer(self, arrival: Arrival) -> Trace:
+        """Think, then answer; a prompt that leaves little room in the context has a short answer, or none.
+
+        Raises Interrupted, between steps.
+        """
+        trace = Trace(arrival.prompt.id, arrival.prompt.domain)
+        before = self._work()
+        with _clock(trace, "seconds"):
+            thought = self._think(arrival, trace)
+            over = trace.stop == "final" or THOUGHT in self.target.stepper.text(thought)
+            trace.ids = thought if over else self._conclude(arrival, thought)
+        trace.target, trace.draft = (now.since(then) for now, then in zip(self._work(), before, strict=True))
+        trace.flops = float(trace.target.rows * self.target.model.row_flops)
+        if self.draft is not None:
+            trace.flops += trace.draft.rows * self.draft.writer.model.row_flops
+        trace.text = self.target.stepper.text(trace.ids)
+        trace.answer = extract(trace.text)
+        allowed = self.recipe.allow_code_execution
+        trace.right = correct(trace.text, arrival.prompt.reference, allow_code_execution=allowed)
+        return trace
+
+    def brief(self, tokens: int) -> Lookahead:
+        """The same models for a few tokens of an answer, with a judge that remembers by itself."""
+        found = copy.copy(self)
+        found.budget, found.answer_tokens = min(self.budget, tokens), min(self.answer_tokens, tokens)
+        found.judge = self.judge and Judge(self.judge.ask)
+        return found
+
+    def forget(self) -> None:
+        """Keep nothing of texts from before, nor of what drafting was worth: what follows is the same, and the same
+        work, wherever a run goes on, and a draft LM that has learnt is tried anew."""
+        self.target.forget()
+        if self.auto is not None:
+            self.auto.forget()
+        if self.draft is not None:
+            self.draft.writer.forget()
+
+    def _work(self) -> tuple[Work, Work]:
+        """Work of the target and of the draft LM until now."""
+        draft = Work() if self.draft is None else self.draft.writer.work
+        return self.target.work.since(Work()), draft.since(Work())
+
+    def _think(self, arrival: Arrival, trace: Trace) -> list[int]:
+        """Steps until the text ends, goes round in circles, or the budget is spent. Whoever thinks enough by itself
+        may spend what is kept for the answer, too: it is writing that."""
+        room = self.target.model.context_length - len(arrival.ids)
+        budget = min(self.budget, room - self.answer_tokens - len(self._transition([])))
+        thought: list[int] = []
+        steps: list[Step] = []
+        while len(thought) < budget:
+            interrupts.check()
+            added, accepted = self._round(arrival, thought, budget - len(thought), trace)
+            for place, step in enumerate(added):
+                thought, steps = thought + step.ids, [*steps, step]
+                trace.cut += step.end == "limit"
+                if place < accepted:
+                    trace.accepted += 1
+                    trace.accepted_tokens += len(step.ids)
+                else:
+                    trace.own_steps += 1
+                if step.end == "final":
+                    return thought
+                if THOUGHT in step.text:
+                    budget = min(self.budget + self.answer_tokens, room)
+                if going_round(steps, self.recipe.max_repeats):
+                    trace.stop = "loop"
+                    return thought
+        trace.stop = "budget"
+        return thought
+
+    def _round(self, arrival: Arrival, thought: list[int], room: int, trace: Trace) -> tuple[list[Step], int]:
+        """The steps that one round adds: the longest aligned run of drafted ones, then the target's own; and how many
+        of them were drafted."""
+        seed, began = self._seed(arrival), time.perf_counter()
+        depth = self.recipe.longest if self.auto is None else self.auto.next()
+        proposals: list[Proposal] = []
+        if self.draft is not None:
+            with _clock(trace, "draft_s"):
+                proposals = self.draft.propose(arrival, thought, depth, room, seed)
+        drafted = [proposal.step for proposal in proposals]
+        prefixes = list(accumulate((step.ids for step in drafted), initial=thought))
+        if drafted and (drafted[-1].end == "final" or len(prefixes[-1]) >= len(thought) + room):
+            prefixes.pop()  # nothing can follow
+        own: list[Step] = []
+        accepted = 0
+        for batch in [prefixes] if self.recipe.parallel else [[prefix] for prefix in prefixes]:
+            limits = [len(thought) + room - len(prefix) for prefix in batch]
+            own += self.target.steps([arrival.ids + prefix for prefix in batch], limits, seed)
+            rulings = self._aligned(drafted[accepted:], own[accepted:], trace)
+            accepted += next((place for place, aligned in enumerate(rulings) if not aligned), len(rulings))
+            if accepted < len(own):
+                break
+        rejected = accepted < min(len(drafted), len(own))
+        if rejected:
+            trace.rejected += 1
+            self._note(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
+        trace.rounds += 1
+        trace.target_steps += len(own)
+        trace.drafted += len(drafted)
+        if self.auto is not None:
+            self.auto.observe(len(drafted), accepted, accepted + rejected, time.perf_counter() - began)
+        return drafted[:accepted] + own[accepted : accepted + 1], accepted
+
+    def _aligned(self, drafted: list[Step], own: list[Step], trace: Trace) -> list[bool]:
+        """Whether each drafted step means the same as the target's. Of two steps that do, both or none end the text."""
+        pairs = list(zip(drafted, own, strict=False))
+        alike = [(mine.text, theirs.text) for mine, theirs in pairs if _final(mine) == _final(theirs)]
+        if not alike:
+            return [False for _ in pairs]
+        assert self.judge is not None
+        with _clock(trace, "judge_s"):
+            rulings = iter(self.judge(alike))
+        return [_final(mine) == _final(theirs) and next(rulings) for mine, theirs in pairs]
+
+    def _note(self, arrival: Arrival, prefix: list[int], proposal: Proposal, own: Step, trace: Trace) -> None:
+        """Keep what the draft LM can learn from, unless both steps are one."""
+        assert self.draft is not None
+        chosen, rejected = self.draft.as_written(own), proposal.own.ids
+        if chosen and chosen != rejected:
+            context = self.draft.text(arrival, prefix)
+            trace.mismatches.append(
+                Mismatch(arrival.prompt.id, context, chosen, rejected, own.text, proposal.step.text)
+            )
+
+    def _conclude(self, arrival: Arrival, thought: list[int]) -> list[int]:
+        """Thinking is over: say so, and let the target answer alone."""
+        said = thought + self._transition(thought)
+        text = arrival.ids + said
+        room = min(self.answer_tokens, self.target.model.context_length - len(text))
+        return said + (self.target.rest(text, room, self._seed(arrival)) if room > 0 else [])
+
+    def _transition(self, thought: list[int]) -> list[int]:
+        """Ids of the transition; its line break is there already where the last step ended with one."""
+        words = self.transition
+        if self.target.stepper.text(thought[-1:]).endswith("\n"):
+            words = words.lstrip("\n")
+        return list(self.target.model.tokenizer.encode(words, add_special_tokens=False))
+
+    def _seed(self, arrival: Arrival) -> int:
+        """Seed of a problem: the same whichever mode answers it, and whatever came before."""
+        digest = hashlib.sha256(f"{self.recipe.seed}/{arrival.prompt.id}".encode()).hexdigest()
+        return int(digest[:8], 16)
+
+
+def _final(step: Step) -> bool:
+    return step.end == "final"
+
+
+@contextmanager
+def _clock(trace: Trace, name: str) -> Iterator[None]:
+    """Add the seconds of the block to a field of the trace."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(trace, name, getattr(trace, name) + time.perf_counter() - started)

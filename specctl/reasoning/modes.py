@@ -1,0 +1,186 @@
+"""Lookahead reasoning over a stream: every mode answers every prompt, and those that learn do so after each chunk.
+
+    for arrivals in stream.chunks():
+        chunk = reasoning.chunk(arrivals)          # one Trace per mode and prompt, one Lesson per learner
+
+`target` is the target alone, `draft` the draft LM alone, `lr` does not learn, `osd-lr` imitates the target's steps,
+`online-lr` prefers them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specctl.adaptation.stream import Arrival
+from specctl.decoding.models.loading import load_model, load_tokenizer
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.target import Target
+from specctl.drafters import checkpoint
+from specctl.drafters.lm_drafter import cast
+from specctl.drafters.pool import module, read_drafter, whole
+from specctl.errors import CheckpointError, UsageError
+from specctl.reasoning.judge import Judge, make_judge
+from specctl.reasoning.lookahead import Lookahead, Trace
+from specctl.reasoning.preferences import Lesson, PreferenceLearner
+from specctl.reasoning.writer import Draft, Writer
+from specctl.recipe import LookaheadRecipe
+from specctl.recipe.lookahead import LearningMode, ReasoningMode
+
+WARMUP_TOKENS = 16
+LEARNING: tuple[LearningMode, ...] = get_args(LearningMode)
+
+
+@dataclass(frozen=True)
+class DraftLM:
+    """A draft model in fp32, as it learns, with its tokenizer."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """The results of a chunk: traces of every mode in the order of the arrivals, lessons of those that learn, and the
+    seconds that learning took."""
+
+    chunk: int
+    traces: dict[ReasoningMode, list[Trace]]
+    lessons: dict[ReasoningMode, Lesson]
+    learning_s: dict[ReasoningMode, float]
+
+
+def load_draft_lm(name: str, target: Target) -> DraftLM:
+    """A directory that `train-drafter --arch lm` wrote, or any causal LM of `transformers`.
+
+    Raises CheckpointError: there is none, it is another family's, or it was made for another target.
+    """
+    path = Path(name).expanduser()
+    if not checkpoint.is_drafter(path):
+        import torch
+
+        return DraftLM(name, load_model(name, device=target.device, dtype=torch.float32), load_tokenizer(name))
+    found = whole(read_drafter(path, target))
+    if found.config["family"] != "lm":
+        raise CheckpointError(
+            f"{name} is a drafter of family {found.config['family']}, which writes no steps by itself",
+            "train a small LM: specctl train-drafter --arch lm",
+        )
+    return DraftLM(name, module(found, target).model.to(target.device), target.tokenizer)
+
+
+class Reasoning:
+    """The modes of one run, side by side on the same prompts. `state` between chunks is all there is to keep.
+
+    Attributes:
+        judges: of every mode that has one. They share the model, not what they remember: modes are timed.
+        learners: of every mode that learns.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DraftLM,
+        recipe: LookaheadRecipe,
+        modes: Sequence[ReasoningMode],
+        *,
+        judge: Judge | None = None,
+        drafter: Drafter | None = None,
+    ):
+        """
+        Args:
+            recipe: is resolved here, for the target.
+            judge: None = that of the recipe; of a given one only `ask` is taken.
+            drafter: speculates on tokens inside the target's steps.
+
+        Raises:
+            UsageError: no mode, or one twice.
+            DataError: a draft LM with another tokenizer has no chat template.
+        """
+        if not modes or len(set(modes)) < len(modes):
+            raise UsageError(f"modes of lookahead reasoning: {', '.join(modes) or 'none'}", "each at most once")
+        self.target, self.draft, self.modes = target, draft, list(modes)
+        self.recipe = recipe.resolved(target.name)
+        judge = judge or make_judge(self.recipe.judge, str(target.device))
+        self.judges = {mode: Judge(judge.ask) for mode in modes if mode not in ("target", "draft")}
+        self.chunks = 0
+        self._warm = False
+        self.drafter = drafter
+        self.learners = {
+            mode: PreferenceLearner(copy.deepcopy(draft.model), draft.tokenizer, self.recipe, mode)
+            for mode in LEARNING
+            if mode in modes
+        }
+        self._answering = {mode: self._made(mode) for mode in modes}
+
+    def chunk(self, arrivals: Sequence[Arrival], done: Callable[[], None] = lambda: None) -> ChunkRecord:
+        """Answer every prompt in every mode, then learn; `done` is told of every prompt. Modes take turns prompt by
+        prompt, in rotating order: what else the machine does slows all of them alike.
+
+        Raises Interrupted, with the learners anywhere in the chunk: go on from a `state()`.
+        """
+        if not self._warm:  # first calls are slow, whether a run begins here or goes on
+            for answering in self._answering.values():
+                answering.brief(WARMUP_TOKENS).answer(arrivals[0])
+            self._warm = True
+        for answering in self._answering.values():
+            answering.forget()
+        traces: dict[ReasoningMode, list[Trace]] = {mode: [] for mode in self.modes}
+        for place, arrival in enumerate(arrivals):
+            turn = place % len(self.modes)
+            for mode in self.modes[turn:] + self.modes[:turn]:
+                traces[mode].append(self._answering[mode].answer(arrival))
+            done()
+        lessons: dict[ReasoningMode, Lesson] = {}
+        seconds: dict[ReasoningMode, float] = {}
+        for mode, learner in self.learners.items():
+            started = time.perf_counter()
+            lessons[mode] = learner.learn([one for trace in traces[mode] for one in trace.mismatches])
+            self._answering[mode].draft = self._drafting(learner.played())  # old keys and values go, too
+            seconds[mode] = time.perf_counter() - started
+        self.chunks += 1
+        return ChunkRecord(self.chunks, traces, lessons, seconds)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The state of every learner, by mode."""
+        return {mode: learner.state() for mode, learner in self.learners.items()}
+
+    def restore(self, state: dict[str, dict[str, Tensor]], chunks: int) -> None:
+        """Go on behind `chunks` chunks with a `state()`. CheckpointError where it is that of other modes or models."""
+        if set(state) != set(self.learners):
+            raise CheckpointError(f"the state is of {', '.join(state)}", "resume with the modes of the run")
+        for mode, learner in self.learners.items():
+            learner.restore(state[mode])
+            self._answering[mode].draft = self._drafting(learner.played())
+        self.chunks = chunks
+
+    def _made(self, mode: ReasoningMode) -> Lookahead:
+        draft = None if mode == "target" else self._drafting(copy.deepcopy(self.draft.model))
+        if mode == "draft":
+            assert draft is not None
+            return _DraftAlone(draft, self.recipe)
+        return Lookahead(Writer(self.target, self.recipe, self.drafter), self.recipe, draft, self.judges.get(mode))
+
+    def _drafting(self, model: PreTrainedModel) -> Draft:
+        """The draft LM for the decoding core, in the target's dtype; `model` is taken over."""
+        playing = cast(model, self.target.device, self.target.dtype).eval()
+        return Draft(Writer(Target(self.draft.name, playing, self.draft.tokenizer), self.recipe), self.target)
+
+
+class _DraftAlone(Lookahead):
+    """The draft LM answers, in its own tokens."""
+
+    def __init__(self, draft: Draft, recipe: LookaheadRecipe):
+        super().__init__(draft.writer, recipe)
+        self._own = draft
+
+    def answer(self, arrival: Arrival) -> Trace:
+        return super().answer(Arrival(arrival.prompt, self._own.text(arrival, [])))

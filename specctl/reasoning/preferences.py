@@ -1,0 +1,270 @@
+"""The draft LM learns from the steps that the judge rejected: DPO (`online-lr`), or SFT on the target's (`osd-lr`).
+
+Preferences are pairs behind the full context, kept steps included: y_w the target's step, y_l the draft's (Rafailov et
+al. 2023, equation 7). The reference of DPO is the draft LM as it was when the chunk began.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specctl.errors import CheckpointError
+from specctl.progress import interrupts
+from specctl.reasoning.lookahead import Mismatch
+from specctl.recipe import LookaheadRecipe
+from specctl.recipe.lookahead import FULL_BELOW, LearningMode
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The result of learning from a chunk.
+
+    Attributes:
+        pairs, steps: preference pairs, and optimizer steps made with them; 0 where there was nothing to learn.
+        loss: mean over those steps; None without any.
+        margin: of DPO, the mean of β · (log-ratio of y_w − that of y_l) over the last epoch's steps.
+        refused: a loss or weight was not finite: the draft LM is as it was.
+    """
+
+    pairs: int
+    steps: int = 0
+    loss: float | None = None
+    margin: float | None = None
+    refused: bool = False
+
+
+def table(mismatches: Sequence[Mismatch], max_length: int) -> Any:
+    """The pairs as a `datasets.Dataset`, each once: ids as DPO reads them, and text for people.
+
+    Where context and step have more than `max_length` tokens the context loses its beginning.
+    """
+    from datasets import Dataset
+
+    def end(one: Mismatch) -> list[int]:
+        return one.context[-max(1, max_length - max(len(one.chosen), len(one.rejected))) :]
+
+    once = {(*one.context, -1, *one.chosen, -1, *one.rejected): one for one in mismatches}
+    return Dataset.from_dict(
+        {
+            "prompt_id": [one.prompt_id for one in once.values()],
+            "prompt_ids": [end(one) for one in once.values()],
+            "chosen_ids": [one.chosen for one in once.values()],
+            "rejected_ids": [one.rejected for one in once.values()],
+            "chosen": [one.chosen_text for one in once.values()],
+            "rejected": [one.rejected_text for one in once.values()],
+        }
+    )
+
+
+class PreferenceLearner:
+    """A draft LM that learns chunk by chunk; AdamW's moments persist.
+
+    Attributes:
+        model: the LM in fp32, with a LoRA adapter around it where it is large.
+        chunks: learnt from so far. They number the shuffles, so that there is no other random state.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, recipe: LookaheadRecipe, mode: LearningMode):
+        """`model` is learnt in place; `recipe` is resolved."""
+        self.recipe, self.mode, self.tokenizer, self.chunks = recipe, mode, tokenizer, 0
+        learning, count = recipe.learning, sum(weight.numel() for weight in model.parameters())
+        self.adapts = learning.lora if learning.lora is not None else count > FULL_BELOW
+        self.model: nn.Module = model
+        if self.adapts:
+            import peft
+
+            sizes: dict[str, Any] = {"r": learning.lora_rank, "lora_alpha": learning.lora_alpha}
+            with _quiet():
+                torch.manual_seed(recipe.seed)  # "all-linear" leaves the output layer out
+                self.model = peft.get_peft_model(model, peft.LoraConfig(**sizes, target_modules="all-linear"))
+        self._optimizer = torch.optim.AdamW(
+            [weight for weight in self.model.parameters() if weight.requires_grad],
+            lr=recipe.rate_of(mode, count),
+            betas=(learning.betas[0], learning.betas[1]),
+            weight_decay=0.0,
+        )
+
+    def played(self) -> PreTrainedModel:
+        """A copy of the LM as it is now, its adapter merged."""
+        model: Any = copy.deepcopy(self.model)
+        return model.merge_and_unload() if self.adapts else model
+
+    def learn(self, mismatches: Sequence[Mismatch]) -> Lesson:
+        """Several epochs over the pairs of a chunk.
+
+        Raises Interrupted between two optimizer steps, with part of the chunk learnt: go on from a `state()`.
+        """
+        pairs = table(mismatches, self.recipe.learning.max_length)
+        self.chunks += 1
+        if len(pairs) == 0:
+            return Lesson(len(pairs))
+        interrupts.check()
+        before = self.state()
+        steps, losses, margins = self._train(pairs)
+        sound = all(bool(weight.isfinite().all()) for weight in self._trainable().values())
+        if not sound or not torch.tensor(losses).isfinite().all():
+            self.restore(before)
+            return Lesson(len(pairs), refused=True)
+        return Lesson(len(pairs), steps, sum(losses) / len(losses), sum(margins) / len(margins) if margins else None)
+
+    def _train(self, pairs: Any) -> tuple[int, list[float], list[float]]:
+        """Run TRL's trainer; optimizer steps, losses of all and margins of the last epoch's."""
+        dpo, epochs = self.mode == "online-lr", self.recipe.learning.epochs
+        base: Any = cast(Any, self.model).get_base_model() if self.adapts else self.model
+        with _quiet(), tempfile.TemporaryDirectory() as place:
+            gc.collect()  # trainers are cycles: that of the chunk before would keep its reference, a whole model
+            trainer = self._preferring(pairs, place) if dpo else self._imitating(pairs, place)
+            trainer.add_callback(_polling())
+            try:
+                trainer.train()
+            finally:
+                vars(base).pop("forward", None)  # TRL's own, which would end up in copies of the model
+                base.get_input_embeddings()._forward_hooks.clear()  # every trainer with checkpointing adds some
+                base.eval()
+                if self.adapts and dpo:
+                    cast(Any, self.model).delete_adapter("ref")  # the next chunk has another reference
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        margins = [entry["rewards/margins"] for entry in log if dpo and entry["epoch"] > epochs - 1]
+        return trainer.state.global_step, [entry["loss"] for entry in log], margins
+
+    def _preferring(self, pairs: Any, place: str) -> Any:
+        """DPO on pairs of ids.
+
+        TRL's own preparation tokenises text, which may cut it differently than it was written, and ends every step with
+        the end-of-sequence token: a draft LM that learns from that stops after each step.
+        """
+        from trl import DPOConfig, DPOTrainer
+
+        class OnIds(DPOTrainer):
+            def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+                return dataset
+
+        model = cast(Any, self.model)
+        return OnIds(
+            model=model,
+            ref_model=None if self.adapts else copy.deepcopy(model),
+            args=_on_one_gpu(DPOConfig(**self._options(place), beta=self.recipe.learning.beta)),
+            train_dataset=pairs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]),
+            processing_class=self.tokenizer,
+            optimizers=self._optimizers(),
+        )
+
+    def _imitating(self, pairs: Any, place: str) -> Any:
+        """SFT on the target's steps, given their contexts."""
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        contexts, steps = pairs["prompt_ids"], pairs["chosen_ids"]
+        texts = [context + step for context, step in zip(contexts, steps, strict=True)]
+        labels = [[-100] * len(context) + step for context, step in zip(contexts, steps, strict=True)]
+        return SFTTrainer(
+            model=cast(Any, self.model),
+            args=_on_one_gpu(SFTConfig(**self._options(place), dataset_kwargs={"skip_prepare_dataset": True})),
+            train_dataset=Dataset.from_dict({"input_ids": texts, "labels": labels}),
+            processing_class=self.tokenizer,
+            optimizers=self._optimizers(),
+        )
+
+    def _options(self, place: str) -> dict[str, Any]:
+        """Arguments of both trainers. On a CPU all is fp32: a chunk moves weights by less than bf16 can tell."""
+        learning, cuda = self.recipe.learning, next(self.model.parameters()).device.type == "cuda"
+        return {
+            "output_dir": place,  # nothing is written there, but it is made
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "use_cpu": not cuda,
+            "bf16": cuda,
+            "gradient_checkpointing": cuda,
+            "remove_unused_columns": False,
+            "max_length": None,
+            "num_train_epochs": learning.epochs,
+            "per_device_train_batch_size": learning.batch,
+            "max_grad_norm": learning.clip,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "seed": self.recipe.seed + self.chunks,
+        }
+
+    def _optimizers(self) -> tuple[torch.optim.Optimizer, Any]:
+        """Ours, at a constant rate."""
+        return self._optimizer, torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: 1.0)
+
+    def _trainable(self) -> dict[str, Tensor]:
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, moments and counters: copies, which later learning leaves as they are."""
+        found = {f"weight.{name}": weight.detach().clone() for name, weight in self._trainable().items()}
+        for place, moments in self._optimizer.state_dict()["state"].items():
+            found |= {f"optimizer.{place}.{name}": value.detach().clone() for name, value in moments.items()}
+        return found | {"chunks": torch.tensor(self.chunks)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a `state()`. CheckpointError where it is that of another model."""
+        weights = self._trainable()
+        if {f"weight.{name}" for name in weights} != {name for name in state if name.startswith("weight.")}:
+            raise CheckpointError("the learner's state belongs to another draft model", "start again with --overwrite")
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(state[f"weight.{name}"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in state.items():
+            if name.startswith("optimizer."):
+                _, place, key = name.split(".")
+                moments.setdefault(int(place), {})[key] = value.clone()
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
+        self.chunks = int(state["chunks"])
+
+
+def _on_one_gpu(arguments: Any) -> Any:
+    """Else a trainer takes all GPUs of the machine for itself, by `nn.DataParallel`, which TRL refuses."""
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
+
+
+def _polling() -> Any:
+    """Looks for SIGTERM after every optimizer step."""
+    from transformers import TrainerCallback
+
+    class Polling(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            interrupts.check()
+
+    return Polling()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither what TRL says, on stdout and with bars, nor what it does to the generators of the process."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging as library
+
+    states = random.getstate(), np.random.get_state()
+    verbosity, bars = library.get_verbosity(), not are_progress_bars_disabled()
+    disable_progress_bars()
+    library.set_verbosity_error()
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        library.set_verbosity(verbosity)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if bars:
+            enable_progress_bars()

@@ -1,0 +1,77 @@
+"""Delayed feedback: the loss of a position is known only once the tokens that a draft there would have are known."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specctl.selection.game.losses import beyond_the_end, length_loss
+from specctl.selection.game.rules import Rules
+from specctl.selection.policies.policy import AnyArray, Array
+
+
+class Delay:
+    """Scored tokens go in, loss vectors come out, first in, first out (QFI-D; HedgeSpec's delayed feedback).
+
+    A vector per token waits for the K − 1 tokens after it; a vector per round (chunk) only for those of its round. The
+    first `hybrid_rounds` vectors do not wait: they are 1 − γ at depth 1, of a chunk in the mean over its tokens.
+    """
+
+    def __init__(self, count: int, rules: Rules):
+        self.rules = rules
+        self._count = count
+        self._hybrid_left = rules.hybrid_rounds
+        self._pending = np.zeros((count, 0, rules.depth))  # acceptance of the tokens whose vectors wait
+        self._chunks: list[int] = []  # tokens of each round that was not scored
+
+    def committed(self, tokens: int) -> int:
+        """Note a round that was played; returns the number of vectors that will come of its tokens."""
+        if self.rules.unit == "token":
+            return tokens
+        self._chunks.append(tokens)
+        return 1
+
+    def scored(self, gamma: AnyArray, hit: AnyArray) -> Array:
+        """[M, N] vectors that these tokens complete, in the order of the text; gamma, hit: [N, S, K]."""
+        values = np.asarray(gamma if self.rules.estimator == "product" else hit, dtype=np.float64)
+        if self.rules.unit == "chunk":
+            return self._of_chunks(gamma, values)
+        tokens = gamma.shape[1]
+        at_once = tokens if self.rules.loss == "acceptance" else min(self._hybrid_left, tokens)
+        self._hybrid_left = max(self._hybrid_left - at_once, 0)
+        self._pending = np.concatenate([self._pending, values[:, at_once:]], axis=1)
+        return np.concatenate([1 - gamma[:, :at_once, 0].T, self._complete()])
+
+    def ended(self) -> Array:
+        """[M, N] vectors of the positions that wait: the text is over, nothing is accepted beyond its end."""
+        if self._pending.shape[1]:
+            self._pending = beyond_the_end(self._pending)
+        vectors = self._complete()
+        self._pending = self._pending[:, :0]
+        self._chunks.clear()
+        return vectors
+
+    def _complete(self) -> Array:
+        """[M, N] vectors of the positions that enough tokens follow; these positions wait no longer."""
+        ready = self._pending.shape[1] - self.rules.depth + 1
+        if ready <= 0:
+            return np.zeros((0, self._count))
+        vectors = length_loss(self._pending, self.rules.estimator)
+        self._pending = self._pending[:, ready:]
+        return vectors
+
+    def _of_chunks(self, gamma: AnyArray, values: Array) -> Array:
+        """[M, N] one vector per round over the k ≤ K tokens it committed, 1 − AL/(k + 1): acceptance beyond them is not
+        seen (censored; HedgeSpec, B.3)."""
+        N, tokens, K = values.shape
+        vectors = []
+        start = 0
+        while start < tokens:
+            known = self._chunks.pop(0)
+            if self.rules.loss == "acceptance" or self._hybrid_left:
+                self._hybrid_left = max(self._hybrid_left - 1, 0)
+                vectors.append(1 - gamma[:, start : start + known, 0].mean(axis=1))
+            else:
+                k = min(known, K)
+                vectors.append(length_loss(values[:, start : start + k, :k], self.rules.estimator)[0])
+            start += known
+        return np.array(vectors).reshape(-1, N)

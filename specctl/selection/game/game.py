@@ -1,0 +1,193 @@
+"""The game between a policy and the rounds of decoding, whoever plays them: live decoding, or a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from time import perf_counter_ns
+
+import numpy as np
+
+from specctl.selection.game.clock import Clock
+from specctl.selection.game.delay import Delay
+from specctl.selection.game.drift import Drift
+from specctl.selection.game.losses import at_success, per_second, usable
+from specctl.selection.game.rewards import Outcome, reward
+from specctl.selection.game.rules import Rules
+from specctl.selection.game.scoring import Schedule
+from specctl.selection.policies.policy import AnyArray, Arms, Array, Numbers, Policy
+
+RECENT = 4  # rounds of an arm, about, that the share of its failures is taken over
+
+
+@dataclass
+class Round:
+    """One round of the log.
+
+    Attributes:
+        weights: [N] with which the arm was drawn.
+        reward: of the arm, on the policy's scale; None if the policy was told none.
+        losses: arrays [M, N] of the vectors that were fed after this round and before the next.
+        regret: up to then, Σ losses of the arms played − Σ losses of the arm that was best in hindsight.
+        decide_us: microseconds of choosing and learning.
+        scored: tokens that were scored behind this round and before the next.
+    """
+
+    arm: int
+    weights: Numbers
+    committed: int = 0
+    reward: float | None = None
+    losses: list[Array] = field(default_factory=list)
+    regret: float = 0.0
+    decide_us: float = 0.0
+    scored: int = 0
+
+
+class Game:
+    """One policy against the rounds of decoding until its reset.
+
+    A round is `choose`, `played`, then `scored` with the tokens that `due` asks for; `ended` closes a text.
+    """
+
+    def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: Clock | None = None):
+        """`clock`: what games before this one have measured."""
+        if arms.depth != rules.depth or (rules.costs and len(rules.costs) != arms.count):
+            raise ValueError(f"rules for other arms: {rules} and {arms}")
+        self.policy = policy
+        self.rules = rules
+        self.arms = arms
+        self.log: list[Round] = []
+        self.dropped = 0  # rewards, and vectors of losses, that were not finite throughout
+        self.unscored = 0  # committed tokens that no `scored` has covered
+        self._schedule = Schedule(rules)
+        self._drift = Drift(arms.count, rules.drift) if rules.drift and policy.learns == "losses" else None
+        self._stale = 0  # so many of the next vectors are older than the change that was noticed
+        self._delay = Delay(arms.count, rules)
+        self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
+        self._update: list[Numbers] = []  # vectors that wait to become one update
+        self._clock = clock or Clock.of(arms.count)
+        self._cost = np.zeros(arms.count)  # Σ losses of each arm
+        self._own_cost = 0.0
+        self._played = [0] * arms.count  # rounds of each arm
+        self._kept = [1.0] * arms.count  # share of its last rounds in which its drafter did not fail
+
+    def weights(self) -> Numbers:
+        """[N] probabilities of the next choice."""
+        return self.policy.weights()
+
+    def choose(self) -> int:
+        """The arm of the round that begins; opens its entry in the log."""
+        began = perf_counter_ns()
+        weights = self.policy.weights()
+        arm = self.policy.choose()
+        regret = self.log[-1].regret if self.log else 0.0
+        self.log.append(Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000))
+        return arm
+
+    def played(self, arm: int, outcome: Outcome) -> None:
+        """A round of this arm is over."""
+        self._schedule.rounds += 1
+        entry = self.log[-1]
+        entry.committed = outcome.committed
+        began = perf_counter_ns()
+        if self.policy.learns == "losses":
+            self._committed(arm, outcome)
+        elif self.policy.learns == "reward" and outcome.complete:
+            unit = reward(self.rules, outcome)
+            if not isfinite(unit):  # worth nothing: an arm of which nothing were told would be tried for ever
+                self.dropped += 1
+                unit = 0.0
+            entry.reward = unit if self.policy.scale == "unit" else 1 + self.rules.depth * unit
+            self.policy.reward(arm, entry.reward)
+        entry.decide_us += (perf_counter_ns() - began) / 1000
+
+    def _committed(self, arm: int, outcome: Outcome) -> None:
+        """Note all that a round shows before its tokens are scored."""
+        self.unscored += outcome.committed
+        vectors = self._delay.committed(outcome.committed)
+        self._owners += [arm] * vectors
+        if outcome.seconds is not None:
+            self._clock.took(arm, outcome.seconds)
+        if self._drift and self._drift.seen(arm, outcome.accepted if outcome.complete else None, vectors):
+            self._begin_again(self._drift)
+        self._played[arm] += 1
+        self._kept[arm] += (1 - outcome.failed - self._kept[arm]) / min(self._played[arm], RECENT)
+        if outcome.failed:
+            self._schedule.hurry()  # until something is learnt, it is played on
+
+    def _begin_again(self, drift: Drift) -> None:
+        """Forget what was learnt before the change that the drift test has noticed; scoring begins anew."""
+        self._stale = max(len(self._owners) - drift.since, 0)
+        self._update.clear()
+        self.policy.forget()
+        drift.reset()
+        self._schedule.begin(0)
+
+    def due(self) -> int:
+        """Number of committed tokens to be scored now: all that have no scores, or none. To be asked once a round."""
+        return self.unscored if self.policy.learns == "losses" and self._schedule.due() else 0
+
+    def scored(self, gamma: AnyArray, hit: AnyArray) -> None:
+        """The oldest committed tokens without scores; every vector that they complete is fed.
+
+        Args:
+            gamma, hit: [N, S, K] of those tokens, as in `Trace`. Where a value is not finite its arm's loss is 1, and
+                where no arm's is, the vector is dropped; both are counted.
+        """
+        tokens = gamma.shape[1]
+        if tokens > self.unscored:
+            raise ValueError(f"{tokens} tokens are scored, {self.unscored} were committed")
+        self.unscored -= tokens
+        if self.log:
+            self.log[-1].scored += tokens
+        self._feed(self._delay.scored(gamma, hit))
+
+    def _feed(self, losses: Array) -> None:
+        """[M, N] vectors, in the order of the text."""
+        owners, self._owners = self._owners[: len(losses)], self._owners[len(losses) :]
+        stale = min(self._stale, len(losses))
+        self._stale -= stale
+        broken = ~np.isfinite(losses).all(axis=1)
+        if broken.any():
+            self.dropped += int(broken.sum())
+            losses, told = usable(losses)
+            losses, owners = losses[told], [arm for arm, known in zip(owners, told.tolist(), strict=True) if known]
+            stale = int(told[:stale].sum())
+        if not owners:
+            return
+        losses = self._costly(np.maximum(losses, 0))  # Σ min(p, q) may be rounded past 1
+        self._cost += losses.sum(axis=0)
+        self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
+        self._update += losses[stale:].tolist()
+        self._learn(1 if self._schedule.warm else self.rules.tokens_per_update)
+        if self.log:
+            self.log[-1].losses.append(losses)
+            self.log[-1].regret = self._own_cost - float(self._cost.min())
+
+    def _costly(self, losses: Array) -> Array:
+        """[M, N] losses that count a round's seconds (throughput) and the share of rounds in which the arm failed."""
+        if self.rules.loss == "throughput":
+            assert self.rules.step is not None, "throughput needs the seconds of a plain step"
+            losses = per_second(losses, self._clock.costs(), self.rules.step)
+        return losses if all(share == 1 for share in self._kept) else at_success(losses, self._kept)
+
+    def _learn(self, size: int) -> None:
+        """One update with the mean of every `size` vectors that wait."""
+        began = perf_counter_ns()
+        while len(self._update) >= size:
+            together, self._update = self._update[:size], self._update[size:]
+            self.policy.losses(together[0] if size == 1 else [sum(ones) / size for ones in zip(*together, strict=True)])
+        if self.log:
+            self.log[-1].decide_us += (perf_counter_ns() - began) / 1000
+
+    def ended(self) -> None:
+        """The text is over: nothing is accepted beyond its end, so the vectors that wait are complete; all are fed.
+
+        In a game that goes on to another text the `unscored` tokens are to be scored before (`score_ends`); here they
+        are forgotten.
+        """
+        self._feed(self._delay.ended())
+        if self._update:
+            self._learn(len(self._update))
+        self.unscored = self._stale = 0
+        self._owners.clear()

@@ -1,0 +1,79 @@
+"""Rewards of a round, in [0, 1], for bandits. Symbols: K the longest draft of the pool (MetaSD's N_max)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+
+from specctl.selection.game.rules import Rules
+from specctl.selection.policies.policy import AnyArray
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A round that is over.
+
+    Attributes:
+        committed: tokens it added to the text, bonus token included.
+        accepted: tokens of its draft.
+        complete: False if the text ended inside the round, which a bandit is then not shown.
+        failed: its drafter raised.
+        overlap: [≤ K] 1 − TV(p̄, q̄) of each position of the draft (bd).
+        seconds: that the round took (throughput, of reward or loss).
+    """
+
+    committed: int
+    accepted: int
+    complete: bool = True
+    failed: bool = False
+    overlap: AnyArray | None = None
+    seconds: float | None = None
+
+
+def tokens(Y: int, K: int) -> float:
+    """(Y − 1)/K of Y ∈ [1, K + 1] committed tokens."""
+    return (Y - 1) / K
+
+
+def block_efficiency(accepted: int, K: int) -> float:
+    """BE = n_acc/N_max (MetaSD, section 3.1)."""
+    return accepted / K
+
+
+def block_divergence(overlap: AnyArray, K: int) -> float:
+    """BD = 1/N_max Σ (1 − TV(p, q)) over all drafted positions, rejected ones included (MetaSD, Eq. 4).
+
+    A position that a shorter draft does not have is worth nothing.
+    """
+    return float(overlap.sum()) / K
+
+
+def throughput(Y: int, seconds: float, step: float, K: int) -> float:
+    """Y tokens a round as a share of K + 1 tokens in the time of one step of plain decoding, which no drafter exceeds.
+
+    That unit is fixed before the game, and the same live and in a replay. NaN where `seconds` is no duration.
+    """
+    return min(Y * step / (seconds * (K + 1)), 1.0) if seconds > 0 else nan
+
+
+def reward(rules: Rules, round: Outcome) -> float:
+    """The reward of a round in [0, 1]: 0 if its drafter failed, NaN if an overlap or the time is not finite.
+
+    Raises ValueError where the outcome lacks what the rule needs.
+    """
+    K = rules.depth
+    if round.failed:
+        return 0.0
+    match rules.reward:
+        case "tokens":
+            return tokens(round.committed, K)
+        case "be":
+            return block_efficiency(round.accepted, K)
+        case "bd":
+            if round.overlap is None:
+                raise ValueError("the reward bd needs the overlap of every round")
+            return block_divergence(round.overlap, K)
+        case "throughput":
+            if round.seconds is None or rules.step is None:
+                raise ValueError("the reward throughput needs the seconds of every round and of a plain step")
+            return throughput(round.committed, round.seconds, rules.step, K)

@@ -1,0 +1,84 @@
+"""The rules of the game between a policy and decoding: what it is shown, of which round or token, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specctl.recipe.select import GAMES, GameRecipe
+from specctl.selection.policies.registry import learns
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a game: a `GameRecipe` made definite for one policy and one pool.
+
+    Attributes:
+        depth: K, the longest draft of the arms that play; of full information the depths that are looked at.
+        reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of all K positions of
+            its draft; throughput = committed a second, in units of K + 1 tokens in a plain `step`.
+        costs: seconds of a round of each arm by a table's cost model, for its yardsticks; a game measures, also in a
+            replay, and knows the seconds of an arm once it has played.
+        step: seconds of a step of plain decoding, a text; for throughput alone.
+        loss: of a position, for full information: length = 1 − AL/(K + 1); throughput = the same of AL a second;
+            acceptance = 1 − γ at depth 1.
+        estimator: of acceptance in the length: product = γ, realised = hit.
+        unit: token = every position is a start; chunk = only those where a round began, known as far as it committed:
+            its k tokens in place of K, and their mean acceptance (HedgeSpec, B.3).
+        hybrid_rounds: so many vectors first have the loss `acceptance`, which is known at once.
+        warmup_rounds, batch_rounds: rounds that are all scored; afterwards once every so many, which grow by the factor
+            `batch_growth` with every scoring: the longer a game, the less is still to be learnt.
+        score_ends: of a text that ends within a game, the tokens that no scoring has reached are scored, too.
+        tokens_per_update: after the warm-up, mean of so many vectors that is one update.
+        drift: threshold of the test (`drift.py`) for a game that has changed: its learner forgets, all is scored, and
+            the rounds between two scorings are `batch_rounds` again. None: never.
+    """
+
+    depth: int
+    reward: Literal["tokens", "be", "bd", "throughput"]
+    loss: Literal["length", "throughput", "acceptance"]
+    estimator: Literal["product", "realised"]
+    unit: Literal["token", "chunk"]
+    hybrid_rounds: int
+    warmup_rounds: int
+    batch_rounds: int
+    batch_growth: float
+    score_ends: bool
+    tokens_per_update: int
+    drift: float | None
+    costs: tuple[float, ...] = ()
+    step: float | None = None
+
+
+def rules_for(
+    name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = (), step: float | None = None
+) -> Rules:
+    """The rules of a recipe for the policy of this name, which is the same game for all but what is its own
+    (`own_game`), so that they compare; `depth`: of the pool's longest draft."""
+    options = recipe.model_dump() | own_game(name, recipe)
+    longest = options.pop("depth")
+    if learns(name) == "losses":
+        depth = min(longest or depth, depth)
+    return Rules(depth=depth, costs=costs, step=step, **options)
+
+
+def own_game(name: str, recipe: GameRecipe) -> dict[str, Any]:
+    """Options in whose place a policy has values of its own: those of `GAMES` that the recipe leaves at their defaults,
+    and the reward `paper`, which is bd for MetaSD's policies and tokens for BanditSpec's."""
+    defaults = {key: field.default for key, field in GameRecipe.model_fields.items()}
+    preset = {key: value for key, value in GAMES.get(name, {}).items() if getattr(recipe, key) == defaults[key]}
+    if recipe.reward == "paper":
+        preset["reward"] = "bd" if name.startswith("metasd") else "tokens"
+    return {key: value for key, value in preset.items() if value != getattr(recipe, key)}
+
+
+def overruled(names: Sequence[str], recipe: GameRecipe) -> list[str]:
+    """A line for every policy whose own game takes the place of options that were set, if only to their defaults."""
+    lines = []
+    for name in names:
+        own = own_game(name, recipe)
+        told = [f"game.{key}={own[key]}" for key in own if key in recipe.model_fields_set and key != "reward"]
+        if told:
+            lines.append(f"{name} plays a game of its own: {', '.join(told)}; another value than the default is obeyed")
+    return lines

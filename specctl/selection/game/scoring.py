@@ -1,0 +1,45 @@
+"""When idle drafters are scored: often while little is known, then ever more seldom."""
+
+from __future__ import annotations
+
+from specctl.selection.game.rules import Rules
+
+
+class Schedule:
+    """Rounds of a game, and which of them are scored: all of the warm-up, then some after ever longer intervals.
+
+    HedgeSpec's intervals (B.5) stay the same: `batch_growth` 1.
+
+    Attributes:
+        rounds: played so far.
+    """
+
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.rounds = 0
+        self.begin(rules.warmup_rounds)
+
+    def begin(self, warmup: int) -> None:
+        """Begin anew: score all of the next `warmup` rounds, then after intervals that grow from the shortest."""
+        self._warm_until = self.rounds + warmup
+        self._interval = float(self.rules.batch_rounds)
+        self._next = self._warm_until + self.rules.batch_rounds
+
+    def hurry(self) -> None:
+        """Make scoring due after this round; the intervals stay as they are."""
+        self._next = min(self._next, self.rounds)
+
+    @property
+    def warm(self) -> bool:
+        """Whether the last round was one of the warm-up."""
+        return self.rounds <= self._warm_until
+
+    def due(self) -> bool:
+        """Whether scoring is due after the last round; to be asked once a round."""
+        if self.warm:
+            return True
+        if self.rounds < self._next:
+            return False
+        self._interval *= self.rules.batch_growth
+        self._next = self.rounds + round(self._interval)
+        return True

@@ -1,0 +1,1 @@
+"""Policies: bandits, Hedge and baselines, as functions of rewards or losses."""

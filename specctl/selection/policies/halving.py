@@ -1,0 +1,66 @@
+"""Sequential halving: pull the surviving arms equally often, drop half of them, and so on; then commit to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor, log, log2
+from typing import ClassVar
+
+from specctl.recipe.select import PolicyRecipe
+from specctl.selection.policies.policy import Arms, Learns, Numbers, Weighted, one_hot
+
+
+def halvings(N: int, literal: bool) -> int:
+    """How often N arms are halved: ⌈log₂ N⌉ leaves one; the printed ⌊log₂ N⌋ leaves two of five."""
+    return floor(log2(N)) if literal else ceil(log2(N))
+
+
+def survivors(arms: list[int], means: Sequence[float], literal: bool) -> list[int]:
+    """The better ⌈n/2⌉ of n arms, the lower id first among equals; `literal` keeps the worse (MetaSD, Algorithm 4)."""
+    order = sorted(arms, key=lambda arm: (means[arm] if literal else -means[arm], arm))
+    return sorted(order[: ceil(len(arms) / 2)])
+
+
+class SequentialHalving(Weighted):
+    """`metasd-sh`: every survivor is pulled `period` times, in order, before each halving (MetaSD, Algorithm 4).
+
+    Where several arms are left in the end, as with `literal`, they take turns.
+    """
+
+    learns: ClassVar[Learns] = "reward"
+
+    def __init__(self, arms: Arms, options: PolicyRecipe):
+        super().__init__(arms, play="argmax")
+        self.options = options
+        self.n = [0] * arms.count
+        self.total = [0.0] * arms.count
+        self.alive = list(range(arms.count))
+        self.left = halvings(arms.count, options.literal)
+        self.pulled = 0  # since the last halving
+
+    def _pulls(self) -> int:
+        """Number of pulls of each survivor before the next halving."""
+        return self.options.period
+
+    def reward(self, arm: int, reward: float) -> None:
+        self.n[arm] += 1
+        self.total[arm] += reward
+        self.pulled += 1
+        if self.left and self.pulled >= len(self.alive) * self._pulls():
+            means = [total / max(n, 1) for total, n in zip(self.total, self.n, strict=True)]
+            self.alive = survivors(self.alive, means, self.options.literal)
+            self.left -= 1
+            self.pulled = 0
+        self._changed()
+
+    def _weigh(self) -> Numbers:
+        return one_hot(self.alive[self.pulled % len(self.alive)], self.arms.count)
+
+
+class ExploreThenCommit(SequentialHalving):
+    """`metasd-petc`: halving for about B0 = c ln B rounds, at least a pull each; then commit (MetaSD, Algorithm 5)."""
+
+    def _pulls(self) -> int:
+        c = self.options.petc_c or 2 * self.arms.count
+        budget = c * log(self.options.horizon)
+        return max(1, floor(budget / (len(self.alive) * halvings(self.arms.count, self.options.literal))))

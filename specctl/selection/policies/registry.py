@@ -1,0 +1,65 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from specctl.errors import UsageError
+from specctl.recipe.select import PolicyRecipe
+from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
+from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
+from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving
+from specctl.selection.policies.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
+from specctl.selection.policies.policy import Arms, Learns, Policy
+from specctl.selection.policies.unlearnt import Fixed, Random
+
+_POLICIES: dict[str, Any] = {
+    "fixed": Fixed,
+    "random": Random,
+    "ucbspec": UcbSpec,
+    "exp3spec": Exp3Spec,
+    "metasd-ucb": MetaUcb,
+    "metasd-exp3": MetaExp3,
+    "metasd-sh": SequentialHalving,
+    "metasd-petc": ExploreThenCommit,
+    "metasd-ducb": DiscountedUcb,
+    "metasd-swucb": SlidingUcb,
+    "ftl": FollowTheLeader,
+    "hedge": Hedge,
+    "normalhedge": NormalHedge,
+    "adanormalhedge": AdaNormalHedge,
+    "hedgespec": NormalHedge,  # what makes it HedgeSpec are the rules of its game
+}
+NAMES = tuple(_POLICIES)
+ROUTER = "router"  # plays what a classifier of prompts says: made of more than numbers, so not by `build`
+
+
+def check(names: list[str]) -> None:
+    """Raises UsageError where there is no policy of a name, or one is named twice."""
+    known = (*NAMES, ROUTER)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"no policy {name!r}", hint=f"{meant}there are {', '.join(known)}")
+        if names.count(name) > 1:
+            raise UsageError(f"policy {name} is named twice", hint="each needs a name of its own")
+
+
+def learns(name: str) -> Learns:
+    """The kind of feedback that a policy of this name learns from. Raises UsageError as `check`."""
+    check([name])
+    return "nothing" if name == ROUTER else _POLICIES[name].learns
+
+
+def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:
+    """A fresh policy.
+
+    Raises:
+        UsageError: there is none of that name, or it cannot play these arms.
+    """
+    check([name])
+    if name == ROUTER:
+        raise UsageError("the router reads prompts", hint="it plays in live decoding, not in a replay")
+    return _POLICIES[name](arms, options)

@@ -1,0 +1,121 @@
+"""A table while it is being recorded: pieces beside its file, joined at the end.
+
+table.parquet                   written last, whole
+table.parquet.pieces/           gone once it is
+    0000000.parquet             the queries from that place in the stream on
+    writer.lock                 there is a writer
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from specctl.decoding.models.identity import with_weights
+from specctl.errors import UsageError
+from specctl.lock import Lock
+from specctl.runs import make_dir, sweep
+from specctl.selection.recorded.table_file import Header, Recorded, differences, read, table_of, write
+from specctl.selection.recorded.trace import Table
+
+KEEP_EVERY_S = 60.0  # a recording that is killed without a signal loses no more than that
+
+
+class Recording:
+    """The rows of a table, kept in `path` where one is given. A context manager: however it is left, nothing is lost.
+
+    Attributes:
+        rows: of the whole stream, those of earlier runs first.
+    """
+
+    def __init__(self, path: Path | None, header: Header, *, resume: bool = False, overwrite: bool = False):
+        self.path, self.header = path, header
+        self.resume, self.overwrite = resume, overwrite
+        self.rows: list[Recorded] = []
+        self._unkept: list[Recorded] = []
+        self._kept_at = time.monotonic()
+        self._lock: Lock | None = None
+
+    def __enter__(self) -> Self:
+        """Raises UsageError where there is something at `path` that is to be kept, that was recorded otherwise,
+        or that another process is writing; CheckpointError where a piece cannot be read."""
+        if self.path is not None:
+            check_free(self.path, resume=self.resume, overwrite=self.overwrite)
+            make_dir(pieces(self.path))
+            where = pieces(self.path) / "writer.lock"
+            self._lock = Lock(where, self.path, hint="wait for it, or record to another file")
+            try:
+                self._begin(pieces(self.path))
+            except BaseException:
+                self._lock.release()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._keep()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    @property
+    def next(self) -> int:
+        """The place in the stream from which on nothing is recorded."""
+        return self.rows[-1].place + 1 if self.rows else 0
+
+    def add(self, row: Recorded) -> None:
+        self.rows.append(row)
+        self._unkept.append(row)
+        if time.monotonic() - self._kept_at > KEEP_EVERY_S:
+            self._keep()
+
+    def finish(self, costs: Mapping[str, list[Any]]) -> Table:
+        """Write the table, if there is a place for it."""
+        header = replace(self.header, costs=dict(costs))
+        if self.path is not None:
+            write(self.path, header, self.rows)
+            self._unkept.clear()
+            shutil.rmtree(pieces(self.path))
+        return table_of(header, self.rows)
+
+    def _begin(self, directory: Path) -> None:
+        """Take up the pieces of earlier runs, or remove them."""
+        sweep(directory)
+        for piece in sorted(directory.glob("*.parquet")):
+            if not self.resume:
+                piece.unlink()
+                continue
+            header, rows = read(piece)
+            kept = {**vars(header), "stamp": with_weights(header.stamp, self.header.stamp)}
+            found = differences(kept, vars(self.header))
+            if found:
+                raise UsageError(
+                    f"{piece} was recorded otherwise: {'; '.join(found)}",
+                    hint="resume with the recipe of that run, or start over with --overwrite",
+                )
+            self.rows += rows
+
+    def _keep(self) -> None:
+        if self.path is not None and self._unkept:
+            write(pieces(self.path) / f"{self._unkept[0].place:07}.parquet", self.header, self._unkept)
+            self._unkept = []
+            self._kept_at = time.monotonic()
+
+
+def pieces(path: Path) -> Path:
+    """The directory of a table's pieces."""
+    return path.with_name(f"{path.name}.pieces")
+
+
+def check_free(path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises UsageError where a recording to `path` would destroy one."""
+    if resume or overwrite:
+        return
+    if path.exists():
+        raise UsageError(f"{path} exists", hint="--replay it, or --overwrite")
+    if any(pieces(path).glob("*.parquet")):
+        raise UsageError(f"{path} was begun and is not whole", hint="--resume goes on with it, --overwrite starts over")

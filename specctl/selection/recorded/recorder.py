@@ -1,0 +1,247 @@
+"""Recording a table: what every drafter of a pool would have drafted at every position of the target's answers.
+
+An answer is decoded plainly, one token a step, and before every step each drafter proposes from the state that stands.
+So every draft is made from the very features, caches and room that a round which begins there has in live decoding;
+how much of it is accepted, the answer itself tells. How close it is to the target behind the first token that is not,
+only the target can tell: one more step at every token reads the chains of all drafts. Only rounding sets the two apart:
+a live drafter reads the tokens of a round in one product, this one reads them one by one. In fp32 they accept the same;
+in bf16, on the built-in target, 0 to 1 % of the rounds accept another number of tokens (EAGLE-3 5 of 1,125, suffix 0 of
+608), and where the two likeliest tokens are as good as equal the live text may be another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specctl import progress
+from specctl.decoding.cache import plan_rows
+from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.records import DraftTree, empty_draft, topology
+from specctl.decoding.sampling import Sampling
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.decoding.timing import medians
+from specctl.errors import UsageError
+from specctl.selection import feedback
+from specctl.selection.arms import reach
+from specctl.selection.divergence import overlaps
+from specctl.selection.guarded import Guarded, Made, taps_of
+from specctl.selection.policies.policy import Array
+from specctl.selection.recorded.pieces import Recording
+from specctl.selection.recorded.probe import overheads
+from specctl.selection.recorded.table_file import Header, Recorded, read_table
+from specctl.selection.recorded.trace import Table, Trace
+
+CONTEXT, REPEATS = 192, 20  # of the steps that are timed
+
+
+@dataclass(frozen=True)
+class Query:
+    """A prompt ready to be answered with at most `room` new tokens, and the number of its session in the stream."""
+
+    id: str
+    domain: str
+    ids: list[int]
+    room: int
+    seed: int
+    session: int = 0
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One draft: its nodes, how deep it is (−1: its drafter raised), the seconds it took, and `divergence.overlap`."""
+
+    tokens: list[int]
+    parents: list[int]
+    depth: int
+    seconds: float
+    overlap: Array = field(default_factory=lambda: np.zeros(0))
+
+    def accepted(self, text: Sequence[int]) -> int:
+        """Number of tokens that the match rule accepts, where the target goes on with `text`.
+
+        Of siblings with equal tokens the first is taken, as verification does.
+        """
+        node = -1
+        for count, token in enumerate(text):
+            children = (i for i, parent in enumerate(self.parents) if parent == node and self.tokens[i] == token)
+            following = next(children, None)
+            if following is None:
+                return count
+            node = following
+        return len(text)
+
+
+class Witness:
+    """A drafter that drafts nothing, and keeps what each of `arms` would have drafted: `drafts[i][t]`."""
+
+    def __init__(self, target: Target, arms: Sequence[Guarded], depth: int):
+        self.target, self.arms, self.depth = target, arms, depth
+        self.taps = taps_of(arms)
+        self.drafts: list[list[Drafted]] = [[] for _ in arms]
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        if not self.drafts[0]:
+            for arm in self.arms:
+                arm.advance(state)  # the prompt is read once, by no proposal in particular
+        drafts = [self._draft(arm, state, budget) for arm in self.arms]
+        along = overlaps(self.target, state, [made.draft for made in drafts])
+        for kept, made, overlap in zip(self.drafts, drafts, along, strict=True):
+            tokens, parents = made.draft.tokens[0].tolist(), made.draft.parents[0].tolist()
+            depth = -1 if made.failed else max(topology(parents)[0], default=0)
+            kept.append(Drafted(tokens, parents, depth, made.seconds, overlap))
+        return empty_draft(state.batch, state.device)
+
+    def _draft(self, arm: Guarded, state: DecodeState, budget: int) -> Made:
+        draft = arm.propose(state, budget)
+        if draft.rows is not None:
+            raise UsageError(
+                f"{arm.name} samples its drafts, and the text depends on what it drew: its rounds cannot be replayed",
+                hint="drafting.proposal=deterministic",
+            )
+        deep = max(topology(draft.parents[0].tolist())[0], default=0)
+        if deep > self.depth:
+            raise UsageError(
+                f"{arm.name} drafts {deep} tokens deep, the table is for {self.depth}",
+                hint=f"drafting.depth={self.depth} for all drafters, or a deeper table",
+            )
+        assert arm.made is not None
+        return arm.made
+
+
+def record(
+    target: Target,
+    arms: Sequence[Guarded],
+    queries: Sequence[Query],
+    sampling: Sampling,
+    depth: int,
+    *,
+    exact: bool = False,
+    path: Path | None = None,
+    made_of: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Table:
+    """The table of some drafters on a stream of queries.
+
+    An answer that ends with the token of its prefill has nothing to draft for and is left out. Of a drafter that raises
+    the table holds what live decoding makes of it: a round without a draft, a text without scores. Either is counted in
+    the `failures` of its arm.
+
+    Args:
+        depth: K, at least the depth of every draft; what an arm can reach is cut to it.
+        exact: fixed shapes, as in `decode`.
+        path: where the table is kept; None = nowhere. A recording that was cut short leaves its pieces beside it, and
+            `resume` goes on from them.
+        made_of: what else the table depends on, such as drafters' digests and where the prompts are from: a recording
+            that was made of something else is not resumed.
+
+    Raises:
+        UsageError: sampled or too deep drafts, or a file that is to be kept or was recorded otherwise.
+        CheckpointError: what is there to resume cannot be read.
+        Interrupted: by SIGTERM; what is recorded is kept.
+    """
+    asked = repr([vars(query) for query in queries])
+    stamp = {
+        "target": target.identity,
+        "dtype": str(target.dtype),
+        "sampling": asdict(sampling),
+        "exact": exact,
+        "stream": hashlib.sha256(asked.encode()).hexdigest(),
+        **(made_of or {}),
+    }
+    if path is not None and resume and path.exists():
+        return read_table(path, {**stamp, "arms": [arm.name for arm in arms], "depth": depth})
+    header = Header([arm.name for arm in arms], depth, stamp)
+    scorer = feedback.Scorer(target, [arm.drafter for arm in arms], depth)
+    with (
+        Recording(path, header, resume=resume, overwrite=overwrite) as recording,
+        progress.track("record", total=len(queries) - recording.next, unit="queries") as bar,
+    ):
+        for place in range(recording.next, len(queries)):
+            progress.interrupts.check()
+            row = _recorded(scorer, arms, queries[place], sampling, exact, place)
+            if row is not None:
+                recording.add(row)
+            bar.update()
+        for arm, failures in zip(arms, scorer.failures, strict=True):
+            arm.failures += failures
+        return recording.finish(_costs(target, arms, queries, recording.rows, sampling, depth))
+
+
+def _recorded(
+    scorer: feedback.Scorer, arms: Sequence[Guarded], query: Query, sampling: Sampling, exact: bool, place: int
+) -> Recorded | None:
+    """The trace of one answer; None where nothing was decoded."""
+    witness = Witness(scorer.target, arms, scorer.depth)
+    options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], exact=exact)
+    (answer,) = decode(scorer.target, [query.ids], drafter=witness, **options)
+    if not answer.decoded_tokens:
+        return None
+    text = answer.output_ids[1:]
+    accepted = [[draft.accepted(text[t:]) for t, draft in enumerate(drafts)] for drafts in witness.drafts]
+    known = feedback.table(scorer, query.ids, answer.output_ids, sampling, seed=query.seed)
+    overlap = np.zeros(known.gamma.shape, np.float32)
+    for arm, drafts in enumerate(witness.drafts):
+        for t, draft in enumerate(drafts):
+            overlap[arm, t, : len(draft.overlap)] = draft.overlap
+    trace = Trace(
+        query=query.id,
+        domain=query.domain,
+        accepted=np.array(accepted, np.int16),
+        drafted=np.array([[draft.depth for draft in drafts] for drafts in witness.drafts], np.int16),
+        gamma=known.gamma,
+        overlap=overlap,
+        hit=known.hit,
+        ended=answer.stop == "eos",
+        session=query.session,
+        prompt=len(query.ids),
+    )
+    seconds = np.array([sum(draft.seconds for draft in drafts) for drafts in witness.drafts])
+    nodes = np.array([sum(len(draft.tokens) for draft in drafts) for drafts in witness.drafts])
+    return Recorded(place, trace, seconds, nodes)
+
+
+def _costs(
+    target: Target,
+    arms: Sequence[Guarded],
+    queries: Sequence[Query],
+    rows: Sequence[Recorded],
+    sampling: Sampling,
+    depth: int,
+) -> dict[str, list[Any]]:
+    """The `costs` of a whole table's header."""
+    proposals = max(sum(row.trace.tokens for row in rows), 1)
+    nodes = sum((row.nodes for row in rows), np.zeros(len(arms))) / proposals
+    seconds = sum((row.seconds for row in rows), np.zeros(len(arms))) / proposals
+    step_s = step_seconds(target, [1, *(1 + round(n) for n in nodes.tolist())])
+    reached = [max(1, min(reach(arm.drafter), depth)) for arm in arms]
+    costs = {"draft_s": seconds.tolist(), "step_s": step_s, "reach": reached}
+    able = [Guarded(arm.name, NoDraft() if arm.failures else arm.drafter) for arm in arms]
+    prompts = ((query.ids, query.room, query.seed) for query in queries)
+    timed = overheads(target, able, reached, prompts, sampling)
+    return costs if timed is None else {**costs, "read": timed.read.tolist(), "score": timed.score.tolist()}
+
+
+def step_seconds(target: Target, rows: Sequence[int], batch: int = 1) -> list[float]:
+    """Median seconds of a target step of so many rows behind each of `batch` texts of `CONTEXT` tokens."""
+    context = min(CONTEXT, target.context_length - max(rows))
+    cache = target.model.new_cache(batch, context + max(rows))
+    text = torch.arange(context) % target.vocab_size
+    target.prefill([text.tolist()] * batch, cache)
+
+    def step(count: int) -> object:
+        plan = plan_rows([context] * batch, count, device=target.device, dtype=target.dtype)
+        return target.step(torch.zeros(batch, count, dtype=torch.long, device=target.device), cache, plan)
+
+    timed = medians({str(count): partial(step, count) for count in rows}, REPEATS, target.device)
+    return [timed[str(count)] for count in rows]

@@ -1,0 +1,198 @@
+"""Replaying recorded tables: the rounds that a policy would have played, exactly, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specctl.errors import CheckpointError
+from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.game.clock import Clock
+from specctl.selection.game.game.game import Game
+from specctl.selection.game.rewards import Outcome
+from specctl.selection.game.rules import Rules, rules_for
+from specctl.selection.policies.policy import Arms, Array, seed_of
+from specctl.selection.policies.registry import build, learns
+from specctl.selection.recorded.hindsight import Hindsight, Ints, Reset, games
+from specctl.selection.recorded.trace import Table, Trace
+
+
+@dataclass(frozen=True)
+class Played:
+    """One game, from reset to reset.
+
+    Attributes:
+        queries: indices of its traces.
+        best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all of them.
+        arms, committed, query: [R] of each round: the arm, the tokens, the trace.
+        weights: [R, N] with which the arm was drawn.
+        decide_us: [R] microseconds of choosing and learning.
+        scored: [R] tokens that were scored behind the round.
+        dropped: vectors and rewards that were not finite.
+    """
+
+    queries: list[int]
+    best: int
+    arms: Ints
+    committed: Ints
+    query: Ints
+    weights: Array
+    decide_us: Array
+    scored: Ints
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One policy, or yardstick, on a whole table.
+
+    Attributes:
+        name: of the policy; `oracle` and `draft-all` are yardsticks.
+        games: indices of the traces between two resets.
+        rounds, seconds: [Q] of every trace; seconds by the table's cost model.
+        scoring_s: [Q] part of them that idle drafters took to score; 0 where the table does not say.
+        played: the games; empty for `draft-all`, which chooses nothing.
+    """
+
+    name: str
+    games: list[list[int]]
+    rounds: Ints
+    seconds: Array
+    scoring_s: Array
+    played: list[Played]
+
+
+def replay(
+    name: str,
+    hindsight: Hindsight,
+    policy: PolicyRecipe,
+    game: GameRecipe,
+    reset: Reset = "query",
+    session: int = 1,
+    seed: int = 0,
+) -> Replay:
+    """Play a policy on every trace, with a fresh one at every reset.
+
+    Args:
+        session: traces of a session at most (reset: session).
+
+    Raises:
+        UsageError: there is no policy of that name.
+        CheckpointError: its rewards are made of what the table does not know.
+    """
+    table = hindsight.table
+    rules = rules_on(table, name, game)
+    parts = games(table.traces, reset, session)
+    clock, played = Clock.of(len(table.arms)), []
+    for queries in parts:
+        arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
+        made = Game(build(name, arms, policy), rules, arms, clock)
+        played.append(_play(made, hindsight, queries, ends=reset != "query" and rules.score_ends))
+    return _measured(name, hindsight, parts, played, rules.depth)
+
+
+def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
+    """The rules of a policy's game on a table, whose costs are the declared ones.
+
+    Raises UsageError (no policy of that name), CheckpointError (the table does not know overlaps along drafts).
+    """
+    costs = (table.draft_s + table.step_s[1:]).tolist()
+    rules = rules_for(name, recipe, table.depth, tuple(costs), float(table.step_s[0]))
+    if learns(name) == "reward" and rules.reward == "bd" and not all(t.overlap.shape[2] for t in table.traces):
+        raise CheckpointError(
+            f"the table does not know what {name} is shown: before version 3 overlaps were of the text, not of drafts",
+            hint="record it again, or choose another reward (game.reward=be)",
+        )
+    return rules
+
+
+def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool) -> Played:
+    """A game over these traces, in order; `ends` as of a `Selector`."""
+    query: list[int] = []
+    for index in queries:
+        before = len(game.log)
+        _answer(game, hindsight.table.traces[index], hindsight.cost.tolist(), ends)
+        query += [index] * (len(game.log) - before)
+    return Played(
+        queries=queries,
+        best=hindsight.best(queries),
+        arms=np.array([entry.arm for entry in game.log], dtype=int),
+        committed=np.array([entry.committed for entry in game.log], dtype=int),
+        query=np.array(query, dtype=int),
+        weights=np.array([entry.weights for entry in game.log]).reshape(-1, game.arms.count),
+        decide_us=np.array([entry.decide_us for entry in game.log]),
+        scored=np.array([entry.scored for entry in game.log], dtype=int),
+        dropped=game.dropped,
+    )
+
+
+def _answer(game: Game, trace: Trace, cost: list[float], ends: bool) -> None:
+    """The rounds of one text, as live decoding would play them."""
+    T = trace.tokens
+    accepted, drafted = trace.accepted.tolist(), trace.drafted.tolist()
+    at = scored = 0
+
+    def score(count: int) -> None:
+        nonlocal scored
+        if count:
+            span = slice(scored, scored + count)
+            game.scored(trace.gamma[:, span, : game.rules.depth], trace.hit[:, span, : game.rules.depth])
+            scored += count
+
+    while at < T:
+        arm = game.choose()
+        length = accepted[arm][at] + 1
+        outcome = Outcome(
+            committed=min(length, T - at),
+            accepted=min(length - 1, T - at),
+            complete=length <= T - at,
+            failed=drafted[arm][at] < 0,
+            overlap=trace.overlap[arm, at].astype(float),
+            seconds=cost[arm],
+        )
+        game.played(arm, outcome)
+        at += min(length, T - at)
+        score(game.due())
+    if ends:
+        score(game.unscored)
+    game.ended()
+
+
+def _measured(name: str, hindsight: Hindsight, parts: list[list[int]], played: list[Played], depth: int = 1) -> Replay:
+    """Rounds and seconds of every trace, from the rounds that were played; `depth`: draft depths that were scored."""
+    query = np.concatenate([part.query for part in played])
+    cost = hindsight.cost[np.concatenate([part.arms for part in played])]
+    count = len(hindsight.tokens)
+    seconds = np.bincount(query, cost, minlength=count).astype(float)
+    reading, scoring = hindsight.overheads(played, depth)
+    return Replay(name, parts, np.bincount(query, minlength=count), seconds + reading + scoring, scoring, played)
+
+
+def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
+    """The arm that is best in hindsight plays each game alone: what no single choice per game can beat."""
+    parts = games(hindsight.table.traces, reset, session)
+    played = []
+    for queries in parts:
+        best = hindsight.best(queries)
+        begins = [np.flatnonzero(hindsight.begins[index][best]) for index in queries]
+        query = np.repeat(queries, [len(starts) for starts in begins])
+        committed = [
+            np.diff(starts, append=hindsight.tokens[index]) for index, starts in zip(queries, begins, strict=True)
+        ]
+        weights = np.zeros((len(query), len(hindsight.table.arms)))
+        weights[:, best] = 1
+        arms = np.full(len(query), best)
+        nothing = np.zeros(len(query), int)
+        played.append(
+            Played(queries, best, arms, np.concatenate(committed), query, weights, nothing.astype(float), nothing, 0)
+        )
+    return _measured("oracle", hindsight, parts, played)
+
+
+def draft_all(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
+    """Every arm drafts in every round, all drafts are verified, the longest accepted one is committed."""
+    rounds = hindsight.rounds_of_all
+    parts = games(hindsight.table.traces, reset, session)
+    seconds = rounds * hindsight.cost_of_all + hindsight.reading.sum(axis=1)
+    return Replay("draft-all", parts, rounds, seconds, np.zeros(len(rounds)), played=[])

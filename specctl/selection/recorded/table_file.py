@@ -1,0 +1,222 @@
+"""Tables as parquet files: one query a row, its arrays flattened; names, costs and origin in the file's metadata.
+
+Everything a reader uses is under one digest, so that a file that was cut short, altered or made by something else is
+told from a table, wherever the damage is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from specctl.decoding.models.identity import with_weights
+from specctl.errors import CheckpointError
+from specctl.runs import atomic_write
+from specctl.selection.recorded.overheads import Overheads
+from specctl.selection.recorded.trace import INNER, Table, Trace
+
+VERSION = 3
+READABLE = (1, 2, 3)
+"""1 has no sessions; 1 and 2 know overlaps along the text only, and neither leaves, prompts nor what scoring takes."""
+AGAIN = "record it again with --overwrite"
+HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
+ARRAYS: dict[str, tuple[type[np.generic], int]] = {
+    "accepted": (np.int16, 2),
+    "drafted": (np.int16, 2),
+    "gamma": (np.float32, 3),
+    "overlap": (np.float32, 3),
+    "hit": (np.uint8, 3),
+    "seconds": (np.float64, 1),
+    "nodes": (np.int64, 1),
+}
+"""Type and number of axes of each array; the axes are arms, tokens and depths."""
+SCHEMA = pa.schema(
+    [
+        ("place", pa.int64()),
+        ("query", pa.string()),
+        ("domain", pa.string()),
+        ("session", pa.int64()),
+        ("prompt", pa.int64()),
+        ("tokens", pa.int64()),
+        ("ended", pa.bool_()),
+        *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, (kind, _) in ARRAYS.items()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Facts about all rows of a file.
+
+    Attributes:
+        arms, depth: as in `Table`.
+        stamp: what the table was made of: target, drafters, sampling, stream, …
+        costs: of a whole table `draft_s`, `step_s`, `reach` and, where they were timed, the `read` and `score` of
+            `Overheads`; a piece of one has none.
+        version: of the file.
+    """
+
+    arms: list[str]
+    depth: int
+    stamp: dict[str, Any]
+    costs: dict[str, list[Any]] = field(default_factory=dict)
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A trace at its place in the stream, and what each arm's drafts took for it, all positions together.
+
+    Attributes:
+        seconds: [N] of proposing.
+        nodes: [N] draft tokens.
+    """
+
+    place: int
+    trace: Trace
+    seconds: NDArray[np.float64]
+    nodes: NDArray[np.int64]
+
+    def array(self, name: str) -> NDArray[Any]:
+        return getattr(self if name in ("seconds", "nodes") else self.trace, name)
+
+
+def write(path: Path, header: Header, rows: list[Recorded]) -> None:
+    """Write a table, or a piece of one, whole or not at all."""
+    plain = {
+        "place": [row.place for row in rows],
+        "query": [row.trace.query for row in rows],
+        "domain": [row.trace.domain for row in rows],
+        "session": [row.trace.session for row in rows],
+        "prompt": [row.trace.prompt for row in rows],
+        "tokens": [row.trace.tokens for row in rows],
+        "ended": [row.trace.ended for row in rows],
+    }
+    flat = {name: [row.array(name).ravel() for row in rows] for name in ARRAYS}
+    text = json.dumps(asdict(header), sort_keys=True)
+    metadata = {HEADER: text, DIGEST: _digest(text, rows)}
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({**plain, **flat}, schema=SCHEMA.with_metadata(metadata)), sink, compression="zstd")
+    atomic_write(path, sink.getvalue().to_pybytes())
+
+
+def read(path: Path) -> tuple[Header, list[Recorded]]:
+    """The inverse of `write`. Raises CheckpointError where the file is none of its own, or damaged."""
+    if not path.is_file():
+        raise CheckpointError(f"there is no table {path}", hint="specctl select --record writes one")
+    try:
+        with pq.ParquetFile(path) as file:
+            content = file.read()
+        metadata = content.schema.metadata or {}
+        text = metadata[HEADER].decode()
+        header = json.loads(text)
+        version = header["version"]
+    except KeyError as error:
+        raise CheckpointError(f"{path} is no table of specctl", hint="specctl select --record writes one") from error
+    except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from error
+    if version not in READABLE:
+        raise CheckpointError(f"{path} is a table of version {version}, this is version {VERSION}", hint=AGAIN)
+    try:
+        found = Header(**header)
+        rows = [_row(found, row) for row in _unpacked(content)]
+    except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
+        raise _damaged(path, str(error)) from error
+    if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
+        raise _damaged(path, "its contents are not those that were written")
+    return found, rows if version >= 3 else [_of_old(row) for row in rows]
+
+
+def _of_old(row: Recorded) -> Recorded:
+    """A row of before version 3, without what it says otherwise."""
+    trace = row.trace
+    return replace(row, trace=replace(trace, overlap=trace.overlap[..., :0], hit=trace.hit * np.uint8(INNER)))
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {why}", hint=AGAIN)
+
+
+def _unpacked(content: pa.Table) -> Iterable[dict[str, Any]]:
+    """Rows as plain values and flat numpy arrays."""
+    for name in ("session", "prompt"):
+        if name not in content.column_names:
+            content = content.append_column(name, pa.nulls(content.num_rows, pa.int64()))
+    plain = {name: content[name].to_pylist() for name in SCHEMA.names if name not in ARRAYS}
+    flat = {name: [one.values.to_numpy(zero_copy_only=False) for one in content[name]] for name in ARRAYS}
+    columns = plain | flat
+    return ({name: column[i] for name, column in columns.items()} for i in range(content.num_rows))
+
+
+def _row(header: Header, row: dict[str, Any]) -> Recorded:
+    whole = (len(header.arms), row["tokens"], header.depth)
+    arrays: dict[str, Any] = {
+        name: np.asarray(row[name], dtype=kind).reshape(whole[:axes]) for name, (kind, axes) in ARRAYS.items()
+    }
+    seconds, nodes = arrays.pop("seconds"), arrays.pop("nodes")
+    told = {name: row[name] for name in ("query", "domain", "ended", "session", "prompt")}
+    trace = Trace(**told, **arrays)
+    return Recorded(row["place"], trace, seconds, nodes)
+
+
+def _digest(text: str, rows: list[Recorded]) -> str:
+    found = hashlib.sha256(text.encode())
+    for row in rows:
+        trace = row.trace
+        told = [value for value in (trace.session, trace.prompt) if value is not None]
+        found.update(repr((row.place, trace.query, trace.domain, trace.tokens, trace.ended, *told)).encode())
+        for name, (kind, _) in ARRAYS.items():
+            found.update(np.ascontiguousarray(row.array(name), dtype=kind).tobytes())
+    return found.hexdigest()
+
+
+def table_of(header: Header, rows: list[Recorded]) -> Table:
+    """A whole file's table."""
+    costs = {name: np.array(values) for name, values in header.costs.items()}
+    overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
+    return Table(
+        arms=header.arms,
+        depth=header.depth,
+        traces=[row.trace for row in rows],
+        draft_s=costs["draft_s"],
+        step_s=costs["step_s"],
+        reach=costs.get("reach"),
+        overheads=overheads,
+    )
+
+
+def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
+    """The table in a file; `stamp`: what it has to have been made of, such as a pool's `drafters`, its `arms`, or both.
+
+    Raises CheckpointError where it cannot be read or was made of something else.
+    """
+    header, rows = read(path)
+    if not header.costs:
+        raise CheckpointError(f"{path} is a piece of a table", hint="finish the recording with --resume")
+    kept = with_weights({**header.stamp, "arms": header.arms, "depth": header.depth}, stamp or {})
+    differing = differences(kept, stamp or {})
+    if differing:
+        raise CheckpointError(f"{path} was recorded otherwise: {'; '.join(differing)}", hint="record another table")
+    return replace(table_of(header, rows), digest=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def differences(kept: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Differences of `kept` from `now`, in the parts that `now` has: `sampling.temperature was 0.0, is 1.0`."""
+    found = []
+    for key, value in json.loads(json.dumps(now)).items():
+        was = kept.get(key)
+        if isinstance(value, Mapping) and isinstance(was, Mapping):
+            missing = dict.fromkeys(was.keys() - value.keys())
+            found += differences(was, {**value, **missing}, f"{prefix}{key}.")
+        elif was != value:
+            found.append(f"{prefix}{key} was {was}, is {value}")
+    return found

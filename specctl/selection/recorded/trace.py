@@ -1,0 +1,110 @@
+"""What every drafter of a pool would have done at every position of an answer: enough to replay any policy on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specctl.errors import CheckpointError
+from specctl.selection.recorded.overheads import Overheads
+
+LEAF, INNER = 1, 2  # of `hit`
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One answer of T decoded tokens (the token of the prefill pass excluded), N arms, drafts of up to K tokens.
+
+    A draft that is made when t of the T tokens stand predicts tokens t, t + 1, …; its first token has depth 1.
+
+    Attributes:
+        query, domain: the prompt's id and domain. Traces of a stream keep its order.
+        session: of the stream in which it was recorded; None in tables that do not say.
+        prompt: its tokens; None in tables that do not say.
+        accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens stand; a round then commits one
+            more, at most T − t.
+        drafted: [N, T] how deep that draft is; −1 where the arm raised.
+        gamma: [N, T, K] probability with which arm i's proposal for token t at draft depth k is accepted (of the draft
+            that was made when t − k + 1 tokens stood); 0 where there is no such draft.
+        overlap: [N, T, K] 1 − TV(p̄, q̄) at the k-th position of the draft that arm i makes when t tokens stand, along
+            that draft and not the text, unfiltered at temperature 1 (BD); 0 behind its end. K is 0 in tables of before
+            version 3, which do not know it.
+        hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends with it), `INNER`.
+        ended: the answer ended with an end-of-sequence token; else at its limit.
+    """
+
+    query: str
+    domain: str
+    accepted: NDArray[np.int16]
+    drafted: NDArray[np.int16]
+    gamma: NDArray[np.float32]
+    overlap: NDArray[np.float32]
+    hit: NDArray[np.uint8]
+    ended: bool
+    session: int | None = None
+    prompt: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.accepted.shape[1]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The traces of a stream, and what they cost.
+
+    Attributes:
+        arms: their names, N.
+        depth: K.
+        draft_s: [N] mean seconds of one proposal.
+        step_s: seconds of a target step with one row, and with the rows of each arm's mean draft: [N + 1].
+        reach: [N] tokens of the longest draft that each arm can make; None in tables that do not say.
+        overheads: what reading up and scoring take; None in tables that do not say.
+        digest: of the file that it was read from.
+    """
+
+    arms: list[str]
+    depth: int
+    traces: list[Trace]
+    draft_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
+    reach: NDArray[np.int64] | None = None
+    overheads: Overheads | None = None
+    digest: str | None = None
+
+
+def of_arms(table: Table, names: Sequence[str]) -> Table:
+    """The table of these arms, in this order. K is that of the longest draft that they can make, as in live decoding;
+    in tables that do not say, of the longest one they have made.
+
+    Raises CheckpointError where the table lacks one.
+    """
+    missing = [name for name in names if name not in table.arms]
+    if missing:
+        raise CheckpointError(
+            f"the table has no arm {missing[0]}, only {', '.join(table.arms)}",
+            hint=f"record a table of a pool with {missing[0]}, or leave it out (arms.names)",
+        )
+    arms = [table.arms.index(name) for name in names]
+    reach = np.array([max(trace.drafted[arm].max(initial=0) for trace in table.traces) for arm in arms])
+    if table.reach is not None:
+        reach = table.reach[arms]
+    depth = max(1, int(reach.max(initial=0)))
+
+    def part(trace: Trace) -> Trace:
+        deep = {name: getattr(trace, name)[arms, :, :depth] for name in ("gamma", "overlap", "hit")}
+        return replace(trace, accepted=trace.accepted[arms], drafted=trace.drafted[arms], **deep)
+
+    return replace(
+        table,
+        arms=list(names),
+        depth=depth,
+        traces=[part(trace) for trace in table.traces],
+        draft_s=table.draft_s[arms],
+        step_s=table.step_s[[0, *(1 + arm for arm in arms)]],
+        reach=None if table.reach is None else reach,
+        overheads=table.overheads and table.overheads.of_arms(arms),
+    )

@@ -1,0 +1,1 @@
+"""The router: a classifier of prompts, its labels and its training."""

@@ -1,0 +1,212 @@
+"""Training a router: which drafter is right for which prompt, the fit, and what it gets right on held-out prompts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from specctl.decoding.target import Target
+from specctl.errors import DataError, SpecctlError
+from specctl.progress import interrupts, track, warn
+from specctl.recipe import Perturbation, RouterRecipe
+from specctl.selection.recorded.hindsight import walk
+from specctl.selection.recorded.trace import Table, of_arms
+from specctl.selection.routing.perturb import perturb
+from specctl.selection.routing.router import Router
+
+CLIP = 1.0
+WEIGHT_DECAY = 0.01  # the habit of fine-tuning BERT, as is the rate that rises and then falls in a straight line
+TIMED = 20  # prompts that the latency is the median of
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and the arm that is right for it."""
+
+    text: str
+    domain: str
+    arm: int
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    """The accuracy of a router on the held-out prompts.
+
+    Attributes:
+        arms: names, in the order of the pool.
+        trained, held_out: numbers of prompts.
+        accuracy, per_domain: share of the held-out prompts routed to their arm, in all and of each domain.
+        confusion: domain → arm → held-out prompts of the domain that went there.
+        perturbed: kind of perturbation → accuracy on the held-out prompts so changed, at the recipe's strength.
+        seconds: of the fit.
+        ms_per_prompt: median time to classify one prompt, which a query pays once.
+    """
+
+    arms: list[str]
+    trained: int
+    held_out: int
+    accuracy: float
+    per_domain: dict[str, float]
+    confusion: dict[str, dict[str, int]]
+    perturbed: dict[Perturbation, float]
+    seconds: float
+    ms_per_prompt: float
+
+
+def prompt_text(messages: Sequence[dict[str, str]]) -> str:
+    """The text of a conversation as the router reads it: all messages."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def label_by_domain(domains: Sequence[str], made_for: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Domain → the arm made for it, given the domains of each arm (`domains_of`).
+
+    Of several arms the one made for the fewest domains, then the first. A domain that no arm was made for goes to the
+    arm made for the most domains, if that is a generalist (more than one); else it has no label, and a warning says so.
+    """
+    found, left_out = {}, []
+    arms = range(len(made_for))
+    generalist = max(arms, key=lambda arm: len(made_for[arm]), default=None)
+    for domain in dict.fromkeys(domains):
+        own = [arm for arm in arms if domain in made_for[arm]]
+        if own:
+            found[domain] = min(own, key=lambda arm: len(made_for[arm]))
+        elif generalist is not None and len(made_for[generalist]) > 1:
+            found[domain] = generalist
+        else:
+            left_out.append(domain)
+    if left_out:
+        warn(f"no drafter was made for {', '.join(left_out)}: the router is trained without these prompts")
+    return found
+
+
+def label_by_hindsight(table: Table, arms: Sequence[str]) -> dict[str, int]:
+    """Query → which of the arms would have needed the fewest rounds for it alone; of several the first.
+
+    Other arms of the table are left out. Raises CheckpointError where the table lacks one of these.
+    """
+    return {trace.query: int(walk(trace.accepted).sum(axis=1).argmin()) for trace in of_arms(table, arms).traces}
+
+
+def train_router(
+    recipe: RouterRecipe, examples: Sequence[Example], arms: list[str], target: Target
+) -> tuple[Router, RouterReport]:
+    """A router for the pool whose arms have these names, fitted to a share of the examples and measured on the rest.
+
+    On a CPU the same recipe and examples give the same router. Raises DataError (a split without prompts),
+    CheckpointError (`recipe.model` cannot be used), SpecctlError (the loss is not finite).
+    """
+    kept, held = split(examples, recipe)
+    started = time.perf_counter()
+    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(recipe.seed)
+        router = Router.new(recipe, arms, target)
+        router.model.to(target.device)
+        _fit(router, kept, recipe)
+    seconds = time.perf_counter() - started
+    return router, measure(router, held, recipe, trained=len(kept), seconds=seconds)
+
+
+def split(examples: Sequence[Example], recipe: RouterRecipe) -> tuple[list[Example], list[Example]]:
+    """To train on, and held out: a share of each domain drawn with the recipe's seed. DataError where one is empty."""
+    kept: list[Example] = []
+    held: list[Example] = []
+    for domain in dict.fromkeys(example.domain for example in examples):
+        own = [example for example in examples if example.domain == domain]
+        Random(f"{recipe.seed}/{domain}").shuffle(own)
+        count = max(round(recipe.held_out * len(own)), 1) if len(own) > 1 else 0
+        held += own[:count]
+        kept += own[count:]
+    if not kept or not held:
+        raise DataError(
+            f"{len(examples)} labelled prompts are too few to train a router on some and measure it on others",
+            hint="two prompts of one domain at least; a few hundred of each are a good number",
+        )
+    return kept, held
+
+
+def measure(
+    router: Router, held: Sequence[Example], recipe: RouterRecipe, *, trained: int, seconds: float
+) -> RouterReport:
+    """The accuracy of a router on these prompts, as they are and perturbed as the recipe says."""
+    right = np.array([example.arm for example in held])
+    domains = np.array([example.domain for example in held])
+    texts = [example.text for example in held]
+    chosen = router.probabilities(texts).argmax(1)
+    names = [str(name) for name in np.unique(domains)]
+    routed = {name: Counter(router.arms[arm] for arm in chosen[domains == name]) for name in names}
+    perturbed = {}
+    for kind, strength in recipe.perturbations.items():
+        changed = perturb_all(held, kind, strength, recipe.seed)
+        perturbed[kind] = float((router.probabilities(changed).argmax(1) == right).mean())
+    return RouterReport(
+        arms=router.arms,
+        trained=trained,
+        held_out=len(held),
+        accuracy=float((chosen == right).mean()),
+        per_domain={name: float((chosen == right)[domains == name].mean()) for name in names},
+        confusion={name: dict(counts.most_common()) for name, counts in routed.items()},
+        perturbed=perturbed,
+        seconds=seconds,
+        ms_per_prompt=_latency_ms(router, texts[:TIMED]),
+    )
+
+
+def perturb_all(examples: Sequence[Example], kind: Perturbation, strength: float, seed: int) -> list[str]:
+    """Every prompt changed by a generator of its own; what is foreign to it are the prompts of the other domains."""
+    foreign = {
+        domain: [example.text for example in examples if example.domain != domain]
+        for domain in {example.domain for example in examples}
+    }
+    return [
+        perturb(example.text, kind, strength, Random(f"{seed}/{kind}/{index}"), foreign[example.domain])
+        for index, example in enumerate(examples)
+    ]
+
+
+def _fit(router: Router, examples: Sequence[Example], recipe: RouterRecipe) -> None:
+    """AdamW on the cross-entropy of the arms, in batches whose order is drawn with the recipe's seed."""
+    from transformers import get_linear_schedule_with_warmup
+
+    rows = router.encode([example.text for example in examples])
+    arms = torch.tensor([example.arm for example in examples])
+    steps = recipe.passes * math.ceil(len(rows) / recipe.batch_size)
+    parameters = list(router.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=WEIGHT_DECAY)
+    schedule = get_linear_schedule_with_warmup(optimizer, round(recipe.warmup * steps), steps)
+    order = torch.Generator().manual_seed(recipe.seed)
+    router.model.train()
+    with track("train the router", steps, "steps") as bar:
+        for _ in range(recipe.passes):
+            for batch in torch.randperm(len(rows), generator=order).split(recipe.batch_size):
+                interrupts.check()
+                logits = router.logits([rows[i] for i in batch])
+                loss = cross_entropy(logits, arms[batch].to(logits.device))
+                if not loss.isfinite():
+                    raise SpecctlError("the loss of the router is not finite", hint="lower router.lr")
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+                optimizer.step()
+                schedule.step()
+                bar.update(loss=loss.item())
+    router.model.eval()
+
+
+def _latency_ms(router: Router, texts: Sequence[str]) -> float:
+    """Median milliseconds of one prompt at a time."""
+    taken = []
+    for text in texts:
+        started = time.perf_counter()
+        router.probabilities([text])
+        taken.append(1000 * (time.perf_counter() - started))
+    return median(taken)

@@ -1,0 +1,57 @@
+"""`specctl train-drafter --arch retrieval`: a drafter collected from distilled data, without gradient steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+from specctl.decoding.target import load_target
+from specctl.drafters import checkpoint, retrieval
+from specctl.errors import RecipeError, UsageError
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training.data import load_corpus
+from specctl.training.outcome import TrainResult, facts, held_out_acceptance, mats
+
+
+def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
+    """Index the responses of `recipe.sources`, measure the drafter on held-out prompts, write it to `recipe.output`.
+
+    Raises:
+        RecipeError, UsageError: the recipe asks for what only a trained drafter has; several processes.
+        DataError, CheckpointError: unusable data, a target that does not fit.
+    """
+    if recipe.drafter != DrafterRecipe() or recipe.objective != "auto" or recipe.init is not None:
+        raise RecipeError("arch retrieval has no layers and no objective", hint="leave drafter, objective and init out")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("arch retrieval is built by one process", hint="run it without torchrun")
+    target = load_target(**recipe.target.loading)
+    run.annotate(target=target.identity)
+    corpus = load_corpus(recipe, target)
+    started = time.perf_counter()
+    store = retrieval.collect((example.tokens, example.prompt_length) for example in corpus.train)
+    seconds = time.perf_counter() - started
+    tokens = sum(example.response_length for example in corpus.train)
+    drafter = retrieval.drafter(store, target, DraftingRecipe())
+    mat, acceptance = held_out_acceptance(recipe, target, corpus.held_out, drafter)
+    run.metrics(step=0, mat=mat, acceptance_by_position=acceptance)
+    checkpoint.save(
+        recipe.output,
+        config=retrieval.config(store, target.identity),
+        tensors=retrieval.tensors(store),
+        info=facts(recipe, corpus, steps=0, tokens=tokens, mat=mats(corpus, reported=mat)),
+        overwrite=True,
+    )
+    return TrainResult(
+        arch=recipe.arch,
+        domain="+".join(corpus.domains),
+        params=0,
+        steps=0,
+        train_tokens=tokens,
+        tokens_per_s=tokens / seconds,
+        final_loss=math.nan,
+        mat=mat,
+        acceptance_by_position=acceptance,
+        drafter=str(recipe.output),
+    )

@@ -1,0 +1,62 @@
+"""How long drafts are when their length is chosen."""
+
+import itertools
+
+import pytest
+
+from specctl.adaptation.draft_length import AutoLength, best_length, tokens_per_cost
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
+from tests.lossless.drafters import own_weights
+
+
+@pytest.mark.parametrize(("a", "k"), [(0.0, 3), (0.6, 0), (0.6, 4), (0.9, 7), (1.0, 5)])
+def test_expected_tokens_by_enumeration(a, k):
+    """Every draft token is accepted with probability a; the first rejection ends the round; the target adds one."""
+    expected = 0.0
+    for outcome in itertools.product((True, False), repeat=k):
+        probability = 1.0
+        for accepted in outcome:
+            probability *= a if accepted else 1 - a
+        expected += probability * (1 + next((i for i, hit in enumerate(outcome) if not hit), k))
+    assert tokens_per_cost(a, k, 0.0) == pytest.approx(expected)
+    assert tokens_per_cost(a, k, 0.5) == pytest.approx(expected / (0.5 * k + 1))
+
+
+def test_the_best_length():
+    assert best_length(0.9, 0.0, 7) == 7, "drafts for nothing"
+    assert best_length(0.9, 2.0, 7) == 0, "a draft token costs two steps"
+    assert best_length(0.0, 0.0, 7) == 0, "of equally good ones the shortest"
+    assert best_length(1.0, 0.1, 7) == 7
+    # By hand: a = 0.5, α = 0.2: k = 1 gives 1.5 / 1.2 = 1.25, k = 2 1.75 / 1.4 = 1.25, k = 3 1.875 / 1.6.
+    assert best_length(0.5, 0.2, 7) == 1
+
+
+@pytest.fixture
+def drafter(target):
+    """The target's own weights: every draft is accepted."""
+    return LMDrafter(own_weights(target, 0.0), target, LMShape(6, 0.0, False))
+
+
+@pytest.mark.parametrize(("alpha", "used"), [(0.0, {6}), (5.0, {0, 1, 6})])
+def test_it_drafts_as_deep_as_pays_and_changes_no_text(target, prompts, drafter, alpha, used):
+    """Too dear, it drafts nothing, but tries again now and then: a drafter that learns may have become good."""
+    length = AutoLength(drafter, alpha)
+    options = {"sampling": GREEDY, "max_new_tokens": 40, "seeds": [0] * len(prompts)}
+    plain = decode(target, prompts, **options)
+    found = [decode(target, [p], **{**options, "seeds": [0]}, controller=length, taps=())[0] for p in prompts]
+    assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+    assert set(length.rounds) == used
+    assert length.take_mean() is not None and length.take_mean() is None
+
+
+def test_costs_are_measured(target, prompts, drafter):
+    """Of a drafter as large as the target, a token costs about a step."""
+    length = AutoLength(drafter)
+    decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=40, seeds=[0], controller=length, taps=())
+    assert length.alpha > 0 and length.draft_tokens > length.steps
+    other = AutoLength(drafter)
+    other.restore(length.state())
+    assert other.alpha == length.alpha and other.accepted == length.accepted

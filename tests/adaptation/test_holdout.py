@@ -1,0 +1,185 @@
+"""How far a learner goes on the way that a chunk leads it, as texts held out have it: there, less far, or back home."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specctl.adaptation.updates.holdout import HOME, STAY, WHOLE, places, split
+from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
+from specctl.recipe import LearnerRecipe
+
+
+@pytest.fixture
+def held(chunk):
+    """Texts with these centres, to judge."""
+    return chunk
+
+
+# From 8, at η = ½, a chunk with its centre at 0 leads to 4.
+CASES = [
+    ([0.0], 1.0, 4.0),  # nothing is learnt from the texts held out themselves: nobody would judge that
+    ([6.0], 0.5, 6.0),  # 4 is as bad as 8 for them, half of the way is where they are
+    ([7.0], 0.25, 7.0),
+    ([10.0], 0.0, 8.0),  # the other way
+]
+
+
+@pytest.mark.parametrize(("centre", "scale", "w"), CASES)
+def test_the_way_by_hand(quadratic, played, chunk, held, centre, scale, w):
+    _, learner = quadratic([8.0], algo="ogd")
+    outcome = learner.learn(chunk([0.0]), held(centre))
+    assert outcome.scales == (scale,) and outcome.vain == (scale == 0)
+    assert played(learner).tolist() == [w]
+
+
+def test_back_home(quadratic, played, chunk, held):
+    """The stream turns back to where it began: the weights of then are better than a step from here."""
+    _, learner = quadratic([8.0], algo="optimistic")
+    learner.learn(chunk([0.0]), held([0.0]))
+    assert played(learner).tolist() == [0.0]
+    outcome = learner.learn(chunk([6.0]), held([8.0]))
+    assert outcome.scales == (None,) and not outcome.vain
+    assert played(learner).tolist() == [8.0] and learner.members[0].h.tolist() == [0.0]
+
+
+def test_a_gain_must_exceed_its_doubt(quadratic, played, chunk, held):
+    """From 8 to 7 two texts gain 3.5 and two lose 2: 0.75 on average, which is less than half of its standard error,
+    0.79; further on it is no better. Where all gain there is no doubt."""
+    _, learner = quadratic([8.0], algo="ogd")
+    assert learner.learn(chunk([0.0]), held([4.0], [4.0], [9.5], [9.5])).scales == (0.0,)
+    assert learner.learn(chunk([0.0]), held([4.0], [4.2], [4.4], [3.9])).scales == (1.0,)
+
+
+def test_an_optimistic_learner_is_judged_where_it_plays(quadratic, played, chunk, held):
+    """ŵ goes to 4 and h to 8: w would be 0. A quarter of that is ŵ = 7, h = 2, w = 6; none of it is as it was."""
+    _, learner = quadratic([8.0], algo="optimistic")
+    assert learner.learn(chunk([0.0]), held([6.0])).scales == (0.25,)
+    assert played(learner).tolist() == [6.0] and learner.members[0].h.tolist() == [2.0]
+    assert learner.learn(chunk([0.0]), held([6.1])).scales == (0.0,)
+    assert played(learner).tolist() == [6.0] and learner.members[0].h.tolist() == [2.0]
+
+
+@pytest.mark.parametrize("options", [{"algo": "optimistic", "optimizer": "adam"}, {"algo": "momentum"}])
+@pytest.mark.parametrize("first", [0.0, 6.0])
+def test_a_refused_update_leaves_no_trace(quadratic, played, chunk, held, options, first):
+    """Moments, hint and number of steps go back with the weights; who is sent home is as new."""
+    _, learner = quadratic([8.0], **options)
+    new = learner.members[0].state()
+    learner.learn(chunk([first]), held([first]))
+    before = learner.members[0].state()
+    assert learner.learn(chunk([-50.0], [-50.0]), held([played(learner).item()])).scales == (STAY,)
+    assert same(learner.members[0].state(), before) and not same(before, new)
+    assert learner.learn(chunk([-50.0]), held([8.0])).scales == (HOME,)
+    assert same(learner.members[0].state(), new)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_part_of_the_way_keeps_its_moments(quadratic, chunk, held):
+    """As if the steps had been shorter."""
+    learners = [quadratic([8.0], algo="momentum")[1] for _ in range(2)]
+    assert learners[0].learn(chunk([0.0]), held([7.0])).scales == (0.25,)
+    assert learners[1].learn(chunk([0.0]), held([0.0])).scales == (WHOLE,)
+    assert torch.equal(*(learner.members[0].buffers["v"] for learner in learners))
+
+
+@pytest.mark.parametrize(("texts", "rate"), [(5, 0.3217), (10, 0.3145), (20, 0.3114)])
+def test_what_chance_is_taken_for(texts, rate):
+    """Of 4,000 updates that change nothing on average, in texts as different as they are large, the shares that go all
+    of the way: those of P(T > ½), Student's t with n − 1 degrees of freedom, within four standard errors, which a right
+    rule exceeds once in 16,000 times. Home is another chance to move; and an update that costs a quarter of a standard
+    deviation a text is taken the less often the more texts there are."""
+    random = torch.Generator().manual_seed(texts)
+
+    def moves(gain):
+        """What the rule says of 4,000 members, whose gain grows with the way."""
+        way, home = (torch.randn(texts, 4000, generator=random, dtype=torch.float64) + mean for mean in (gain, -9.0))
+        return places(lambda place: -(home if place is HOME else place * way))
+
+    margin = 4 * math.sqrt(rate * (1 - rate) / 4000)
+    assert moves(0.0).count(WHOLE) / 4000 == pytest.approx(rate, abs=margin)
+    assert moves(-0.25).count(WHOLE) / 4000 == pytest.approx({5: 0.16, 10: 0.11, 20: 0.06}[texts], abs=0.03)
+    assert moves(3.0).count(STAY) == 0
+
+
+def test_members_are_judged_one_by_one(quadratic, chunk, held):
+    """η = ¼, ½, 1 lead to 6, 4 and 0: the centre is 5, so half of the way is best for the third only."""
+    _, learner = quadratic([8.0], algo="ensemble", lr=0.25)
+    assert learner.learn(chunk([0.0]), held([5.0])).scales == (1.0, 1.0, 0.5)
+    assert [member.w.item() for member in learner.members] == [6.0, 4.0, 4.0]
+
+
+def test_the_ball_holds_for_a_part_of_the_way(quadratic, played, chunk, held):
+    _, learner = quadratic([8.0], algo="ogd", radius=2.0)
+    assert learner.learn(chunk([0.0]), held([7.1])).scales == (0.5,)
+    assert played(learner).tolist() == [7.0]
+
+
+def test_nothing_held_out_is_the_papers_rule(quadratic, played, chunk):
+    _, learner = quadratic([8.0], algo="ogd")
+    outcome = learner.learn(chunk([0.0]))
+    assert outcome.scales == () and not outcome.vain
+    assert played(learner).tolist() == [4.0]
+
+
+def test_texts_without_weight_forbid_nothing(quadratic, played, chunk, held):
+    _, learner = quadratic([8.0], algo="ogd")
+    assert learner.learn(chunk([0.0]), held([10.0], tokens=0)).scales == (1.0,)
+    assert played(learner).tolist() == [4.0]
+
+
+def test_a_rate_that_diverges_stays_where_it_is(quadratic, played, chunk, held):
+    """η = 3 triples the distance with every step; nothing of it helps, and nothing is taken back later."""
+    _, learner = quadratic([1.0], algo="ogd", lr=3.0, epochs=5)
+    for _ in range(3):
+        assert learner.learn(chunk([0.0]), held([0.0])).scales == (0.0,)
+    assert played(learner).tolist() == [1.0]
+
+
+def test_it_rests_after_learning_in_vain(quadratic, chunk, held):
+    """One chunk, then three; not for long where acceptance falls, nor where something comes of it."""
+    objective, learner = quadratic([8.0], algo="ogd")
+    dog = Watchdog(LearnerRecipe(algo="ogd", rest=3))
+
+    def statuses(count, centre, accepted=80):
+        found = []
+        for _ in range(count):
+            acceptance = Acceptance.of([(accepted, 100)] * 3)
+            found.append(dog.learn(learner, objective, chunk([0.0]), acceptance, held(centre))[1].status)
+        return " ".join(found)
+
+    assert statuses(7, [9.0]) == "updated rested updated rested rested rested updated"
+    assert statuses(1, [9.0], accepted=75) == "rested", "no more than chance"
+    other = Watchdog(LearnerRecipe(algo="ogd", rest=3))
+    other.restore(dog.state())
+    assert statuses(1, [9.0], accepted=20) == "updated", "the stream has turned"
+    assert statuses(1, [9.0], accepted=20) == "rested"
+    dog = other
+    assert statuses(3, [0.0], accepted=80) == "rested rested updated"
+    assert statuses(2, [0.0], accepted=80) == "updated updated", "something came of it"
+
+
+def test_a_chunk_without_drafts_is_no_low_to_fall_below(quadratic, chunk, held):
+    """With draft_length=auto, say: nothing is verified where nothing is drafted, and a fall afterwards went unseen."""
+    objective, learner = quadratic([8.0], algo="ogd")
+    dog = Watchdog(LearnerRecipe(algo="ogd", rest=7))
+    dog._vain = 2
+
+    def status(acceptance):
+        return dog.learn(learner, objective, chunk([0.0]), acceptance, held([9.0]))[1].status
+
+    high, low = (Acceptance.of([(accepted, 100)] * 3) for accepted in (80, 20))
+    assert [status(one) for one in (high, Acceptance(), high, low)] == ["updated", "rested", "rested", "updated"]
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "held"), [(20, 0.25, 5), (3, 0.25, 1), (2, 0.25, 0), (1, 0.5, 0), (9, 0, 0)]
+)
+def test_the_newest_texts_are_held_out(count, share, held):
+    examples = [SimpleNamespace(index=index) for index in torch.randperm(count).tolist()]
+    learnt, kept = split(examples, share)
+    assert [example.index for example in learnt + kept] == list(range(count)) and len(kept) == held

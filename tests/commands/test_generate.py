@@ -1,0 +1,89 @@
+"""`generate`: the text, who wrote which part of it, and what it cost."""
+
+import dataclasses
+
+import pytest
+
+from specctl.commands.generate import Piece, generate, pieces
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.errors import UsageError
+from specctl.recipe import GenerateRecipe, SamplingRecipe, TargetRecipe
+from specctl.runs import Run
+
+PROMPT = "What is 3 + 4?"
+
+
+def recipe(**fields):
+    return GenerateRecipe(
+        prompt=PROMPT, sampling=SamplingRecipe(max_new_tokens=15), target=TargetRecipe(dtype="fp32"), **fields
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    ids = target.render([{"role": "user", "content": PROMPT}])
+    return decode(target, [ids], sampling=GREEDY, max_new_tokens=15, seeds=[0])[0]
+
+
+def test_with_a_perfect_drafter(tmp_path, target, plain, scripted):
+    drafter = scripted({tuple(plain.prompt_ids): plain.output_ids}, depth=3)
+    made = recipe(save_outputs=True)
+    run = Run.create("generate", made, tmp_path / "run")
+    result = generate(made, run, target=target, drafter=drafter)
+    assert result.identical and result.agreement == "equal" and result.drafter == "script"
+    assert result.tokens == len(plain.output_ids)
+    assert result.mat is not None and result.mat > 2 and result.accept_rate == 1.0
+    assert result.speedup == pytest.approx(result.tokens_per_s / result.vanilla_tokens_per_s)
+    assert "".join(piece.text for piece in result.pieces) == result.text
+    assert {piece.accepted for piece in result.pieces} == {True, False}
+    assert len((run.dir / "outputs.jsonl").read_text().splitlines()) == 2
+    run.result(dataclasses.asdict(result))
+
+
+def test_without_a_drafter(target, plain):
+    result = generate(recipe(), target=target)
+    assert result.drafter is result.identical is result.speedup is result.accept_rate is None
+    assert result.mat == 1.0 and result.tokens_per_s == result.vanilla_tokens_per_s
+    assert not any(piece.accepted for piece in result.pieces)
+
+
+def test_accepted_tokens_are_those_of_the_counts(target, plain, scripted):
+    """Depth 3, all right: after the prefill's token every fourth one is the target's; the last round is trimmed."""
+    drafter = scripted({tuple(plain.prompt_ids): plain.output_ids}, depth=3)
+    result = generate(recipe(), target=target, drafter=drafter)
+    ids = plain.output_ids
+    flags = ([False] + [True, True, True, False] * len(ids))[: len(ids)]
+    assert result.pieces == pieces(target.tokenizer, ids, flags)
+
+
+def test_needs_a_prompt(target):
+    with pytest.raises(UsageError, match="needs a prompt"):
+        generate(GenerateRecipe(), target=target)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    @staticmethod
+    def decode(ids, skip_special_tokens):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted", "expected"),
+    [
+        ("ab", [False, True], [("a", False), ("b", True)]),
+        ("abc", [True, True, False], [("ab", True), ("c", False)]),
+        ("né", [False, False, True], [("n", False), ("é", True)]),
+        ("", [], []),
+    ],
+)
+def test_pieces_cut_between_characters(text, accepted, expected):
+    """Half a character must neither vanish nor show up as a replacement character."""
+    assert pieces(Bytes, list(text.encode()), accepted) == [Piece(*piece) for piece in expected]
+
+
+def test_pieces_keep_a_cut_off_character():
+    ids = list("é".encode())[:1]
+    assert pieces(Bytes, ids, [True]) == [Piece("\ufffd", True)]

@@ -1,0 +1,584 @@
+"""`select` end to end on a few prompts of the built-in target."""
+
+import dataclasses
+import hashlib
+import json
+import signal
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from specctl import progress
+from specctl.commands.select import select
+from specctl.commands.select_router import _examples
+from specctl.commands.select_tables import replay_table
+from specctl.decoding.device import rounds as device_round
+from specctl.decoding.loop import decode
+from specctl.decoding.records import Decoded
+from specctl.decoding.sampling import GREEDY
+from specctl.distillation.prompts import Prompt, Rejections
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
+from specctl.measuring.contenders import Case
+from specctl.measuring.policy_rows import Stream
+from specctl.measuring.select_contenders import Stage, sessions, turns
+from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.recipe.resolve import resolve
+from specctl.runs import Run
+from specctl.selection.recorded.hindsight import walk
+from specctl.selection.recorded.table_file import read_table
+from tests.lossless.drafters import own_weights
+from tests.measuring.streams import contents
+
+QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name\n\nQuestion: Who?"]
+CONTRACT = {
+    *("algo", "arms", "queries", "rounds", "mat", "tokens_per_s", "oracle_mat", "regret", "best_arm_ratio", "pulls"),
+    *("decide_us_p50", "score_ms_p50", "per_domain"),
+}
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(target):
+    return {
+        "good": LMDrafter(own_weights(target, 0.0), target, LMShape(4, 0.0, False)),
+        "lookup": Lookup(4),
+        "suffix": Suffix(depth=4, nodes=8, children=2),
+    }
+
+
+def recipe(prompts, **fields):
+    return SelectRecipe(
+        data=DataRecipe(domain=["sql"], prompts=str(prompts)),
+        sampling=SamplingRecipe(**{"max_new_tokens": 16, **fields.pop("sampling", {})}),
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        **{"session": 2, **fields},
+    )
+
+
+def selected(tmp_path, made, target, pool, rounds=True):
+    run = Run.create("select", made, tmp_path / "run")
+    found = select(made, run, target=target, drafters=pool)
+    rounds = rounds and [json.loads(line) for line in (run.dir / "rounds.jsonl").read_text().splitlines()]
+    return found, run.result(dataclasses.asdict(found)), rounds
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
+    made = recipe(
+        prompts,
+        algo=["hedgespec", "metasd-ucb", "random"],
+        baselines=["vanilla", "fixed", "draft-all"],
+        batch=batch,
+        reset=reset,
+    )
+    found, document, rounds = selected(tmp_path, made, target, pool)
+    assert document.keys() >= CONTRACT
+    assert found.lossless.sequences == 4 * 7 and found.lossless.mismatches == 0
+    rows = {row.algo: row for row in found.policies}
+    assert [row.kind for row in found.policies] == ["policy"] * 3 + ["baseline", "arm", "arm", "arm", "baseline"]
+    assert rows["good"].mat > rows["lookup"].mat
+    # Of all arms the oracle is best; whoever drafts everything cannot be worse.
+    assert found.oracle_mat >= rows["good"].mat - 1e-9
+    assert rows["draft-all"].mat >= found.oracle_mat - 1e-9
+    for name in made.algo:
+        row, mine = rows[name], [line for line in rounds if line["algo"] == name]
+        assert len(mine) == row.rounds == sum(row.pulls.values())
+        assert row.mat == pytest.approx(row.share_of_best * found.oracle_mat)
+        assert row.regret == round(row.rounds * (1 - row.share_of_best))
+        assert 0 <= row.best_arm_ratio <= 1
+    assert rows["hedgespec"].score_share > 0 and rows["random"].score_ms_p50 is None
+    assert rows["vanilla"].mat == 1
+    # What intervals are made of: everything of a session is drawn together.
+    kept = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
+    assert {row["agreement"] for row in kept} == {None, "equal"}
+    assert len({(row["id"], row["session"]) for row in kept}) == 4
+    for name in made.algo:
+        order = [0, 0, 1, 1] if batch == 1 else [0, 1, 0, 1]
+        assert [row["session"] for row in kept if row["drafter"] == name] == order
+
+
+def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, target, pool, monkeypatch):
+    """A policy looks on at its rounds, so they are the host's; plain decoding would else win by running ahead on a
+    device."""
+    run = device_round.DeviceRounds.round
+    rounds = []
+    monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(0), run(*args)))
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed"])
+    found, _, _ = selected(tmp_path, made, target, {"lookup": pool["lookup"], "suffix": pool["suffix"]})
+    assert not rounds and found.rounds_on == "host"
+    decode(target, [[5, 9]], sampling=GREEDY, max_new_tokens=4, seeds=[0])
+    assert rounds, "what nobody looks on at does run there"
+
+
+def test_policies_that_skip_beside_those_that_recompute(tmp_path, prompts, target, pool):
+    """The same choices, as `random` learns nothing; with a narrow window fewer tokens to read, and worse drafts."""
+    made = recipe(
+        prompts,
+        algo=["random", "hedgespec"],
+        baselines=["recompute"],
+        catch_up={"name": "streaming", "sink": 1, "window": 2},
+    )
+    found, _, _ = selected(tmp_path, made, target, {**pool, "again": pool["good"]})
+    rows = {row.algo: row for row in found.policies}
+    assert list(rows) == ["random", "hedgespec", "random recompute", "hedgespec recompute"]
+    assert {row.kind for row in found.policies} == {"policy"} and found.lossless.mismatches == 0
+    narrow, whole = rows["random"], rows["random recompute"]
+    assert narrow.caught_up / narrow.switches < whole.caught_up / whole.switches
+    assert narrow.mat < whole.mat and narrow.switch_ms > 0
+    with pytest.raises(ValidationError, match="catch_up=streaming"):
+        recipe(prompts, baselines=["recompute"])
+
+
+def test_rounds_of_the_warm_up_are_not_counted(tmp_path, prompts, target, pool):
+    found, _, rounds = selected(tmp_path, recipe(prompts, algo=["ucbspec"], limit=2), target, pool)
+    assert {line["round"] for line in rounds if line["query"] == rounds[0]["query"]} == set(
+        range(1, 1 + sum(line["query"] == rounds[0]["query"] for line in rounds))
+    )
+    assert len({line["query"] for line in rounds}) == 2 == found.queries
+
+
+@pytest.mark.parametrize("reset", ["query", "stream"])
+def test_what_was_dropped_is_counted_of_every_game(tmp_path, prompts, target, reset, monkeypatch):
+    """Also of those that were not over when the last text was: of a stream, which is one game, it was 0."""
+    monkeypatch.setattr("specctl.selection.controller.overlap", lambda *_: np.array([np.nan]))
+    made = recipe(prompts, algo=["metasd-ucb"], reset=reset, baselines=[], sampling={"max_new_tokens": 6})
+    found, _, rounds = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4, 8, 2)})
+    assert found.policies[0].dropped == sum(line["learnt"] == 0 for line in rounds) > 4
+
+
+def test_sampled_text_does_not_depend_on_the_choice(tmp_path, prompts, target, pool):
+    made = recipe(
+        prompts, algo=["random"], sampling={"temperature": 1.0, "exact": True, "max_new_tokens": 8}, seeds=[0, 1]
+    )
+    found, _, _ = selected(tmp_path, made, target, pool)
+    assert found.lossless.sequences == 8 and found.lossless.mismatches == found.lossless.ties == 0
+
+
+def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
+    """Greedy text is the same for every seed; if the choices were, too, --seeds would only repeat one number."""
+    made = recipe(prompts, algo=["random"], seeds=[0, 1], sampling={"seed": 3})
+    _, _, rounds = selected(tmp_path, made, target, pool)
+    arms = {seed: [line["arm"] for line in rounds if line["seed"] == seed] for seed in (0, 1)}
+    assert arms[0] != arms[1] and all(arms.values())
+    _, _, rounds = selected(tmp_path / "b", made.model_copy(update={"seeds": [1]}), target, pool)
+    assert [line["arm"] for line in rounds] == arms[1]
+
+
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_a_prompt_may_be_of_two_domains(tmp_path, target, reset):
+    """Its answers in a batch were one game's, which is refused, and both of the last domain's session."""
+    for domain in ("sql", "math"):
+        (tmp_path / f"{domain}.jsonl").write_text(json.dumps({"prompt": "Hello."}) + "\n")
+    made = recipe(
+        tmp_path / "{domain}.jsonl", algo=["random"], reset=reset, batch=2, baselines=[], sampling={"max_new_tokens": 4}
+    )
+    made = made.model_copy(update={"data": made.data.model_copy(update={"domain": ["sql", "math"]})})
+    found, _, _ = selected(tmp_path, made, target, {"lookup": Lookup(4), "suffix": Suffix(4)})
+    assert (found.queries, found.sessions) == (2, 2)
+    kept = pq.read_table(tmp_path / "run/records.parquet").to_pylist()
+    assert {(row["domain"], row["session"]) for row in kept} == {("sql", 0), ("math", 1)}
+
+
+class Sometimes(Lookup):
+    """Drafts after every other prompt."""
+
+    def __init__(self, odd):
+        super().__init__(4)
+        self.odd = odd
+
+    def propose(self, state, budget):
+        return super().propose(state, budget if state.rows[0].prompt_length % 2 == self.odd else 0)
+
+
+@pytest.mark.parametrize("reset", ["query", "session", "stream"])
+def test_the_best_arm_is_that_of_a_game_live_and_in_a_replay(tmp_path, prompts, target, reset):
+    """Arms that are best at other prompts: by query, session and stream the best ones have other mats."""
+    pool = {"even": Sometimes(0), "odd": Sometimes(1)}
+    options = dict(algo=["random"], reset=reset, sampling={"max_new_tokens": 32})
+    selected(tmp_path / "a", recipe(prompts, record=tmp_path / "t.parquet", **options), target, pool, rounds=False)
+    live, _, _ = selected(tmp_path, recipe(prompts, baselines=["fixed"], **options), target, pool)
+    again, _, _ = selected(
+        tmp_path / "b", recipe(prompts, replay=tmp_path / "t.parquet", **options), target, pool, rounds=False
+    )
+    assert (live.oracle_mat, live.regret, live.best_arm_ratio) == pytest.approx(
+        (again.oracle_mat, again.regret, again.best_arm_ratio)
+    )
+    mine, theirs = live.policies[0], again.policies[0]
+    assert mine.share_of_best == pytest.approx(theirs.share_of_best) != 1
+
+
+class Broken(Lookup):
+    def propose(self, state, budget):
+        raise RuntimeError("no such row")
+
+
+def test_failures_are_counted_whoever_drafts(tmp_path, prompts, target):
+    """An arm by itself and draft-all go on as the policy does; rounds of the warm-up are not counted."""
+    made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed", "draft-all"], sampling={"max_new_tokens": 6})
+    found, _, rounds = selected(tmp_path, made, target, {"good": Lookup(4), "broken": Broken(4)})
+    rows = {row.algo: row for row in found.policies}
+    assert rows["broken"].failures == rows["broken"].rounds == rows["vanilla"].rounds
+    assert rows["draft-all"].failures == rows["draft-all"].rounds
+    assert rows["random"].failures == sum(line["arm"] == "broken" for line in rounds)
+    assert rows["good"].failures == rows["vanilla"].failures == found.lossless.mismatches == 0
+
+
+def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
+    made = recipe(prompts, record=tmp_path / "t.parquet", sampling={"max_new_tokens": 6})
+    for resume in (False, True):  # what was recorded before is counted, too
+        again = made.model_copy(update={"resume": resume})
+        found, _, _ = selected(
+            tmp_path / f"{resume}", again, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False
+        )
+        rows = {row.algo: row for row in found.policies}
+        assert rows["good"].failures == 0 and rows["broken"].mat == 1
+        assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
+
+
+def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
+    """Sampled proposals give every arm a text of its own: to count passes against another text's is no regret."""
+    made = recipe(
+        prompts,
+        algo=["random"],
+        baselines=["fixed"],
+        sampling={"temperature": 1.0, "max_new_tokens": 6},
+        drafting={"proposal": "sampled"},
+    )
+    found, _, _ = selected(tmp_path, made, target, {"a": pool["lookup"], "b": pool["good"]})
+    assert found.regret is None and found.curves == {}
+    assert found.policies[0].share_of_best is not None
+
+
+def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
+    made = recipe(
+        prompts,
+        algo=["ucbspec"],
+        arms={"draft_nodes": [0, 2]},
+        game={"reward": "throughput"},
+        reset="stream",
+    )
+    found, _, rounds = selected(tmp_path, made, target, pool)
+    assert found.arms == ["no draft", "good ×2", "lookup ×2", "suffix ×2"]
+    assert max(line["drafted"] for line in rounds) == 2
+    assert all(line["drafted"] == 0 for line in rounds if line["arm"] == "no draft")
+
+
+class Interrupting(Lookup):
+    """SIGTERM comes while it drafts for the `when`-th time."""
+
+    def __init__(self, when):
+        super().__init__(4)
+        self.when = when
+
+    def propose(self, state, budget):
+        self.when -= 1
+        if not self.when:
+            progress.interrupts._note(signal.SIGTERM, None)
+        return super().propose(state, budget)
+
+
+def test_what_a_stopped_run_says_can_be_done(tmp_path, prompts, target):
+    """Live selection cannot be resumed (`--resume` is refused without `record`): its message must not send there."""
+    made = recipe(prompts, algo=["random"], sampling={"max_new_tokens": 6})
+    try:
+        with pytest.raises(Interrupted) as caught:
+            selected(tmp_path, made, target, {"a": Interrupting(12)})
+    finally:
+        progress.interrupts.reset()
+    assert "of 4 prompts" in caught.value.message
+    assert "resume" not in caught.value.hint and "records.parquet" in caught.value.hint
+    assert pq.read_table(tmp_path / "run/records.parquet").num_rows % 2 == 0
+
+
+def test_contenders_have_names_of_their_own(tmp_path, prompts, target, pool):
+    with pytest.raises(UsageError, match="two contenders are called 'lookup'"):
+        selected(tmp_path, recipe(prompts, rivals=["lookup"]), target, pool)
+
+
+def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, target, pool):
+    """Contenders are counted, and prompts read, after the target is loaded: with --overwrite it was gone by then."""
+    made = recipe(prompts, algo=["ucbspec"], baselines=[], overwrite=True, output_dir=tmp_path / "run")
+    selected(tmp_path, made, target, pool)
+    (tmp_path / "run/rejected.jsonl").write_text("{}\n")
+    before = contents(tmp_path / "run")
+    with pytest.raises(UsageError, match="two contenders"):
+        selected(tmp_path, made.model_copy(update={"rivals": ["lookup"]}), target, pool)
+    table = tmp_path / "table.parquet"
+    table.write_bytes(b"PAR1")
+    taken = made.model_copy(update={"record": table, "overwrite": False})
+    with pytest.raises(UsageError, match=r"table\.parquet exists"):
+        selected(tmp_path, taken, target, pool)
+    with pytest.raises(CheckpointError, match=r"table\.parquet"):
+        selected(tmp_path, taken.model_copy(update={"resume": True}), target, pool)
+    prompts.write_text("{\n")
+    with pytest.raises(DataError, match="1 of 1 prompts rejected"):
+        selected(tmp_path, made, target, pool)
+    assert contents(tmp_path / "run") == before
+
+
+def case(domain, number):
+    return Case(Prompt(f"{domain}{number}", [], domain, ""), [1], 1)
+
+
+def test_sessions_are_runs_of_one_domain(prompts):
+    made = recipe(prompts, session=3, order="mixed")
+    made = made.model_copy(update={"data": DataRecipe(domain=["sql", "math"])})
+    cases = [case(domain, n) for domain in ("sql", "math") for n in range(7)]
+    found = sessions(cases, made)
+    assert sorted(len(session) for session in found) == [1, 1, 3, 3, 3, 3]
+    assert all(len({one.prompt.domain for one in session}) == 1 for session in found)
+    assert found == sessions(cases, made)
+    blocks = sessions(cases, made.model_copy(update={"order": "blocks"}))
+    assert [one for session in blocks for one in session] == cases != [one for session in found for one in session]
+
+
+def test_a_batch_never_holds_two_prompts_of_a_session():
+    stream = [[case("a", n) for n in range(3)], [case("b", n) for n in range(2)], [case("c", 0)]]
+    found = turns(stream, 2)
+    assert [[one.prompt.id for one in turn] for turn in found] == [["a0", "b0"], ["a1", "b1"], ["a2"], ["c0"]]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, target, pool):
+    """A table of the pool on all questions, and the prompts' file."""
+    folder = tmp_path_factory.mktemp("table")
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    made = recipe(path, record=folder / "table.parquet")
+    found, _, _ = selected(folder, made, target, pool, rounds=False)
+    return path, made.record, found
+
+
+@pytest.mark.parametrize("algo", ["hedgespec", "metasd-ucb", "ucbspec", "random"])
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, algo, reset):
+    """Every round's arm and tokens, exactly: the same game is played on the same feedback."""
+    prompts, table, _ = recorded
+    options = dict(algo=[algo], reset=reset, baselines=["fixed"], sampling={"seed": 3})
+    live, _, rounds = selected(tmp_path, recipe(prompts, **options), target, pool)
+    again, _, _ = selected(tmp_path / "replay", recipe(prompts, replay=table, **options), target, pool, rounds=False)
+    mine, theirs = live.policies[0], again.policies[0]
+    assert (mine.rounds, mine.pulls) == (theirs.rounds, theirs.pulls)
+    assert (live.mat, live.oracle_mat, live.regret) == pytest.approx((again.mat, again.oracle_mat, again.regret))
+    assert len({line["arm"] for line in rounds}) > 1
+
+
+def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, pool):
+    """order=shift: games by domain would forget in the middle of every session."""
+    for domain, texts in (("sql", QUESTIONS[:2]), ("math", QUESTIONS[2:])):
+        (tmp_path / f"{domain}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options = dict(reset="session", order="shift", session=2, baselines=["vanilla"], algo=["hedgespec"])
+    cheap = {name: pool[name] for name in ("lookup", "suffix")}
+
+    def made(**more):
+        found = recipe(tmp_path / "{domain}.jsonl", **options, **more)
+        return found.model_copy(update={"data": found.data.model_copy(update={"domain": ["sql", "math"]})})
+
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", made(record=table), target, cheap, rounds=False)
+    live, _, _ = selected(tmp_path, made(), target, cheap)
+    again, _, _ = selected(tmp_path / "b", made(replay=table), target, cheap, rounds=False)
+    assert (live.rounds, live.pulls, live.sessions) == (
+        again.rounds,
+        again.pulls,
+        again.sessions,
+    ) and live.sessions == 2
+
+
+def test_recording_says_what_every_arm_does(recorded, target, pool):
+    _, _, found = recorded
+    assert found.mode == "record" and found.queries == 4
+    rows = {row.algo: row.mat for row in found.policies}
+    assert rows["good"] > 2 and rows["draft-all"] >= rows["good"] - 1e-9
+    assert rows["oracle"] == found.oracle_mat
+
+
+def test_pools_of_several_sizes(tmp_path, recorded, target, pool):
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, algo=["hedgespec", "random"], pool_sizes=[1, 2])
+    found, _, _ = selected(tmp_path, made, target, pool, rounds=False)
+    sizes = {(one.arms, one.algo): one for one in found.pool_size}
+    assert sizes.keys() == {(n, name) for n in (1, 2) for name in ("hedgespec", "random", "oracle")}
+    assert sizes[1, "random"].share_of_best == pytest.approx(1)
+    assert sizes[2, "oracle"].mat >= sizes[2, "hedgespec"].mat
+
+
+def test_an_option_that_a_policys_own_game_overrules_is_told(tmp_path, recorded, target, pool, capsys):
+    """An option that is set to its default is taken for one that was left out, but not in silence."""
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, algo=["normalhedge"], game={"drift": 5.0, "warmup_rounds": 3})
+    selected(tmp_path, made, target, pool, rounds=False)
+    said = capsys.readouterr().err
+    assert "normalhedge plays a game of its own: game.drift=None;" in said and "warmup" not in said
+
+
+def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, arms={"names": ["suffix", "good"]})
+    found, _, _ = selected(tmp_path, made, target, pool, rounds=False)
+    assert found.arms == ["suffix", "good"]
+    with pytest.raises(UsageError, match=r"no gold in the pool.*"):
+        made = recipe(prompts, replay=table, arms={"names": ["gold"]})
+        selected(tmp_path / "b", made, target, pool, rounds=False)
+
+
+def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
+    """As live decoding does; they were ignored, and three seeds had the numbers of one."""
+    prompts, table, _ = recorded
+    options = dict(algo=["random"], reset="session", sampling={"seed": 3})
+    seeds = {"seeds": [0, 2]}
+    live, _, _ = selected(tmp_path, recipe(prompts, baselines=["fixed"], **seeds, **options), target, pool)
+    found, document, _ = selected(
+        tmp_path / "b", recipe(prompts, replay=table, **seeds, **options), target, pool, rounds=False
+    )
+    for one, other in zip(live.policies, found.policies, strict=False):
+        assert (one.algo, one.rounds, one.regret) == (other.algo, other.rounds, other.regret)
+    assert (live.pulls, live.queries, live.oracle_mat) == (found.pulls, found.queries, pytest.approx(found.oracle_mat))
+    alone = [
+        replay_table(recipe(prompts, replay=table, seeds=[seed], **options)).rows[0].rounds for seed in seeds["seeds"]
+    ]
+    assert found.rounds == sum(alone) and alone[0] != alone[1]
+    named = {"seeds": 2, "reset": "session", "intervals_over": "2 seeds × 2 sessions", "yardstick": "mat"}
+    digest = hashlib.sha256(table.read_bytes()).hexdigest()
+    assert document.items() >= (named | {"table": str(table), "table_sha256": digest}).items()
+    assert "scoring" in document["speeds"] and live.speeds == "measured"
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("hedgespec", {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None}),
+        ("metasd", {"reward": "bd"}),
+        ("banditspec", {"reward": "tokens"}),
+    ],
+)
+def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
+    """They resolve to what they promise, whatever our defaults are, and play."""
+    _, table, _ = recorded
+    made = resolve("select", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
+    assert made.game.model_dump().items() >= constants.items() and made.reset == "query"
+    rows = {row.algo: row for row in replay_table(made).rows if row.kind == "policy"}
+    assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
+
+
+def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):
+    """Full information does not look at all arms for nothing, in a replay as little as live."""
+    _, table, _ = recorded
+    made = recipe(prompts, replay=table, algo=["hedgespec", "random"], reset="session")
+    rows = {row.algo: row for row in replay_table(made).rows}
+    assert rows["hedgespec"].score_share > 0 and rows["hedgespec"].scorings > 0
+    assert rows["random"].score_share is None and rows["random"].scorings == 0
+
+
+@pytest.mark.parametrize(("by", "best", "share"), [("mat", "long", 1.0), ("throughput", "short", 0.4)])
+def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
+    """The longest draft has the most tokens a pass; in a game for tokens a second that makes no oracle."""
+
+    def answer(passes, seconds):
+        return Decoded([1], [2] * 41, "length", passes, 40 - passes, 0, 0, [], [], 0.0, seconds)
+
+    answers = {"long": [answer(10, 5.0)] * 2, "short": [answer(20, 2.0)] * 2}
+    stream = Stream(answers, [0, 1], ["a", "b"], ["long", "short"], None, True, by)
+    assert stream.best == {"a": best, "b": best} and stream.oracle_mat == (4 if by == "mat" else 2)
+    assert stream.share_of_best("long")[0] == pytest.approx(share)
+    assert GameRecipe(loss="throughput" if best == "short" else "length").yardstick == by
+    assert stream.judged == (by == "mat"), "passes beyond those of the fastest arm are no regret"
+
+
+def test_repeats_make_no_interval_narrower():
+    """Shares have the intervals of the rest of a row, over sessions; repeats of the stream are no more of them."""
+
+    def answers(*passes):
+        return [Decoded([1], [2] * 41, "length", n, 40 - n, 0, 0, [], [], 0.0, 1.0) for n in passes]
+
+    once = {"policy": answers(12, 20, 13, 30), "arm": answers(10, 18, 12, 20)}
+    found = [
+        Stream(
+            {name: times * own for name, own in once.items()},
+            times * [0, 0, 1, 2],
+            [f"{repeat} {n}" for repeat in range(times) for n in range(4)],
+            ["arm"],
+            None,
+            True,
+        ).share_of_best("policy")
+        for times in (1, 9)
+    ]
+    (share, interval), (again, same) = found
+    assert share == again == pytest.approx(60 / 75) and interval == pytest.approx(same)
+
+
+def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
+    """Rewards are shares of K: with that of an arm that was left out a replay would play another game than live."""
+    deep = {**pool, "suffix": Suffix(depth=9, nodes=9, children=1)}
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", recipe(prompts, record=table), target, deep, rounds=False)
+    some = {"names": ["lookup", "good"]}
+    options = dict(algo=["ucbspec"], arms=some, reset="session")
+    live, _, _ = selected(tmp_path, recipe(prompts, **options), target, {n: pool[n] for n in some["names"]})
+    again = replay_table(recipe(prompts, replay=table, **options))
+    assert again.table.depth == 4 and read_table(table).depth == 9
+    assert (live.rounds, live.pulls) == (again.rows[0].rounds, again.rows[0].pulls)
+
+
+@pytest.mark.parametrize("order", [["suffix", "good"], ["good", "lookup", "suffix"]])
+def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
+    """Labels of hindsight against what every arm needed, by name."""
+    prompts, table, _ = recorded
+    made = recipe(prompts, replay=table, router={"labels": "hindsight", "prompts": str(prompts)})
+    paths = dict.fromkeys(order, "lookup")
+    examples = _examples(made, paths, Rejections(tmp_path / "rejected.jsonl", 0.0))
+    assert len(examples) == len(QUESTIONS)
+    whole = read_table(table)
+    best = {order[example.arm] for example in examples}
+    alone = {arm: [int(walk(t.accepted)[whole.arms.index(arm)].sum()) for t in whole.traces] for arm in order}
+    assert best == {min(order, key=lambda arm: alone[arm][n]) for n in range(len(QUESTIONS))}
+    with pytest.raises(CheckpointError, match="no arm gold"):
+        _examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))
+
+
+class Oracle:
+    """A router that knows."""
+
+    def __init__(self, arms, right):
+        self.arms, self.right = arms, right
+
+    def probabilities(self, texts):
+        return np.array([[0.9 if arm == self.right else 0.1 for arm in self.arms] for _ in texts])
+
+
+def test_the_router_plays_what_it_says(tmp_path, prompts, target, pool):
+    made = recipe(prompts, algo=["router", "hedgespec"], router_dir=tmp_path, warm_start=True, baselines=["fixed"])
+    cases = [[Case(Prompt("ab" * 16, [{"role": "user", "content": "Hi"}], "sql", ""), [1, 5], 8)]]
+    stage = Stage(made, target, cases, pool, Oracle([*pool], "lookup"))
+    with open(tmp_path / "log", "w") as log:
+        stage.play(log, lambda records: tmp_path)
+    assert {arm for _, arm, _ in stage.plays["router"]} == {"lookup"}
+    first = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert first["algo"] == "hedgespec"
+    weights = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    warm = next(line["weights"] for line in weights if line["algo"] == "hedgespec")
+    assert max(warm) == warm[1] > 0.5
+
+
+def test_half_sessions_of_two_domains(prompts):
+    made = recipe(prompts, session=4, order="shift")
+    made = made.model_copy(update={"data": DataRecipe(domain=["sql", "math"])})
+    found = sessions([case(domain, n) for domain in ("sql", "math") for n in range(4)], made)
+    assert [len(session) for session in found] == [4, 4]
+    for session in found:
+        domains = [one.prompt.domain for one in session]
+        assert domains[0] == domains[1] != domains[2] == domains[3]

@@ -1,0 +1,230 @@
+"""A drafter directory is whole or an error that names the file; nothing in it is executed or followed outside."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from specctl.drafters import checkpoint
+from specctl.errors import CheckpointError, SpecctlError, UsageError
+
+CONFIG = {
+    "family": "lm",
+    "architecture": {"hidden_size": 4},
+    "target": {"name": "builtin", "hidden_size": 256, "num_layers": 10, "vocab_hash": "ab12"},
+}
+INFO = {"domain": ["sql"], "licence": "apache-2.0", "mat": {"sql": 3.5}, "data": "f00d"}
+FILES = ["README.md", "config.json", "drafter.json", "model.safetensors"]
+
+
+def write(place, value=1.0, **options):
+    tensors = {"a.weight": torch.full((3, 4), value), "b": torch.arange(5)}
+    return checkpoint.save(place, config=CONFIG, tensors=tensors, info=INFO, **options)
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    return write(tmp_path / "sql-lm")
+
+
+def change_manifest(drafter, change):
+    manifest = json.loads((drafter / "manifest.json").read_text())
+    change(manifest)
+    (drafter / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_what_is_written_is_read(drafter):
+    found = checkpoint.load(drafter)
+    assert found.config == CONFIG and found.info == INFO and found.path == drafter
+    assert torch.equal(found.tensors["a.weight"], torch.ones(3, 4))
+    assert torch.equal(found.tensors["b"], torch.arange(5))
+
+
+def test_views_are_stored_as_what_they_show(tmp_path):
+    """A transposed or sliced weight shares storage that must not be written instead of it."""
+    matrix = torch.randn(4, 6)
+    checkpoint.save(tmp_path / "d", config=CONFIG, tensors={"t": matrix.T, "row": matrix[1]}, info={})
+    found = checkpoint.load(tmp_path / "d").tensors
+    assert torch.equal(found["t"], matrix.T) and torch.equal(found["row"], matrix[1])
+
+
+def test_the_card_has_the_target_and_the_numbers(drafter):
+    card = (drafter / "README.md").read_text()
+    assert 'base_model: "builtin"' in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card
+
+
+def test_a_given_card_is_kept(tmp_path):
+    assert (write(tmp_path / "d", card="# mine\n") / "README.md").read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, its manifest says"),
+        (lambda path: path.write_bytes(b""), "bytes, its manifest says"),
+        (lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]), "sha256 differs"),
+    ],
+    ids=["missing", "truncated", "empty", "flipped"],
+)
+def test_damage_is_named(drafter, name, damage, says):
+    damage(drafter / name)
+    with pytest.raises(CheckpointError, match=says) as error:
+        checkpoint.load(drafter)
+    assert str(drafter / name) in error.value.message and error.value.hint and error.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "is missing"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "JSON object"),
+        (b"{}", "is not of format"),
+        (b'{"format": 1, "files": {}}', "does not list"),
+    ],
+)
+def test_a_bad_manifest_is_named(drafter, content, says):
+    if content is None:
+        (drafter / "manifest.json").unlink()
+    else:
+        (drafter / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=says) as error:
+        checkpoint.load(drafter)
+    assert "manifest.json" in error.value.message
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/../../outside", "..", "a\0b", ""])
+def test_a_manifest_cannot_point_outside(drafter, name):
+    (drafter.parent / "outside").write_text("x")
+    change_manifest(drafter, lambda m: m["files"].update({name: {"bytes": 1, "sha256": ""}}))
+    with pytest.raises(CheckpointError):
+        checkpoint.load(drafter)
+
+
+def test_a_link_cannot_lead_outside(drafter):
+    """Even to the right bytes: what lies outside can change after the check."""
+    weights = drafter / "model.safetensors"
+    weights.rename(drafter.parent / "elsewhere")
+    weights.symlink_to(drafter.parent / "elsewhere")
+    with pytest.raises(CheckpointError, match="leads out"):
+        checkpoint.load(drafter)
+
+
+def test_weights_that_are_a_pickle_are_refused(drafter, tmp_path):
+    """A valid manifest does not make a pickle safe, and an unlisted one is never opened."""
+    marker = tmp_path / "executed"
+    evil = b"cos\nsystem\n(S'touch %s'\ntR." % str(marker).encode()
+    (drafter / "pytorch_model.bin").write_bytes(evil)
+    checkpoint.load(drafter)
+    (drafter / "model.safetensors").write_bytes(evil)
+    change_manifest(drafter, lambda m: m["files"].update(checkpoint.digests(drafter)))
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        checkpoint.load(drafter)
+    assert not marker.exists()
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match="no drafter directory at"):
+        checkpoint.load(tmp_path / "nothing")
+
+
+def test_a_drafter_is_replaced_only_when_asked(drafter):
+    with pytest.raises(UsageError, match="holds a drafter already"):
+        write(drafter, 2.0)
+    assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
+    write(drafter, 2.0, overwrite=True)
+    assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 2
+    assert sorted(os.listdir(drafter.parent)) == [drafter.name]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_other_things_are_never_replaced(tmp_path, drafter, kind):
+    place = tmp_path / "home"
+    if kind == "directory":
+        place.mkdir()
+        (place / "thesis.tex").write_text("years")
+    elif kind == "file":
+        place.write_text("years")
+    else:
+        place.symlink_to(drafter)
+    with pytest.raises(UsageError, match="not a drafter directory"):
+        write(place, overwrite=True)
+    checkpoint.load(drafter)
+
+
+def test_an_empty_directory_is_filled(tmp_path):
+    (tmp_path / "d").mkdir()
+    checkpoint.load(write(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("limit", [40, 200])
+def test_a_full_disk_leaves_the_old_drafter(drafter, limit):
+    """The limit bites in the weights, or in the JSON files behind them."""
+    code = (
+        "import resource, sys, torch\n"
+        "from specctl.formats import checkpoint\nfrom specctl.errors import SpecctlError\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "try:\n"
+        f"    new = dict(config={CONFIG!r}, info={INFO!r}, tensors={{'a': torch.ones(2)}})\n"
+        f"    checkpoint.save({str(drafter)!r}, overwrite=True, **new)\n"
+        "except SpecctlError as error:\n    sys.exit('cannot write' not in error.message)\n"
+        "sys.exit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
+    assert os.listdir(drafter.parent) == [drafter.name]
+
+
+def test_a_failed_move_puts_the_old_drafter_back(drafter, monkeypatch):
+    rename = os.rename
+    moves = []
+
+    def second_fails(self, new):
+        moves.append(new)
+        if len(moves) == 2:
+            raise OSError("injected")
+        rename(self, new)
+
+    monkeypatch.setattr(type(drafter), "rename", second_fails)
+    with pytest.raises(SpecctlError, match="injected"):
+        write(drafter, 2.0, overwrite=True)
+    assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
+
+
+def test_a_crash_between_the_two_renames_loses_nothing(drafter):
+    """What kill -9 leaves there: the old drafter under its backup name, none in the place."""
+    drafter.rename(checkpoint._backup(drafter))
+    assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
+    write(drafter, 2.0)
+    assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 2
+    assert os.listdir(drafter.parent) == [drafter.name]
+
+
+class OtherTarget:
+    def __init__(self, **changed):
+        self.identity = {**CONFIG["target"], **changed}
+
+
+def test_the_same_target_under_another_name_fits():
+    checkpoint.check_target(CONFIG, OtherTarget(name="/models/copy"))
+
+
+@pytest.mark.parametrize("changed", [{"vocab_hash": "cd34"}, {"hidden_size": 512}, {"num_layers": 11}], ids=str)
+def test_another_target_is_refused(changed):
+    with pytest.raises(CheckpointError, match="was made for builtin, target qwen is another") as error:
+        checkpoint.check_target(CONFIG, OtherTarget(name="qwen", **changed), "drafters/sql")
+    (key, value), *_ = changed.items()
+    assert key in error.value.message and str(value) in error.value.message and "drafters/sql" in error.value.message
+
+
+def test_a_config_without_target_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "d", config={"family": "lm"}, tensors={}, info={})
+    with pytest.raises(CheckpointError, match="lacks"):
+        checkpoint.load(tmp_path / "d")

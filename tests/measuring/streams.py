@@ -1,0 +1,117 @@
+"""What the tests of `specctl online` share: heads that nobody has trained, a short stream, and runs over it."""
+
+import dataclasses
+import json
+
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specctl.commands.online import online
+from specctl.decoding.target import load_target
+from specctl.drafters import checkpoint, lm, pool
+from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+
+QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name", "Say hi."]
+TIMES = {"elapsed_s", "tokens_per_s", "decode_s", "learn_s", "swap_s", "prefill_s"}
+
+
+def sure_target(place, path):
+    """The random target at `path`, which has no preferences, made to have some: its drafters' trees grow deep."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.get_output_embeddings().weight.data *= 8
+    model.save_pretrained(place)
+    AutoTokenizer.from_pretrained(path).save_pretrained(place)
+    return load_target(str(place), device="cpu", dtype="fp32")
+
+
+def write_head(place, target, family, seed=0):
+    """A drafter directory with a new head of a family, as training would begin with it."""
+    torch.manual_seed(seed)
+    own = pool.trainable(family)
+    recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size))
+    head = own.build(recipe, target, lambda size: list(range(size)))
+    return save(place, target, own, head)
+
+
+def write_copy(place, target, path, noise):
+    """The target at `path` itself as a drafter of family lm, its weights disturbed: one that is often right."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        weight.data += noise * weight.std(correction=0) * torch.randn_like(weight)
+    return save(place, target, lm, lm.LM(model))
+
+
+def save(place, target, family, head):
+    tensors = family.published(head.state_dict())
+    config = family.config(head, target.identity)
+    return checkpoint.save(place, config=config, tensors=tensors, info={"domain": ["sql"], "mat": {"sql": 2.0}})
+
+
+def write_prompts(place, questions=QUESTIONS):
+    path = place / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
+    return path
+
+
+def recipe(prompts, init, target, **fields):
+    """Two prompts a chunk, six tokens an answer."""
+    sampling = {"max_new_tokens": 6, **fields.pop("sampling", {})}
+    stream = {"chunk": 2, **fields.pop("stream", {})}
+    data = {"domain": ["sql"], "prompts": str(prompts), **fields.pop("data", {})}
+    found = {"arch": checkpoint.family(init), "target": TargetRecipe(name=target.name, dtype="fp32", device="cpu")}
+    return OnlineRecipe(
+        **found
+        | {"data": DataRecipe(**data), "sampling": SamplingRecipe(**sampling), "stream": stream, "init": init}
+        | fields
+    )
+
+
+def learnt(place, made, target):
+    """(result, document) of a run in `place`."""
+    run = Run.create("online", made, place)
+    found = online(made, run, target=target)
+    return found, run.result(dataclasses.asdict(found))
+
+
+def contents(place):
+    """Of all files of a run, with the time of their last change."""
+    files = [path for path in sorted(place.rglob("*")) if path.is_file()]
+    return [(str(path), path.stat().st_mtime_ns, path.read_bytes()) for path in files]
+
+
+def lines(place):
+    """chunks.jsonl."""
+    return [json.loads(line) for line in (place / "chunks.jsonl").read_text().splitlines()]
+
+
+def metrics(place):
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+
+
+def answers(place):
+    """records.parquet."""
+    return pq.read_table(place / "records.parquet").to_pylist()
+
+
+def timeless(rows):
+    """What two equal runs have in common."""
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def weights(place, name):
+    """Of the drafter that a run has left."""
+    return checkpoint.load(place / "drafters" / name).tensors
+
+
+def same_runs(one, other, names):
+    """Bit for bit, but for the time that was needed."""
+    assert timeless(lines(one)) == timeless(lines(other))
+    assert timeless(metrics(one)) == timeless(metrics(other))
+    assert timeless(answers(one)) == timeless(answers(other))
+    for name in names:
+        ours, theirs = weights(one, name), weights(other, name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours), name

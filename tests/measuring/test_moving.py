@@ -1,0 +1,238 @@
+"""`online` where more than the weights moves: a process of its own, a pool, draft lengths, the target itself."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specctl.adaptation.buffer import ReplayBuffer
+from specctl.adaptation.specialists import Specialists
+from specctl.adaptation.stream import PromptStream
+from specctl.adaptation.updates.watchdog import Acceptance
+from specctl.adaptation.worker import Chunk
+from specctl.decoding.loop import decode
+from specctl.decoding.records import Label, Request, Sequence
+from specctl.decoding.sampling import GREEDY
+from specctl.distillation.prompts import Rejections
+from specctl.drafters import checkpoint
+from specctl.errors import CheckpointError, SpecctlError
+from specctl.measuring.online_contenders import Stage
+from specctl.recipe import OnlineRecipe
+from specctl.runs import to_json
+from tests.measuring.streams import (
+    QUESTIONS,
+    learnt,
+    lines,
+    recipe,
+    same_runs,
+    sure_target,
+    weights,
+    write_copy,
+    write_head,
+    write_prompts,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory, tiny):
+    """A copy of the target, an untrained head, and the copy again, much disturbed."""
+    place = tmp_path_factory.mktemp("pool")
+    write_copy(place / "good", tiny, tiny.name, 0.03)
+    write_copy(place / "bad", tiny, tiny.name, 1.0)
+    write_head(place / "head", tiny, "eagle3")
+    return place
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_prompts(tmp_path)
+
+
+def test_a_process_of_its_own_learns_the_same(tmp_path, prompts, tiny, pool):
+    """The lessons reach it whole, and its weights come back: with one chunk there is nothing that could differ."""
+    made = recipe(prompts, pool / "head", tiny, algo=["ogd"], stream={"chunk": 5})
+    here, _ = learnt(tmp_path / "here", made, tiny)
+    there, _ = learnt(tmp_path / "there", made.model_copy(update={"asynchronous": True}), tiny)
+    ours, theirs = weights(tmp_path / "here", "ogd"), weights(tmp_path / "there", "ogd")
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert there.lossless.mismatches == 0 and there.per_chunk[0].behind == 1
+    assert there.per_chunk[0].status == "pending" and here.per_chunk[0].status == "updated"
+    children = [name for name in os.listdir("/proc") if name.isdigit() and _parent(name) == os.getpid()]
+    names = [Path(f"/proc/{name}/cmdline").read_text() for name in children]
+    assert not any("spawn_main" in name for name in names), "a learner that stands still would wait for ever"
+
+
+def _parent(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return None
+
+
+def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
+    """Handed over while it stood still, saved, and learnt from by another process: as if nothing had been. A text that
+    came twice, or under the number of another one, would show in what is replayed."""
+    made = recipe(prompts, pool / "head", tiny, algo=["ogd"], buffer={"replay": 1.0}, baselines=[])
+    chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
+    remote = made.model_copy(update={"asynchronous": True})
+    here, there, again = Stage(made, tiny, 0), Stage(remote, tiny, 0), Stage(remote, tiny, 0)
+    try:
+        for stage in (here, there):
+            stage.learn(chunk, stage.answer(chunk, lambda *args: None))
+        facts, tensors = there.state()
+        assert len(facts["pupils"]["ogd"]["waiting"]) == 1
+        kept = json.loads(to_json(facts))
+        again.restore(kept, tensors)
+        assert json.loads(to_json(again.state()[0])) == kept
+        again.finish()
+        assert torch.equal(again.pupils["ogd"].played(), here.pupils["ogd"].played())
+        found, expected = (stage.state()[0]["pupils"]["ogd"] for stage in (again, here))
+        assert (found.pop("waiting"), found.pop("dropped_here")) == ([], 0) and found == expected
+    finally:
+        there.close()
+        again.close()
+
+
+def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool, monkeypatch):
+    monkeypatch.setattr("specctl.adaptation.ranks.check", lambda devices: None)
+    made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
+    with pytest.raises(SpecctlError, match="the process that learns failed"):
+        learnt(tmp_path / "run", made, tiny)
+
+
+@pytest.mark.parametrize("feedback", ["verdict", "rerun"])
+def test_a_chunk_survives_the_journey(tiny, pool, feedback):
+    """Features of several texts go as one tensor each, and are taken apart again."""
+    source, goal = (ReplayBuffer(tiny, (0, 2), max_bytes=2**20, feedback=feedback) for _ in range(2))
+    prompts = [tiny.render([{"role": "user", "content": text}]) for text in QUESTIONS[:3]]
+    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), on_round=source.observe)
+    Chunk.of(source, Acceptance.of([(1, 2)])).into(goal)
+    assert goal.texts == source.texts and goal.bytes == source.bytes and goal.kept.keys() == source.kept.keys()
+    for index, features in source.kept.items():
+        assert all(
+            torch.equal(a, b) for a, b in zip(vars(features).values(), vars(goal.kept[index]).values(), strict=True)
+        )
+
+
+def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool):
+    """HedgeSpec finds the copy; the others win nothing and stay as they were, bit for bit."""
+    made = recipe(prompts, pool / "good", tiny, algo=["ogd"], sampling={"max_new_tokens": 16}).model_dump()
+    made |= {"init": None, "arch": None, "pool": pool}
+    found, _ = learnt(tmp_path / "run", OnlineRecipe(**made), tiny)
+    assert found.lossless.mismatches == 0 and found.family is None
+    assert [row.algo for row in found.learners] == ["ogd", "vanilla", "static", "lookup"]
+    assert {len(row["weights"]) for row in lines(tmp_path / "run")} == {3}, "shares of the arms"
+    moved = {}
+    for name in ("good", "bad", "head"):
+        after = weights(tmp_path / "run", f"ogd/{name}")
+        before = checkpoint.load(pool / name).tensors
+        moved[name] = any(not torch.equal(after[key], before[key]) for key in before)
+    assert moved["good"] and not moved["bad"]
+
+
+def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
+    """Twice in a batch it was refused as one game's, and in a row the second went on with what the first had learnt. A
+    batch's share of a plain step is the unit of the reward."""
+    batches = []
+    monkeypatch.setattr(
+        "specctl.selection.assembly.step_seconds", lambda target, rows, batch: batches.append(batch) or [1.0]
+    )
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], batch=2, game={"reward": "throughput"})
+    policy = made.policy.model_copy(update={"name": "ucbspec"})
+    made = made.model_copy(update={"init": None, "arch": None, "pool": pool, "policy": policy})
+    specialists = Specialists(made, "ogd", tiny, 0)
+    games = []
+    for queries in (["a", "a"], ["a", "b"]):
+        options = specialists.drafting([Label(query, "sql") for query in queries])
+        selector = options["controller"]
+        texts = [Sequence.of(Request([5], GREEDY, 1, label=label), 8, frozenset()) for label in options["labels"]]
+        for text in texts:
+            selector.begin(text)
+        games += [selector.plays[text].game for text in texts]
+        for text in texts:
+            selector.end(text)
+    assert len({id(game) for game in games}) == 4 and batches == [2]
+
+
+@pytest.mark.parametrize(("reset", "replay"), [("query", 0.0), ("chunk", 1.0)])
+def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool, reset, replay):
+    """From behind its first chunk, and when it was finished; also the pool that stays as it is. Texts go on to be
+    numbered: under the number of an older one a text would not count as new, and not be learnt from."""
+    made = recipe(prompts, pool / "good", tiny, algo=["ogd"]).model_dump() | {"init": None, "arch": None, "pool": pool}
+    made |= {"checkpoint": {"every": 1, "keep": 9}, "policy": {"reset": reset}, "buffer": {"replay": replay}}
+    learnt(tmp_path / "whole", OnlineRecipe(**made), tiny)
+    place = shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for later in sorted((place / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(later)
+    made |= {"resume": True, "output_dir": place}
+    for _ in range(2):
+        learnt(place, OnlineRecipe(**made), tiny)
+        same_runs(place, tmp_path / "whole", ["ogd/good", "ogd/bad", "ogd/head"])
+
+
+def test_draft_lengths_follow_the_drafter(tmp_path, prompts, tiny, pool):
+    """Drafts that cost as much as steps are kept short; for nothing, they are as long as they can be."""
+    lengths = []
+    for cost in (0.0, 3.0):
+        made = recipe(prompts, pool / "good", tiny, algo=["ogd"], draft_length="auto", draft_cost=cost)
+        found, _ = learnt(tmp_path / f"run{cost}", made, tiny)
+        assert found.lossless.mismatches == 0
+        lengths.append(sum(row.draft_length for row in found.per_chunk))
+    assert lengths[0] > 2 * lengths[1]
+
+
+def test_members_may_draft_together(tmp_path, prompts, tiny, pool):
+    """Three heads of different weights, mixed; what is saved is the mean of their weights."""
+    made = recipe(prompts, pool / "head", tiny, algo=["ensemble"], learner={"combine": "probs", "epsilon": 0.1})
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert found.lossless.mismatches == 0 and found.per_chunk[-1].effective > 2
+    start, after = checkpoint.load(pool / "head").tensors, weights(tmp_path / "run", "ensemble")
+    assert after.keys() == start.keys() and any(not torch.equal(after[key], start[key]) for key in start)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, tiny):
+    """A later checkpoint of the target: a few steps on one text, as a fine-tune begins."""
+    model = AutoModelForCausalLM.from_pretrained(tiny.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.name)
+    ids = torch.tensor([tokenizer("the answer is four, and four is the answer")["input_ids"]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(5):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    place = tmp_path_factory.mktemp("tuned")
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("drafter", ["head", "pool"])
+def test_the_target_may_change(tmp_path, prompts, tiny, pool, tuned, drafter):
+    """Texts are the present target's, all drafters draft for it, and learning goes on; a resumed run knows which."""
+    fields = {"target_schedule": [f"{tiny.name}:2", f"{tuned}:3"], "checkpoint": {"every": 1, "keep": 2}}
+    made = recipe(prompts, pool / "head", tiny, algo=["ogd"], save_outputs=True, **fields).model_dump()
+    if drafter == "pool":
+        made |= {"init": None, "arch": None, "pool": pool}
+    found, _ = learnt(tmp_path / "run", OnlineRecipe(**made), tiny)
+    assert found.lossless.mismatches == 0 and found.lossless.sequences == 3 * len(QUESTIONS)
+    rows = lines(tmp_path / "run")
+    assert [row["target"] for row in rows] == [tiny.name, str(tuned), str(tuned)]
+    assert {row["status"] for row in rows} == {"updated"}
+    again, _ = learnt(tmp_path / "run", OnlineRecipe(**made | {"resume": True, "output_dir": tmp_path / "run"}), tiny)
+    assert again.mat == found.mat
+
+
+def test_a_target_of_other_sizes_is_refused(tmp_path, prompts, tiny, pool):
+    made = recipe(prompts, pool / "head", tiny, algo=["ogd"], target_schedule=[f"{tiny.name}:2", "builtin:3"])
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        learnt(tmp_path / "run", made, tiny)

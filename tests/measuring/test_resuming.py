@@ -1,0 +1,503 @@
+"""`online` that is stopped, killed, or runs out of disk goes on as if nothing had been: bit for bit in fp32."""
+
+import errno
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specctl import progress
+from specctl.adaptation.stream import PromptStream
+from specctl.distillation import prompts
+from specctl.distillation.prompts import Rejections
+from specctl.drafters import checkpoint as checkpoints
+from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
+from specctl.measuring import online_contenders, online_journal
+from specctl.measuring.online_contenders import Stage
+from specctl.measuring.resumable import Saved
+from specctl.recipe import DataRecipe
+from specctl.recipe.train import CheckpointRecipe
+from specctl.training import checkpoint
+from tests.measuring.streams import (
+    QUESTIONS,
+    answers,
+    contents,
+    learnt,
+    lines,
+    recipe,
+    same_runs,
+    sure_target,
+    write_copy,
+    write_prompts,
+)
+
+ALGO = ["ogd", "opt-ensemble"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory, tiny):
+    return write_copy(tmp_path_factory.mktemp("copy") / "lm", tiny, tiny.name, 0.03)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory, tiny, copy):
+    """A recipe on five prompts, the last chunk a short one; older texts are learnt from again."""
+    prompts = write_prompts(tmp_path_factory.mktemp("prompts"))
+
+    def made(**fields):
+        options = dict(
+            algo=ALGO,
+            baselines=[],
+            learner={"combine": "sample", "lr": 1e-3, "holdout": 0.5},
+            buffer={"replay": 0.5},
+            stream={"shuffle": True},
+            checkpoint=CheckpointRecipe(every=2, keep=2),
+        )
+        return recipe(prompts, copy, tiny, **options | fields)
+
+    return made
+
+
+TWICE = {"seeds": [0, 1], "baselines": ["vanilla"]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, make, tiny):
+    """`whole(**fields)`: the run that nobody disturbed, and its result."""
+    runs = {}
+
+    def run(**fields):
+        key = json.dumps(fields)
+        if key not in runs:
+            place = tmp_path_factory.mktemp("whole") / "run"
+            runs[key] = place, learnt(place, make(**fields), tiny)[0]
+        return runs[key]
+
+    return run
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def again(place, made, tiny):
+    return learnt(place, made.model_copy(update={"resume": True, "output_dir": place}), tiny)
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """`stop(n)`: SIGTERM comes while the n-th turn is answered."""
+    ask = online_contenders.ask
+
+    def at(turn):
+        turns = iter(range(1, 100))
+
+        def interrupted(*args):
+            if next(turns) == turn:
+                progress.interrupts._note(15, None)
+            return ask(*args)
+
+        monkeypatch.setattr(online_contenders, "ask", interrupted)
+
+    yield at
+    progress.interrupts.reset()
+
+
+@pytest.mark.parametrize(("turn", "done"), [(1, 0), (3, 1), (8, 3 + 1)])
+def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop, turn, done):
+    """In the first chunk, behind a boundary, in the second pass: what was begun is left, and comes again."""
+    stop(turn)
+    with pytest.raises(Interrupted) as caught:
+        learnt(tmp_path / "run", make(**TWICE), tiny)
+    progress.interrupts.reset()
+    assert f"after {done} chunks" in caught.value.message and f"--resume --output-dir {tmp_path}" in caught.value.hint
+    assert len(lines(tmp_path / "run") if done else []) == done * len(ALGO)
+    found, _ = again(tmp_path / "run", make(**TWICE), tiny)
+    place, theirs = whole(**TWICE)
+    same_runs(tmp_path / "run", place, [name + seed for name in ALGO for seed in ("", "-seed1")])
+    for key in ("chunks", "prompts", "mat", "mat_first", "mat_last", "lossless", "rejected"):
+        assert getattr(found, key) == getattr(theirs, key), key
+    assert found.lossless.sequences == 2 * 2 * len(QUESTIONS)
+    assert found.drafters.keys() == theirs.drafters.keys()
+
+
+def test_it_warms_up_again_without_a_trace(tmp_path, make, tiny, whole, stop, monkeypatch):
+    """A chunk behind a resumption would else be timed cold; older texts, which are learnt from again, stay, and so do
+    the numbers of new ones. Draft lengths that follow acceptance alone go on where they were, too."""
+    lengths = {"draft_length": "auto", "draft_cost": 1.0}
+    stop(3)
+    with pytest.raises(Interrupted):
+        learnt(tmp_path / "run", make(**lengths), tiny)
+    progress.interrupts.reset()
+    warm_up, warmed = online_contenders.warm_up, []
+    monkeypatch.setattr(online_contenders, "warm_up", lambda *args: warmed.append(warm_up(*args)))
+    again(tmp_path / "run", make(**lengths), tiny)
+    assert len(warmed) == 1
+    same_runs(tmp_path / "run", whole(**lengths)[0], ALGO)
+
+
+def test_a_finished_run_says_the_same_again(tmp_path, make, tiny, whole, monkeypatch):
+    place = shutil.copytree(whole(**TWICE)[0], tmp_path / "run")
+    monkeypatch.setattr(Stage, "answer", lambda *args: pytest.fail("everything is answered"))
+    found, document = again(place, make(**TWICE), tiny)
+    assert found.learners == whole(**TWICE)[1].learners and found.lossless == whole(**TWICE)[1].lossless
+    assert document["drafters"] == {name: str(place / "drafters" / name) for name in ALGO}
+
+
+def test_damaged_states_are_passed_over(tmp_path, make, tiny, whole, capsys):
+    """A flipped byte: the state before it, and a warning. All damaged: an error, never a new beginning."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    first, last = sorted((place / "checkpoints").iterdir())
+    flip(last / "trainer.json")
+    again(place, make(), tiny)
+    said = capsys.readouterr().err
+    assert f"{last} is damaged" in said and "resumed behind chunk 2" in said
+    same_runs(place, whole()[0], ALGO)
+    flip(last / "manifest.json")
+    flip(first / "state.safetensors")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+        again(place, make(), tiny)
+    assert len(lines(place)) == len(lines(whole()[0]))
+
+
+@pytest.mark.parametrize("damage", [os.unlink, flip], ids=["lost", "flipped"])
+@pytest.mark.parametrize("name", ["records/00000001.parquet", "chunks.jsonl"])
+def test_lost_and_changed_answers_are_missed(tmp_path, make, tiny, whole, name, damage):
+    """Numbers of the rest, or of something else, would pass for those of all."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    damage(place / name)
+    before = contents(place)
+    with pytest.raises(CheckpointError, match=rf"{place / name} (was changed or lost|has lost chunks)"):
+        again(place, make(), tiny)
+    assert contents(place) == before
+
+
+def state_of(place, number):
+    """The only state left is that behind a chunk; of it, what trainer.json and the tensors say, and how to write it."""
+    for path in (place / "checkpoints").iterdir():
+        state = json.loads((path / "trainer.json").read_text())
+        if state["mark"]["number"] != number:
+            shutil.rmtree(path)
+            continue
+        left, tensors = path, load_file(path / "state.safetensors")
+        kept = state
+
+    def write():
+        (left / "trainer.json").write_text(json.dumps(kept))
+        save_file(tensors, left / "state.safetensors")
+        (left / "manifest.json").write_text(json.dumps(checkpoint._digests(left)))
+
+    return kept, tensors, write
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("mark",), []),
+        (("mark", "number"), "2"),
+        (("mark", "number"), 10**9),
+        (("mark", "passed"), None),
+        (("mark", "sizes"), {"chunks.jsonl": -1}),
+        (("mark", "digests"), {"../thesis": "ab"}),
+        (("mark", "stream"), {}),
+        (("mark", "stream", "chunks"), "x"),
+        (("mark", "stream", "prompts"), -1),
+        (("mark", "stage", "chunks"), "x"),
+        (("mark", "stage", "turns"), None),
+        (("mark", "stage", "refused"), 5),
+        (("mark", "stage", "lengths"), []),
+        (("mark", "stage", "pupils"), []),
+        (("mark", "stage", "pupils", "ogd"), 3),
+        (("mark", "stage", "pupils", "ogd", "chunks"), "x"),
+        (("mark", "stage", "pupils", "ogd", "buffer"), None),
+        (("stamp",), {"recipe": 3}),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else str(value)[:20],
+)
+def test_a_state_that_somebody_else_has_written(tmp_path, make, tiny, whole, keys, value):
+    """One line that says where, and nothing is changed."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    state, _, write = state_of(place, 2)
+    inner = state
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    write()
+    before = contents(place)
+    with pytest.raises(CheckpointError, match=str(place)) as caught:
+        again(place, make(), tiny)
+    assert "\n" not in caught.value.message and contents(place) == before
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x.int()], ids=["shape", "type"])
+def test_tensors_that_somebody_else_has_written(tmp_path, make, tiny, whole, change):
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    _, tensors, write = state_of(place, 2)
+    name = next(name for name, value in tensors.items() if name.startswith("ogd/learner") and value.numel() > 99)
+    tensors[name] = change(tensors[name]).contiguous()
+    write()
+    with pytest.raises(CheckpointError, match=f"{place}.*does not fit"):
+        again(place, make(), tiny)
+
+
+def test_other_weights_of_the_target_are_refused(tmp_path, make, tiny, whole, monkeypatch):
+    """A state of before the digests says nothing against them."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    monkeypatch.setitem(tiny.identity, "weights", "others")
+    with pytest.raises(UsageError, match="weights was"):
+        again(place, make(), tiny)
+    for path in (place / "checkpoints").iterdir():
+        state = json.loads((path / "trainer.json").read_text())
+        del state["stamp"]["target"]["weights"]
+        (path / "trainer.json").write_text(json.dumps(state))
+        (path / "manifest.json").write_text(json.dumps(checkpoint._digests(path)))
+    again(place, make(), tiny)
+
+
+def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
+    """And what is refused changes nothing in the directory."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    before = contents(place)
+    with pytest.raises(UsageError, match=r"learner\.lr was 0\.001, is 0\.01"):
+        again(place, make(learner={"combine": "sample", "lr": 1e-2, "holdout": 0.5}), tiny)
+    with pytest.raises(UsageError, match="algo was"):
+        again(place, make(algo=["ogd"]), tiny)
+    other = write_copy(tmp_path / "lm", tiny, tiny.name, 0.02)
+    kept = copy.parent / "kept"
+    copy.rename(kept)
+    try:
+        shutil.copytree(other, copy)
+        with pytest.raises(UsageError, match="lm was"):
+            again(place, make(), tiny)
+    finally:
+        shutil.rmtree(copy)
+        kept.rename(copy)
+    assert contents(place) == before
+
+
+def test_other_prompts_are_refused(tmp_path, make, tiny, stop):
+    mine = write_prompts(tmp_path, [*QUESTIONS, "Who?"])
+    made = make(data={"prompts": str(mine)}, stream={})
+    stop(5)
+    with pytest.raises(Interrupted):
+        learnt(tmp_path / "run", made, tiny)
+    progress.interrupts.reset()
+    write_prompts(tmp_path, ["Another one.", *QUESTIONS])
+    before = contents(tmp_path / "run")
+    with pytest.raises(DataError, match="does not begin with the 4 prompts"):
+        again(tmp_path / "run", made, tiny)
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_state_of_an_earlier_layout_is_refused(tmp_path, make, tiny, whole):
+    """Not with the KeyError of whoever looks for what it lacks."""
+    place = shutil.copytree(whole(draft_length="auto", draft_cost=1.0)[0], tmp_path / "run")
+    for state in (place / "checkpoints").iterdir():
+        written = json.loads((state / "trainer.json").read_text())
+        if written["mark"]["stage"] is None:
+            shutil.rmtree(state)  # the end of the pass: nothing is restored from it
+            continue
+        del written["mark"]["stage"]["lengths"]["ogd"]["unused"]
+        (state / "trainer.json").write_text(json.dumps(written))
+        (state / "manifest.json").write_text(json.dumps(checkpoint._digests(state)))
+    before = contents(place)
+    with pytest.raises(CheckpointError, match="lacks 'unused': another version of specctl") as caught:
+        again(place, make(draft_length="auto", draft_cost=1.0), tiny)
+    assert "--overwrite" in caught.value.hint and contents(place) == before
+
+
+def refusals(tmp_path, tiny, copy):
+    """Changes to the recipe that are refused only when target, prompts and drafters are at hand."""
+    other = shutil.copytree(copy, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["target"]["vocab_hash"] = "0" * 16
+    found = checkpoints.load(copy)
+    checkpoints.save(other, config=config, tensors=found.tensors, info=found.info, overwrite=True)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{\n" * 3)
+    return [
+        ({"init": other}, CheckpointError, "is another model"),
+        ({"data": DataRecipe(prompts=str(bad))}, DataError, "3 of 3 prompts rejected"),
+        ({"algo": ["ogd", "static"], "baselines": ["static"]}, UsageError, "two contenders"),
+    ]
+
+
+def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, whole, copy):
+    """With --overwrite as with --resume: it is cleared by the first thing that cannot be refused."""
+    place = shutil.copytree(whole()[0], tmp_path / "run")
+    (place / "rejected.jsonl").write_text("{}\n")
+    before = contents(place)
+    for changes, error, says in refusals(tmp_path, tiny, copy):
+        with pytest.raises(error, match=says):
+            learnt(place, make(overwrite=True, output_dir=place).model_copy(update=changes), tiny)
+        assert contents(place) == before, says
+    learnt(place, make(overwrite=True, output_dir=place), tiny)
+    same_runs(place, whole()[0], ALGO)
+    assert not (place / "rejected.jsonl").exists()
+
+
+def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stop, monkeypatch):
+    """A look at the beginning, once to see what there is, once to give them out: to compare them took two more."""
+    opened, real = [], prompts._open
+    monkeypatch.setattr(prompts, "_open", lambda name: opened.append(name) or real(name))
+    stop(3)
+    with pytest.raises(Interrupted):
+        learnt(tmp_path / "run", make(), tiny)
+    progress.interrupts.reset()
+    assert len(opened) == 3
+    again(tmp_path / "run", make(), tiny)
+    assert len(opened) == 6
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "call", "saved"),
+    [(checkpoint, "save_file", 2, 2), (checkpoint, "atomic_write", 2, 0), (online_journal, "write_records", 3, 2)],
+)
+def test_a_full_disk_keeps_the_last_state(tmp_path, make, tiny, whole, monkeypatch, place, name, call, saved):
+    """While the second state is saved, the manifest of the first, or the answers of the third chunk."""
+    real, calls = getattr(place, name), iter(range(1, 100))
+
+    def fill(*args, **kwargs):
+        return full() if next(calls) == call else real(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, fill)
+        with pytest.raises(SpecctlError, match=r"cannot save to .*: No space left on device") as caught:
+            learnt(tmp_path / "run", make(), tiny)
+    assert f"--resume --output-dir {tmp_path / 'run'}" in caught.value.hint
+    assert f"learnt from {saved} chunks is whole" in caught.value.hint
+    again(tmp_path / "run", make(), tiny)
+    same_runs(tmp_path / "run", whole()[0], ALGO)
+
+
+def test_a_full_disk_at_the_end(tmp_path, make, tiny, whole, monkeypatch):
+    """The learnt drafters cannot be written: resuming writes them."""
+    with monkeypatch.context() as patched:
+        patched.setattr("specctl.drafters.checkpoint.save_file", full)
+        with pytest.raises(SpecctlError, match=r"cannot write .*/drafters/ogd"):
+            learnt(tmp_path / "run", make(), tiny)
+    again(tmp_path / "run", make(), tiny)
+    same_runs(tmp_path / "run", whole()[0], ALGO)
+
+
+def test_rejected_prompts_are_told_of_whenever_it_ends(tmp_path, make, tiny, stop):
+    """Also after a resumption in the second pass, which does not look at them again."""
+    mine = write_prompts(tmp_path, QUESTIONS)
+    mine.write_text(mine.read_text() + "{\n" + json.dumps({"prompt": "word " * 400}) + "\n")
+    made = make(data={"prompts": str(mine), "max_rejected": 0.5}, seeds=[0, 1])
+    stop(8)
+    with pytest.raises(Interrupted):
+        learnt(tmp_path / "run", made, tiny)
+    progress.interrupts.reset()
+    found, _ = again(tmp_path / "run", made, tiny)
+    assert found.rejected == len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == 2
+    assert found.prompts == 2 * len(QUESTIONS)
+
+
+def test_stdin_goes_on_with_the_lines_that_come(tmp_path, make, tiny, stop, monkeypatch):
+    """And the lines of a chunk that was not finished are asked for."""
+
+    def send(questions):
+        text = "".join(json.dumps({"prompt": one}) + "\n" for one in questions)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
+
+    made = make(data={"prompts": "-"}, stream={})
+    send(QUESTIONS)
+    learnt(tmp_path / "whole", made, tiny)
+    send(QUESTIONS)
+    stop(3)
+    with pytest.raises(Interrupted) as caught:
+        learnt(tmp_path / "run", made, tiny)
+    progress.interrupts.reset()
+    assert "send again what came behind the first 2 prompts" in caught.value.hint
+    send(QUESTIONS[2:])
+    again(tmp_path / "run", made, tiny)
+    same_runs(tmp_path / "run", tmp_path / "whole", ALGO)
+
+
+def test_what_a_slowed_learner_plays_is_drafted_with(make, tiny):
+    """η has its part in what an optimistic learner plays, so a refused chunk changes it: a run that was resumed would
+    draft with other weights than the one that went on."""
+    made = make(algo=["optimistic"], buffer={}, learner={"lr": 1e-3})
+    stage = Stage(made, tiny, 0)
+    pupil = stage.pupils["optimistic"]
+    chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
+    for gradient in (pupil.objective.gradient, lambda w, batch, draw: (torch.tensor(torch.nan), torch.tensor(1.0), w)):
+        drafter, pupil.objective.gradient = pupil.drafter, gradient
+        stage.learn(chunk, stage.answer(chunk, lambda *args: None))
+        assert pupil.drafter is not drafter
+    assert stage.refused["optimistic"] == 1
+
+
+COMMAND = [sys.executable, "-m", "specctl", "online"]
+
+
+def launch(place, made, *flags):
+    """The installed command on a recipe."""
+    file = place.parent / "recipe.yaml"
+    fields = made.model_dump(mode="json", include=made.model_fields_set, exclude_none=True)
+    file.write_text(json.dumps({"command": "online", **fields}))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with open(place.parent / "log", "a") as log:
+        command = [*COMMAND, "--recipe", str(file), "--output-dir", str(place), *flags]
+        return subprocess.Popen(command, stdout=log, stderr=log, cwd=place.parent, env=environment)
+
+
+def chunks(place):
+    path = place / "chunks.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def kill(place, made, count, delay=0.0):
+    """kill -9 behind so many lines of chunks.jsonl, and seconds."""
+    process = launch(place, made, "--resume")
+    while chunks(place) < count and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(delay)
+    assert process.poll() is None, (place.parent / "log").read_text()[-2000:]
+    process.kill()
+    process.wait()
+
+
+def test_a_killed_run_resumes(tmp_path, make, whole, tiny):
+    """The command, killed as soon as it has learnt something, and the function."""
+    made = make(checkpoint=CheckpointRecipe(every=1, keep=2))
+    kill(tmp_path / "run", made, len(ALGO) + 1)
+    again(tmp_path / "run", made, tiny)
+    same_runs(tmp_path / "run", whole()[0], ALGO)
+    assert checkpoint.newest(tmp_path / "run/checkpoints", Saved)[1].mark.number == 3
+
+
+@pytest.mark.slow
+def test_killed_runs_resume(tmp_path, make, tiny):
+    """At eight moments, some of which reach into the writing of a state or of the learnt drafters; two passes."""
+    draw = random.Random(0)
+    made = make(**TWICE, checkpoint=CheckpointRecipe(every=1, keep=2))
+    total = 2 * 3 * len(ALGO)
+    moments = sorted((draw.randint(1, total), draw.random() * 0.05) for _ in range(8))
+    for moment in moments:
+        kill(tmp_path / "run", made, *moment)
+    assert launch(tmp_path / "run", made, "--resume").wait(300) == 0, (tmp_path / "log").read_text()[-2000:]
+    learnt(tmp_path / "alone", made, tiny)
+    same_runs(tmp_path / "run", tmp_path / "alone", [name + seed for name in ALGO for seed in ("", "-seed1")])
+    assert len(answers(tmp_path / "run")) == 2 * 3 * len(QUESTIONS)

@@ -1,0 +1,117 @@
+"""Answers: found where they are marked, compared as what they mean; programs run only where that is allowed."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from specctl.errors import UsageError
+from specctl.reasoning import answers
+from specctl.reasoning.answers import correct, extract, normalise, passes, same
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("12 eggs\n#### 12", "12"),
+        ("#### 3\nno, better\n#### 1,200\n", "1,200"),
+        (r"so \boxed{7}, that is \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{8} #### 9", "8"),
+        (r"\boxed{never closed", None),
+        ("Therefore the answer is (B).", "(B)"),
+        ("The answer is 42.", "42"),
+        ("He has 12 apples and 3 pears", None),
+        ("####", None),
+        ("#### \n", None),
+        ("", None),
+    ],
+)
+def test_extraction(text, answer):
+    found = extract(text)
+    assert found == answer or normalise(found) == normalise(answer)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1,200", "1200.00"),
+        ("$18", "18"),
+        ("18 dollars", "18"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"\dfrac{3}{4}", "0.75"),
+        ("50%", "50"),
+        (r"12\text{ cm}", "12"),
+        ("(C)", "C"),
+        ("C.", "(C)"),
+        ("-3", "-3.0"),
+        ("x + 1", "X  +  1"),
+    ],
+)
+def test_equal_answers(one, other):
+    assert same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("12", "13"), ("A", "B"), ("3", "-3"), ("1/0", "0"), (None, None), ("5", None)]
+)
+def test_different_answers(one, other):
+    assert not same(one, other)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("1e99999999", "-1E+99999999", "1e-99999999", "1e9_999_999_9", "1e99999999/3", r"\frac{1e99999999}{3}"),
+        *("9" * 4301, "0." + "9" * 4301, "9" * 5000 + " dollars", "1/" + "9" * 5000, "1" + ",111" * 2000),
+        "\\text{" * 20_000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_number_beyond_all_measure_is_text(answer):
+    """A model in a loop writes them: Python would compute for hours, or refuse with a ValueError."""
+    assert isinstance(normalise(answer), str)
+    assert correct(rf"\boxed{{{answer}}}", "5") is False
+    assert same(answer, answer)
+
+
+def test_a_reference_without_an_answer_tells_nothing():
+    assert correct("#### 3", None) is None
+    assert correct("#### 3", "A long explanation that says why, and never says what. " * 3) is None
+    assert correct("#### 3", "so\n#### 3") is True
+    assert correct("no answer at all", "3") is False
+
+
+def test_programs_of_a_model_need_leave():
+    tests = "assert double(2) == 4"
+    assert correct("def double(x): return 2 * x", tests) is None
+    with pytest.raises(UsageError, match="not run"):
+        passes("def double(x): return 2 * x", tests, allowed=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("Here it is:\n```python\ndef double(x):\n    return 2 * x\n```", True),
+        ("def double(x): return x", False),
+        ("raise SystemExit(0)\ndef double(x): return x", False),
+        ("import os; os._exit(0)", False),
+        ("\0", False),
+        ("open('big', 'wb').write(b'x' * (2 << 20))\ndef double(x): return 2 * x", False),
+        ("import os\nassert not os.environ.get('HOME')\ndef double(x): return 2 * x", True),
+    ],
+)
+def test_a_program_is_judged_by_its_tests(program, passed):
+    """A program that leaves before its tests has exit code 0, too."""
+    assert passes(program, "assert double(2) == 4", allowed=True) is passed
+
+
+def test_a_program_leaves_no_process_behind(tmp_path, monkeypatch):
+    """Only the program itself was killed; what it had started went on for as long as it liked."""
+    monkeypatch.setattr(answers, "LIMITS", "")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    program = f"import os, time\nheld = open({str(fifo)!r}, 'w')\nif os.fork() == 0:\n    time.sleep(60)\n"
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(fifo.read_bytes)  # ends when nobody holds the other end
+        assert passes(program, "", allowed=True)
+        assert reading.result(10) == b""

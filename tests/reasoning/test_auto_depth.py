@@ -1,0 +1,44 @@
+"""How many steps are drafted ahead when that is chosen."""
+
+import pytest
+
+from specctl.adaptation.draft_length import TRY_EVERY
+from specctl.reasoning.auto_depth import TRIED, AutoDepth
+from specctl.recipe import LookaheadRecipe
+
+
+def play(depth, rounds, kept, step_s):
+    """Depths of `rounds` rounds: the target's step takes a second, a drafted one `step_s` more; `kept` of them stay."""
+    found = []
+    for _ in range(rounds):
+        k = depth.next()
+        accepted = min(k, kept)
+        depth.observe(k, accepted, accepted + (accepted < k), 1.0 + k * step_s)
+        found.append(k)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kept", "step_s", "usual", "tried"), [(4, 0.1, 4, 0), (0, 0.1, 0, 1), (4, 3.0, 0, 1), (4, 0.0, 4, 0)]
+)
+def test_it_drafts_while_that_pays(kept, step_s, usual, tried):
+    """Right and cheap: as far as may be. Wrong or too dear: nothing; and the other now and then."""
+    depth = AutoDepth(4)
+    depths = play(depth, 160, kept, step_s)
+    assert depths[:TRIED] == [1, 0] * (TRIED // 2)
+    assert depth.alpha == pytest.approx(step_s, abs=1e-9)
+    assert set(depths[TRY_EVERY:]) == {usual, tried} and depths[TRY_EVERY:].count(tried) == 160 // TRY_EVERY - 1
+
+
+def test_it_follows_a_draft_model_that_has_become_good():
+    depth = AutoDepth(4)
+    assert play(depth, 50, 0, 0.3)[-2:] == [0, 0]
+    assert 4 in play(depth, 1000, 4, 0.3)
+    depth.forget()
+    assert play(depth, 2, 0, 0.3) == [1, 0] and depth.rounds == 2
+
+
+def test_sequential_steps_have_a_fixed_depth():
+    assert LookaheadRecipe(depth="auto").longest == 4 and LookaheadRecipe(depth=2).longest == 2
+    with pytest.raises(ValueError, match="compares fixed depths"):
+        LookaheadRecipe(depth="auto", parallel=False)

@@ -1,0 +1,237 @@
+"""Judges: what needs none, what is asked once, and everything a judge can fail at counts as unaligned."""
+
+import base64
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from specctl.errors import CheckpointError
+from specctl.reasoning import judge as judges
+from specctl.reasoning.judge import Chat, Judge, agreement, fold, make_judge, read_ruling
+from specctl.recipe import JudgeRecipe
+
+PAIRS = Path(__file__).with_name("judged_pairs.json")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("So 2*3 = 6.\n", "so 2 * 3=6"),
+        ("He pays $1,200.00", "he pays $1200"),
+        ("It is 2.50 m", "It is 2.5 m;"),
+        ("4 × 5 = 20", "4 * 5 = 20\n"),
+        ("", "\n"),
+        ("It is " + "9" * 5000, "it is " + "9" * 5000 + "."),  # more digits than Python reads
+    ],
+    ids=lambda text: text[:20],
+)
+def test_folded_steps_are_equal(one, other):
+    assert fold(one) == fold(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("2 + 3 = 5", "2 + 3 = 6"), ("1 2", "12"), ("x = -5", "x = 5"), ("2.5", "25")]
+)
+def test_other_numbers_are_other_steps(one, other):
+    assert fold(one) != fold(other)
+
+
+def test_equal_steps_ask_nobody_and_others_are_asked_once():
+    asked = []
+
+    def ask(pairs):
+        asked.extend(pairs)
+        return [True] * len(pairs)
+
+    judge = Judge(ask)
+    assert judge([("a.", "A"), ("a", "b"), ("a", "b")]) == [True, True, True]
+    assert judge([("A ", "b.")]) == [True]
+    assert asked == [("a", "b")]
+    assert judge.tally.counts() == dict(pairs=4, identical=1, cached=1, asked=1, aligned=4, unanswered=0)
+
+
+def test_no_answer_is_unaligned_and_asked_again():
+    answers = [[None], [True]]
+    judge = Judge(lambda pairs: answers.pop(0))
+    assert judge([("a", "b")]) == [False]
+    assert judge.tally.unanswered == 1
+    assert judge([("a", "b")]) == [True], "a judge that was down once is not down for ever"
+
+
+@pytest.mark.parametrize(
+    ("reply", "ruling"),
+    [
+        ("[aligned]", True),
+        ("I think [Unaligned].", False),
+        ("[aligned]? No: [unaligned]", False),
+        ("aligned", None),
+        ("", None),
+        ("yes", None),
+    ],
+)
+def test_a_ruling_is_one_of_two_words(reply, ruling):
+    assert read_ruling(reply) is ruling
+
+
+@pytest.fixture
+def server():
+    """`serve(body, status)` answers every request with this; requests are kept in `serve.requests`."""
+    servers = []
+
+    def serve(body, status=200, silent=False):
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                serve.headers.append(self.headers)
+                serve.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                if silent:
+                    release.wait(5)
+                    return
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        running = HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        servers.append(running)
+        return f"http://127.0.0.1:{running.server_port}/v1"
+
+    serve.requests, serve.headers, release = [], [], threading.Event()
+    yield serve
+    release.set()
+    for running in servers:
+        running.shutdown()
+        running.server_close()
+
+
+def served(endpoint, **options):
+    return make_judge(JudgeRecipe(kind="model", name="m", endpoint=endpoint, **options))
+
+
+def reply(text):
+    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+def test_a_served_judge_rules(server):
+    judge = served(server(reply("[aligned]")))
+    assert judge([("It is 4", "We get 4")]) == [True]
+    (request,) = server.requests
+    assert request["model"] == "m" and request["temperature"] == 0
+    assert "It is 4" in request["messages"][0]["content"] and "We get 4" in request["messages"][0]["content"]
+
+
+def test_a_password_in_the_address_is_sent_as_one(server):
+    """urllib takes it for a port, and the judge was never heard."""
+    address = server(reply("[aligned]")).replace("://", "://me:p%40ss@")
+    assert served(address)([("a", "b")]) == [True]
+    assert server.headers[0]["Authorization"] == "Basic " + base64.b64encode(b"me:p@ss").decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"not json", 200),
+        (b"[]", 200),
+        (b'{"choices": []}', 200),
+        (b'{"choices": [{"message": {"content": null}}]}', 200),
+        (reply("perhaps"), 200),
+        (b"\xff\xfe", 200),
+        (b"x" * (judges.LONGEST_REPLY + 1), 200),
+        (reply("[aligned]"), 500),
+    ],
+)
+def test_whatever_else_a_server_says_is_unaligned(server, body, status):
+    judge = served(server(body, status))
+    assert judge([("a", "b")]) == [False]
+    assert judge.tally.unanswered == 1
+
+
+def test_a_server_that_is_too_late_or_down_is_unaligned(server):
+    for judge in (served(server(b"", silent=True), timeout_s=0.05), served("http://127.0.0.1:9", timeout_s=1.0)):
+        assert judge([("a", "b")]) == [False]
+        assert judge.tally.unanswered == 1
+
+
+def test_a_chat_model_that_answers_garbage_is_unaligned(target):
+    judge = Judge(Chat(target, JudgeRecipe(kind="model", name="builtin", max_tokens=4)))
+    assert judge([("2 + 2 = 4", "2 + 2 = 5"), ("a", "b")]) == [False, False]
+    assert judge.tally.unanswered == 2
+
+
+def test_a_step_too_long_for_the_judge_is_unaligned(target):
+    judge = Judge(Chat(target, JudgeRecipe(kind="model", name="builtin", max_tokens=4)))
+    assert judge([("word " * 3000, "b")]) == [False]
+
+
+def test_an_encoder_judges_by_its_threshold(tiny_directory):
+    """Any model of `transformers` will do: padding must not change what a text means."""
+    recipe = JudgeRecipe(kind="embedding", name=tiny_directory("llama"), threshold=0.999)
+    judge = make_judge(recipe, "cpu")
+    alone, padded = judge.ask.embed(["two"])[0], judge.ask.embed(["two", "a much longer text than that"])[0]
+    assert alone.tolist() == pytest.approx(padded.tolist(), abs=1e-5)
+    assert judge([("two", "a much longer text than that")]) == [False]
+    assert make_judge(recipe.model_copy(update={"threshold": 0.0}), "cpu")([("two", "2 of them")]) == [True]
+
+
+def test_a_judge_that_is_not_there_is_named():
+    with pytest.raises(CheckpointError, match="no/such"):
+        make_judge(JudgeRecipe(kind="embedding", name="./no/such"), "cpu")
+
+
+def test_an_encoder_is_read_from_safetensors_only(tiny_directory, tmp_path):
+    """As every other model that is not the target; a pickle is not even opened."""
+    place = tmp_path / "encoder"
+    shutil.copytree(tiny_directory("llama"), place)
+    torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
+    (place / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot load judge"):
+        make_judge(JudgeRecipe(kind="embedding", name=str(place)), "cpu")
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "model"}, {"kind": "embedding"}, {"endpoint": "http://x"}])
+def test_an_incomplete_recipe_is_refused(wrong):
+    with pytest.raises(ValidationError, match="judge"):
+        JudgeRecipe(**wrong)
+
+
+def test_agreement_is_counted_and_corrected_for_chance():
+    found = agreement([True, True, False, False], [True, False, False, False])
+    assert (found.pairs, found.rate, found.wrongly_aligned, found.wrongly_unaligned) == (
+        4,
+        0.75,
+        pytest.approx(1 / 3),
+        0,
+    )
+    assert found.kappa == pytest.approx(0.5)
+    assert agreement([False, False], [False, False]).kappa is None
+    with pytest.raises(ValueError, match="no pairs"):
+        agreement([], [])
+
+
+def test_the_exact_judge_on_pairs_that_were_read_one_by_one():
+    """50 pairs (draft LM's step, target's step) of runs of the built-in target on math test prompts. 41 were drawn at
+    random from 143 that are not equal once folded (20 prompts), and 9 from 39 that are (14 others): in the first run 35
+    of 190 were. Each was read and labelled without asking a judge (`same`), then by a second reader who saw neither
+    judge nor labels (`again`): they agree on 47, Cohen's kappa 0.85. The exact judge misses what is said in other words
+    and never takes a different step for the same: it is wrong on 5 of 50, or 4."""
+    pairs = json.loads(PAIRS.read_text())
+    assert len(pairs) == 50
+    rulings = make_judge(JudgeRecipe())([(pair["draft"], pair["target"]) for pair in pairs])
+    first, second = ([pair[reader] for pair in pairs] for reader in ("same", "again"))
+    readers = agreement(first, second)
+    assert (readers.rate, readers.kappa) == (0.94, pytest.approx(0.85, abs=0.005))
+    for labels, wrong, alike in ((first, 5, 14), (second, 4, 13)):
+        found = agreement(rulings, labels)
+        assert found.wrongly_aligned == 0
+        assert found.rate == pytest.approx(1 - wrong / 50)
+        assert found.wrongly_unaligned == pytest.approx(wrong / alike)

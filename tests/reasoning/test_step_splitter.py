@@ -1,0 +1,87 @@
+"""Steps: cut where the delimiter is complete, whatever a model writes instead of it; loops are seen."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from specctl.reasoning.step_splitter import Step, Stepper, going_round
+
+EOS = 3
+
+
+@pytest.fixture(scope="module")
+def lines(target):
+    return Stepper(target, "\n", 12)
+
+
+def ids_of(target, text):
+    return target.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_steps_are_the_lines_of_a_text_and_nothing_is_lost(lines, target):
+    ids = [*ids_of(target, "So 2 + 3 = 5\nThen 5 * 2 = 10\n#### 10"), EOS]
+    steps = lines.split(ids)
+    assert [step.text for step in steps] == ["So 2 + 3 = 5\n", "Then 5 * 2 = 10\n", "#### 10"]
+    assert [step.end for step in steps] == ["delimiter", "delimiter", "final"]
+    assert [token for step in steps for token in step.ids] == ids, "tokens are cut, never written again"
+
+
+def test_every_token_with_the_delimiter_ends_a_step(lines, target):
+    """A vocabulary has "\\n   " as one token: waiting for "\\n" itself would run on into the next line."""
+    indented = ids_of(target, "a\n      b")
+    assert len(lines.split(indented)) == 2
+    assert all("\n" in target.tokenizer.decode([token]) for token in lines.ends)
+    assert lines.ends
+
+
+def test_a_delimiter_of_several_tokens_is_found():
+    """Two line breaks may be two tokens; none of them holds the delimiter."""
+    pieces = ["a", "\n", "b", "<end>"]
+
+    class Letters:
+        def __len__(self):
+            return len(pieces)
+
+        def decode(self, ids, **options):
+            return "".join(pieces[i] for i in ids if i != EOS)
+
+        def batch_decode(self, rows):
+            return [pieces[row[0]] for row in rows]
+
+    stepper = Stepper(SimpleNamespace(tokenizer=Letters(), eos_ids={EOS}), "\n\n", 10)
+    assert not stepper.ends
+    assert [step.ids for step in stepper.split([0, 1, 2, 1, 1, 0, EOS])] == [[0, 1, 2, 1, 1], [0, EOS]]
+
+
+def test_a_delimiter_that_never_comes_is_cut_at_the_limit(lines, target):
+    ids = ids_of(target, "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen")
+    assert len(ids) > 12
+    first = lines.first(ids)
+    assert (len(first.ids), first.end) == (12, "limit")
+
+
+def test_empty_steps_are_steps(lines, target):
+    (newline,) = ids_of(target, "\n")
+    step = lines.first([newline, 5])
+    assert step.empty and step.ids == [newline] and step.end == "delimiter"
+    assert lines.first([EOS]).empty and lines.first([EOS]).end == "final"
+
+
+def steps_of(*texts):
+    return [Step([1], text, "delimiter") for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("texts", "round_"),
+    [
+        (["a\n", "b\n", "b\n", "B \n"], True),
+        (["b\n", "b\n", "a\n"], False),
+        (["a", "b", "a", "b", "a", "b"], True),
+        (["x", "b", "a", "b", "a", "b"], False),
+        (["\n", "\n", "\n"], True),
+        (["a", "b"], False),
+        ([], False),
+    ],
+)
+def test_a_loop_is_the_same_step_or_two_in_turn(texts, round_):
+    assert going_round(steps_of(*texts), 3) is round_

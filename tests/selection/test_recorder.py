@@ -1,0 +1,253 @@
+"""A table replayed is live decoding, round by round, for every family: same starts, same drafts, same acceptances."""
+
+import copy
+import dataclasses
+import itertools
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from specctl.decoding.loop import decode
+from specctl.decoding.plain import NoDraft
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.drafters import eagle3
+from specctl.drafters.datastore import Datastore
+from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.lm_drafter import LMDrafter
+from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lookup import Lookup
+from specctl.drafters.suffix import Suffix
+from specctl.drafters.tree import Shape
+from specctl.errors import Interrupted, UsageError
+from specctl.progress import interrupts
+from specctl.recipe import DrafterRecipe
+from specctl.selection.guarded import Guarded
+from specctl.selection.recorded import recorder as recording
+from specctl.selection.recorded.lengths import PLAIN, shortened
+from specctl.selection.recorded.recorder import Drafted, Query
+from specctl.selection.recorded.table_file import read_table
+from tests.lossless.drafters import Rotate, own_weights
+from tests.lossless.test_equality import random_eagle, random_heads
+
+HOT = Sampling(1.0, 0, 1.0)
+DEPTH = 6
+ROOMS = (14, 11)  # the first answer ends by itself
+
+
+def record(target, pool, *more, **options):
+    return recording.record(target, [Guarded(name, drafter) for name, drafter in pool.items()], *more, **options)
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch):
+    """How long steps take is not what is tested."""
+    monkeypatch.setattr(recording, "REPEATS", 1)
+
+
+@pytest.fixture(scope="module")
+def queries(target, prompts):
+    return [Query(f"q{i}", "sql", ids, room, 7 + i) for i, (ids, room) in enumerate(zip(prompts, ROOMS, strict=False))]
+
+
+@pytest.fixture(scope="module")
+def pool(target, prompts):
+    """Drafters that are right now and then; they read different layers."""
+    torch.manual_seed(1)
+    head = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=2000), target), torch.arange(2000))
+    eagle3.initialise(head, target)
+    plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=20, seeds=[0] * 3)
+    return {
+        "eagle3 chain": eagle3.Eagle3Drafter(head, target, Shape(5, 1, 5, 1, 0.0)),
+        "eagle3 tree": eagle3.Eagle3Drafter(head, target, Shape(4, 2, 9, 3, 0.0)),
+        "eagle": random_eagle(target, Shape(4, 2, 8, 2, 0.0)),
+        "hydra": random_heads("hydra", target, width=3, nodes=20, children=3),
+        "medusa": random_heads("medusa", target),
+        "lm": LMDrafter(own_weights(target, 0.1), target, LMShape(DEPTH, 0.1, False)),
+        "lookup": Lookup(5),
+        "suffix": Suffix(DEPTH, 8, 3),
+        "retrieval": Suffix(DEPTH, 8, 3, corpus=Datastore.of(one.output_ids[3:] for one in plain)),
+        "none": NoDraft(),
+    }
+
+
+@pytest.fixture(scope="module")
+def table(target, pool, queries):
+    """Greedy answers."""
+    return record(target, pool, queries, GREEDY, DEPTH)
+
+
+def live(target, query, sampling, **who):
+    """Rounds as decoded: how deep each draft was, and how many decoded tokens stood behind it."""
+    rounds = []
+
+    def note(state, draft, verdict):
+        rounds.append((verdict.depths[0], len(state.rows[0].output) - 1))
+
+    options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], on_round=note)
+    (found,) = decode(target, [query.ids], **options, **who)
+    return rounds, found
+
+
+def replay(trace, arms):
+    """The same of a trace, where `arms` yields who plays."""
+    rounds, stand = [], 0
+    while stand < trace.tokens:
+        arm = next(arms)
+        start, stand = stand, min(stand + int(trace.accepted[arm, stand]) + 1, trace.tokens)
+        rounds.append((int(trace.drafted[arm, start]), stand))
+    return rounds
+
+
+def assert_replayed(target, drafters, queries, table, sampling):
+    """Every arm, played throughout, is that drafter's decoding."""
+    assert table.arms == list(drafters)
+    for arm, drafter in enumerate(drafters.values()):
+        for query, trace in zip(queries, table.traces, strict=True):
+            rounds, found = live(target, query, sampling, drafter=drafter)
+            assert replay(trace, itertools.repeat(arm)) == rounds, table.arms[arm]
+            assert (trace.tokens, trace.ended) == (found.decoded_tokens, found.stop == "eos")
+
+
+def test_a_fixed_arm(target, pool, queries, table):
+    """Catches drafts from a state that live decoding never has: stale caches, another room, features one off."""
+    assert_replayed(target, pool, queries, table, GREEDY)
+    accepted = sum(trace.accepted.sum(1) for trace in table.traces)
+    assert (accepted > 0).sum() > 5 and accepted[-1] == 0
+    assert [trace.ended for trace in table.traces] == [True, False]
+
+
+def test_a_fixed_arm_at_temperature_one(target, pool, queries):
+    """The text is that of the seed, whoever drafts: the table of a seed replays that seed."""
+    some = {name: pool[name] for name in ("eagle3 tree", "lm", "suffix")}
+    assert_replayed(target, some, queries[:1], record(target, some, queries[:1], HOT, DEPTH), HOT)
+
+
+def test_switching_every_round(target, pool, queries, table):
+    """Every drafter sits idle for rounds and then catches up."""
+    taps = tuple(sorted({tap for drafter in pool.values() for tap in drafter.taps}))
+    for query, trace in zip(queries, table.traces, strict=True):
+        rounds, _ = live(target, query, GREEDY, controller=Rotate(list(pool.values())), taps=taps)
+        turns = (turn % len(pool) for turn in itertools.count(1))
+        assert replay(trace, turns) == rounds
+
+
+def test_an_end_inside_a_draft_counts_up_to_it():
+    """Of siblings with equal tokens verification follows the first; a text that is over accepts no more."""
+    tree = Drafted([5, 6, 5, 7, 8], [-1, -1, -1, 2, 0], 2, 0.0)
+    assert [tree.accepted(text) for text in ([5, 8, 1], [5, 7], [6], [9], [])] == [2, 1, 1, 0, 0]
+
+
+def test_shorter_drafts(target, pool, queries, table):
+    """Chains that are cut are the chains of a drafter that drafts less; plain decoding is the arm of length 0."""
+    chains = [table.arms.index(name) for name in ("eagle3 chain", "lm", "lookup")]
+    shorter = shortened(table, [0, 2])
+    arms = [0, *(1 + arm for arm in chains)]
+    names = [PLAIN, *(f"{table.arms[arm]}:2" for arm in chains)]
+    assert [shorter.arms[arm] for arm in arms] == names
+    cuts = [NoDraft(), *(cut(pool[table.arms[arm]], 2) for arm in chains)]
+    for arm, drafter in zip(arms, cuts, strict=True):
+        for query, trace in zip(queries, shorter.traces, strict=True):
+            assert replay(trace, itertools.repeat(arm)) == live(target, query, GREEDY, drafter=drafter)[0]
+
+
+def cut(drafter, length):
+    twin = copy.copy(drafter)
+    if isinstance(drafter, Lookup):
+        twin.depth = length
+    else:
+        twin.shape = dataclasses.replace(drafter.shape, depth=length)
+    return twin
+
+
+def test_what_cannot_be_replayed(target, pool, queries):
+    one = pool["lm"]
+    sampled = copy.copy(one)
+    sampled.shape = dataclasses.replace(one.shape, sampled=True)
+    with pytest.raises(UsageError, match="samples its drafts"):
+        record(target, {"lm": sampled}, queries, HOT, DEPTH)
+    with pytest.raises(UsageError, match="lm drafts 6 tokens deep"):
+        record(target, {"lm": one}, queries, GREEDY, DEPTH - 1)
+
+
+def test_stopped_in_the_middle_and_resumed(target, pool, queries, tmp_path, monkeypatch):
+    """SIGTERM between two queries; no query is asked again, and the table is that of one go."""
+    monkeypatch.setattr(recording, "overheads", lambda *_: None)  # asks once more, when all is recorded
+    pool, path = {"medusa": pool["medusa"], "none": pool["none"]}, tmp_path / "table.parquet"
+    made_of = {"drafters": dict.fromkeys(pool, "digest")}
+    whole = record(target, pool, queries, GREEDY, DEPTH)
+
+    class Terminated(NoDraft):
+        def advance(self, state):
+            asked.append(len(state.rows[0].ids))
+            interrupts._note(signal.SIGTERM, None)
+
+    def go(**options):
+        return record(
+            target, {**pool, "none": Terminated()}, queries, GREEDY, DEPTH, path=path, made_of=made_of, **options
+        )
+
+    asked = []
+    for attempt in range(len(queries)):
+        try:
+            table = go(resume=attempt > 0)
+        except Interrupted:
+            interrupts.reset()
+    interrupts.reset()
+    assert len(asked) == len(queries)
+    for found in (table, read_table(path, made_of), go(resume=True)):
+        for one, other in zip(found.traces, whole.traces, strict=True):
+            assert all(np.array_equal(x, y) for x, y in zip(vars(one).values(), vars(other).values(), strict=True))
+        assert (found.draft_s > 0).all() and (found.step_s > 0).all() and len(found.step_s) == len(pool) + 1
+
+
+def test_an_answer_of_one_token_is_left_out(target, pool, queries):
+    short = dataclasses.replace(queries[0], room=1)
+    table = record(target, {"none": pool["none"]}, [short, queries[1]], GREEDY, DEPTH)
+    assert [trace.query for trace in table.traces] == ["q1"]
+
+
+class Sometimes(Lookup):
+    """Raises while drafting at every third position, or whenever it is scored; or its prompt is too much for it."""
+
+    def __init__(self, fails):
+        super().__init__(5)
+        self.fails, self.calls = fails, 0
+
+    def advance(self, state):
+        if self.fails == "advance":
+            raise RuntimeError("no such row")
+        super().advance(state)
+
+    def propose(self, state, budget):
+        self.calls += 1
+        if self.fails == "advance" or (self.fails == "propose" and self.calls % 3 == 0):
+            raise RuntimeError("no such row")
+        return super().propose(state, budget)
+
+    def score(self, state, spans, depths=1):
+        if self.fails == "score":
+            raise RuntimeError("no such row")
+        return super().score(state, spans, depths)
+
+
+@pytest.mark.parametrize("fails", ["advance", "propose", "score"])
+def test_a_drafter_that_raises_is_recorded_as_it_is_decoded(target, pool, queries, table, fails, capsys):
+    """A round without a draft, or a text without scores; counted, said once, and nobody else's business."""
+    arms = [Guarded("lookup", pool["lookup"]), Guarded("broken", Sometimes(fails))]
+    found = recording.record(target, arms, queries, GREEDY, DEPTH)
+    lookup = table.arms.index("lookup")
+    T = sum(trace.tokens for trace in found.traces)
+    for trace, other in zip(found.traces, table.traces, strict=True):
+        assert (trace.accepted[0] == other.accepted[lookup]).all() and (trace.gamma[0] == other.gamma[lookup]).all()
+        if fails == "score":
+            assert (trace.accepted[1] == trace.accepted[0]).all() and not trace.gamma[1].any()
+    drafted = np.concatenate([trace.drafted[1] for trace in found.traces])
+    if fails != "score":
+        failed = np.arange(1, T + 1) % 3 == 0 if fails == "propose" else np.ones(T, bool)
+        assert (drafted[failed] == -1).all() and (drafted[~failed] >= 0).all()
+    texts = len(queries)
+    counts = {"advance": T + texts, "propose": T // 3, "score": texts}  # who is scored reads the text, too
+    assert [arm.failures for arm in arms] == [0, counts[fails]]
+    assert capsys.readouterr().err.count("no such row") == (2 if fails == "advance" else 1)
