@@ -12,7 +12,7 @@ from specctl.selection.arms import reach
 from specctl.selection.controller import Round, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import Clock
-from specctl.selection.game.game.game import Game
+from specctl.selection.game.game import Game
 from specctl.selection.game.rules import rules_for
 from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry

@@ -17,7 +17,7 @@ from specctl.decoding.state import DecodeState
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import Clock
-from specctl.selection.game.game.game import Game
+from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.guarded import Guarded, Made, taps_of
 

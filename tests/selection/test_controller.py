@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from specctl.selection.game.game.game import Game
 
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Label
@@ -16,6 +15,7 @@ from specctl.selection.assembly import make_selector
 from specctl.selection.controller import Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import Clock
+from specctl.selection.game.game import Game
 from specctl.selection.game.rules import rules_for
 from specctl.selection.game.scoring import Schedule
 from specctl.selection.guarded import Guarded, taps_of

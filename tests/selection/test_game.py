@@ -4,9 +4,9 @@ from math import nan
 
 import numpy as np
 import pytest
-from specctl.selection.game.game.game import Game
 
 from specctl.recipe.select import GameRecipe
+from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import overruled, rules_for
 from specctl.selection.policies.policy import Arms

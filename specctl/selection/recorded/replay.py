@@ -9,7 +9,7 @@ import numpy as np
 from specctl.errors import CheckpointError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.clock import Clock
-from specctl.selection.game.game.game import Game
+from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import Rules, rules_for
 from specctl.selection.policies.policy import Arms, Array, seed_of
