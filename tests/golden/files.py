@@ -1,0 +1,79 @@
+"""Shapes of the files that runs keep, by what they are read with."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+import yaml
+from safetensors import safe_open
+
+from tests.golden.shapes import Shape, merged, placed, shape_of
+
+
+def shape_of_file(path: Path) -> Shape | None:
+    """The shape of a file's content; None of a picture, a page, or a tokenizer, whose keys are its tokens."""
+    read = None if path.name == "tokenizer.json" else READERS.get(path.suffix)
+    return None if read is None else read(path)
+
+
+def _json(path: Path) -> Shape:
+    return shape_of(json.loads(path.read_text()))
+
+
+def _lines(path: Path) -> Shape:
+    return merged(shape_of(json.loads(line)) for line in path.read_text().splitlines())
+
+
+def _yaml(path: Path) -> Shape:
+    return shape_of(yaml.safe_load(path.read_text()))
+
+
+def _columns(path: Path) -> Shape:
+    with open(path, newline="") as file:
+        return shape_of(dict.fromkeys(next(csv.reader(file)), "")) if path.stat().st_size else {}
+
+
+def _table(path: Path) -> Shape:
+    schema = pq.read_schema(path)
+    columns = {f"column {field.name}": str(field.type) for field in schema}
+    return columns | shape_of({"metadata": _decoded(schema.metadata)})
+
+
+def _tensors(path: Path) -> Shape:
+    with safe_open(path, "pt") as file:
+        names = file.keys()
+        kinds = merged({placed(name): file.get_slice(name).get_dtype()} for name in names)
+        return kinds | shape_of({"metadata": file.metadata()})
+
+
+def _pickled(path: Path) -> Shape:
+    """Of a training's checkpoint, without what DeepSpeed says of itself."""
+    content = torch.load(path, map_location="cpu", weights_only=False)
+    content.pop("ds_config", None)
+    return shape_of(content)
+
+
+def _decoded(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
+    """Metadata of a table; what is JSON is read as such."""
+    found: dict[str, Any] = {}
+    for key, value in (metadata or {}).items():
+        try:
+            found[key.decode()] = json.loads(value)
+        except ValueError:
+            found[key.decode()] = value.decode(errors="replace")
+    return found
+
+
+READERS: dict[str, Callable[[Path], Shape]] = {
+    ".json": _json,
+    ".jsonl": _lines,
+    ".yaml": _yaml,
+    ".csv": _columns,
+    ".parquet": _table,
+    ".safetensors": _tensors,
+    ".pt": _pickled,
+}
