@@ -15,8 +15,8 @@ NAMES = (
 
 MACHINE = ("cuda", "git", "others_busy", "unusable", "notes")
 """Keys whose values depend on the machine, or on how busy it is."""
-OPTIONAL = ("speeds not usable",)
-"""Columns that only a busy machine gives a report."""
+BUSY = " not usable"
+"""End of the headings that a report has on a busy machine only."""
 
 _NAME = re.compile(rf"(?<![\w-])({'|'.join(NAMES)})(?![\w-])")
 _NUMBER = re.compile(r"(?<!\w)\d+(?!\w)")
@@ -75,7 +75,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         yield path or ".", "dict"
         for key, item in value.items():
-            if key in OPTIONAL:
+            if str(key).endswith(BUSY):
                 continue
             yield from _walk(item, f"{path}.{placed(str(key))}".lstrip("."))
     elif isinstance(value, list | tuple):

@@ -17,7 +17,7 @@ from specctl.drafters.suffix import Suffix
 from specctl.drafters.tree import Shape
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import assembly
-from specctl.selection.game.game import game
+from specctl.selection.game import game
 from specctl.selection.game.rewards import block_divergence, block_efficiency, throughput, tokens
 from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
