@@ -41,19 +41,20 @@ class CatchUpRecipe(Section):
 class GameRecipe(Section):
     """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
 
-    # Draft depths of idle drafters that are looked at; None = the longest draft. On the built-in target two choose as
-    # well as four or eight, for half the cost.
-    depth: PositiveInt | None = 2
+    # Draft depths of idle drafters that are looked at; None = the longest draft, as in HedgeSpec. On development prompts
+    # one chose as well as two or three, at the least cost.
+    depth: PositiveInt | None = 1
     reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
-    # Of full information: expected length, that a second of a round, or 1 - γ at depth 1.
-    loss: Literal["length", "throughput", "acceptance"] = "length"
+    # Of full information: expected length (HedgeSpec), that a second of a round, or 1 - γ at depth 1. In a pool of heads
+    # the first two choose alike; beside drafters that cost nothing only seconds tell what is worth playing.
+    loss: Literal["length", "throughput", "acceptance"] = "throughput"
     # Of the expected length. realised is noisier, and unbiased but for what a draft leaves out because it is unlikely
     # (stop_below, the nodes of a dynamic tree, expansions of one wider than 1): that both count as if it were there.
     estimator: Literal["product", "realised"] = "product"
     unit: Literal["token", "chunk"] = "token"
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
-    # Rounds that are all scored: 6 in HedgeSpec. Two choose as well, for two thirds of the scorings that four take.
-    warmup_rounds: NonNegativeInt = 2
+    # Rounds that are all scored: 6 in HedgeSpec. After one the choice is as good, for a quarter fewer scorings than two.
+    warmup_rounds: NonNegativeInt = 1
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
     batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
     # Threshold of Page's test for an arm that accepts less than it did: forget, score now and often again. 5 alarms
@@ -73,6 +74,7 @@ class GameRecipe(Section):
 GAMES: dict[str, dict[str, Any]] = {
     "normalhedge": {
         "depth": None,
+        "loss": "length",
         "hybrid_rounds": 0,
         "warmup_rounds": 0,
         "batch_rounds": 1,
