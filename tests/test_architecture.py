@@ -104,6 +104,41 @@ def test_a_wrong_arrow_is_seen(name, source):
     assert violations({name: source})
 
 
+def cycles(files: dict[str, str]) -> list[list[str]]:
+    """Groups of files that import each other, also inside functions and for annotations alone."""
+    edges = {name: imports(name, source, files) for name, source in files.items()}
+    reached: dict[str, set[str]] = {}
+    for start in files:
+        found, left = set(), [start]
+        while left:
+            for file in edges[left.pop()] - found:
+                found.add(file)
+                left.append(file)
+        reached[start] = found
+    groups = {frozenset({name} | {other for other in reached[name] if name in reached[other]}) for name in files}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def imports(name: str, source: str, files: dict[str, str]) -> set[str]:
+    """The files that a file imports, or imports names of."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("specctl"):
+            module = node.module.removeprefix("specctl").removeprefix(".")
+            inside = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names} & {*files}
+            found |= inside or {module} & {*files}
+    return found - {name}
+
+
+def test_no_file_imports_one_that_imports_it():
+    assert cycles(sources()) == []
+
+
+def test_a_circle_is_seen():
+    files = {"a": "from specctl import b", "b": "def f():\n    from specctl.c import x", "c": "from specctl.a import y"}
+    assert cycles(files | {"d": "from specctl.a import y"}) == [["a", "b", "c"]]
+
+
 def test_help_imports_nothing_heavy():
     """`specctl --help` answers at once only while nothing heavy is imported on the way."""
     code = (

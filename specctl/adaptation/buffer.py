@@ -21,7 +21,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.feature_layer import own_features
 from specctl.drafters.head import SlotBatch
 from specctl.drafters.lm import LMBatch
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.feature_files import Features
 from specctl.training.features import FeatureStore
 

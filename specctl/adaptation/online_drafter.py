@@ -29,8 +29,9 @@ from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.mixture import Mixture
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
 from specctl.training.checkpoint import under
-from specctl.training.data import Corpus, Example, batches
+from specctl.training.data import Corpus, batches
 from specctl.training.engine import autocast
+from specctl.training.example import Example
 from specctl.training.schedule import batch_tokens
 from specctl.training.trainees import FeatureTrainee, make_trainee
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.decoding.cache import KVCache, plan_rows
+from specctl.decoding.cache import KVCache
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.decoding.cache import KVCache, Plan, plan_rows
+from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
 from specctl.decoding.models.chat import Renderer
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
 from specctl.decoding.models.supported import context_limit, unusable, why_unusable
+from specctl.decoding.plan import Plan, plan_rows
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.kernels.distill import Squash
 

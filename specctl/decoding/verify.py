@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.cache import Plan, plan_rows
+from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.records import PADDING, DraftTree, Verdict, topology
 from specctl.decoding.sampling import ACCEPT, TARGET, Draws
 from specctl.decoding.state import DecodeState

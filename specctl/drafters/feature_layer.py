@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.decoding.cache import KVCache, Plan, plan_rows
-from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, Rope, attend
+from specctl.decoding.cache import KVCache
+from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, attend
+from specctl.decoding.plan import Plan, plan_rows
+from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Target
 from specctl.drafters.head import DraftHead, HeadLayer

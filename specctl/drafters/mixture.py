@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.decoding.cache import KVCache, Plan
+from specctl.decoding.cache import KVCache
+from specctl.decoding.plan import Plan
 from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature import FeatureDrafter

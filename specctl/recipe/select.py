@@ -41,19 +41,19 @@ class CatchUpRecipe(Section):
 class GameRecipe(Section):
     """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
 
-    # Draft depths of idle drafters that are looked at; None = the longest draft, as in HedgeSpec. On development prompts
-    # one chose as well as two or three, at the least cost.
+    # Draft depths of idle drafters that are looked at; None = the longest draft, as in HedgeSpec. On development
+    # prompts one chose as well as two or three, at the least cost.
     depth: PositiveInt | None = 1
     reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
-    # Of full information: expected length (HedgeSpec), that a second of a round, or 1 - γ at depth 1. In a pool of heads
-    # the first two choose alike; beside drafters that cost nothing only seconds tell what is worth playing.
+    # Of full information: expected length (HedgeSpec), that a second of a round, or 1 - γ at depth 1. In a pool of
+    # heads the first two choose alike; beside drafters that cost nothing only seconds tell what is worth playing.
     loss: Literal["length", "throughput", "acceptance"] = "throughput"
     # Of the expected length. realised is noisier, and unbiased but for what a draft leaves out because it is unlikely
     # (stop_below, the nodes of a dynamic tree, expansions of one wider than 1): that both count as if it were there.
     estimator: Literal["product", "realised"] = "product"
     unit: Literal["token", "chunk"] = "token"
     hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
-    # Rounds that are all scored: 6 in HedgeSpec. After one the choice is as good, for a quarter fewer scorings than two.
+    # Rounds that are all scored: 6 in HedgeSpec. After one the choice is as good as after two, which score more.
     warmup_rounds: NonNegativeInt = 1
     batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
     batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.engine import MAX_NODES
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree, first_chain, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target

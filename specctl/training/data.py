@@ -15,22 +15,9 @@ from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
 from specctl.training import dealing
+from specctl.training.example import Example
 
 HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
-
-
-@dataclass(frozen=True)
-class Example:
-    """One distilled response with its prompt. Only tokens from `prompt_length` on are trained on."""
-
-    index: int
-    prompt_id: str
-    tokens: list[int]
-    prompt_length: int
-
-    @property
-    def response_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
 
 
 @dataclass(frozen=True)

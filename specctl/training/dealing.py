@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from specctl.training.data import Example
+    from specctl.training.example import Example
 
 WINDOW = 8  # batches whose texts are sorted by length together: little padding, still shuffled
 

@@ -16,8 +16,8 @@ from torch import nn
 from specctl.decoding.models import lean
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
-from specctl.training.data import Example
 from specctl.training.dealing import Batch, batches, level, rows, useful_share
+from specctl.training.example import Example
 from specctl.training.machine import DEVICES, GB, Machine
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.schedule import Schedule, batch_tokens

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specctl.decoding.cache import plan_rows
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.target import Target
 from specctl.drafters.head import SlotBatch
 from specctl.drafters.ttt_attention import Layout, ranges
 from specctl.errors import SpecctlError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.feature_files import FeatureFiles, Features, choose, disk
 
 # Padded tokens of one target forward, or one sequence. On a CPU each runs alone: that is as fast, and what it is padded

@@ -15,7 +15,8 @@ from specctl.drafters import checkpoint, lm, lora, pool
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
-from specctl.training.data import Corpus, Example, frequent_tokens
+from specctl.training.data import Corpus, frequent_tokens
+from specctl.training.example import Example
 from specctl.training.feature_files import kept
 from specctl.training.features import FeatureStore, slot_batch
 from specctl.training.schedule import ttt_stride

@@ -8,7 +8,7 @@ from torch import nn
 
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.schedule import ttt_stride
 
 KEYS = 0.2  # of a pass of a head: a position of a prompt is only a key and a value of it, behind the fusion of the taps

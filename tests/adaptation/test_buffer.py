@@ -20,7 +20,8 @@ from specctl.drafters.lm_drafter import Shape as LMShape
 from specctl.drafters.tree import Shape
 from specctl.recipe import DataRecipe, DistillRecipe, DrafterRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
-from specctl.training.data import Corpus, Example, load_distilled
+from specctl.training.data import Corpus, load_distilled
+from specctl.training.example import Example
 from specctl.training.features import FeatureStore
 from specctl.training.trainees import make_trainee
 from tests.lossless.drafters import bushes, own_weights, perfect, ragged

@@ -10,7 +10,7 @@ from specctl.adaptation.updates.registry import make_learner
 from specctl.drafters import lm, pool
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, LearnerRecipe, TrainRecipe
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 
 FAMILIES = ["eagle", "eagle3", "hydra", "medusa", "lm"]

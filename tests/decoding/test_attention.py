@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from specctl.decoding import cache as caches
-from specctl.decoding.cache import KVCache, plan_rows
+from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import attend
+from specctl.decoding.plan import plan_rows
 
 HEADS, KV, DIM, LAYER = 6, 2, 8, 1
 BASE = [3, 40, 17]

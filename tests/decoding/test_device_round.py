@@ -14,10 +14,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from specctl.decoding import engine, loop
-from specctl.decoding.cache import KVCache, plan_at, plan_rows
+from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.resident import ancestors
+from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target

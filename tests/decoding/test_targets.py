@@ -14,10 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.loop import decode
 from specctl.decoding.models import lean, loading
 from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.drafters.datastore import Datastore

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.models.hf import HFModel
+from specctl.decoding.plan import plan_rows
 
 FIRST, SECOND = "npy:0", "npy:1"
 

@@ -8,7 +8,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.recorded import recorded_logits
 from tests.lossless.drafters import ragged

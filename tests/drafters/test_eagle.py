@@ -11,7 +11,7 @@ from specctl.drafters.eagle import EagleDrafter
 from specctl.drafters.tree import Shape
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.loop import decode
 from specctl.decoding.models.layers import DraftLinear, Linear
 from specctl.decoding.models.loading import cpu_has_bf16
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import eagle3
@@ -14,7 +14,7 @@ from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.tree import Shape
 from specctl.recipe import DrafterRecipe
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.recorded import recorded_logits
 

@@ -7,7 +7,7 @@ from specctl.drafters.eagle3 import architecture, config, restore
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 
 STEPS = 4

@@ -7,10 +7,10 @@ windows that count slots instead of positions, soft caps, learned positions.
 import pytest
 import torch
 
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.loop import decode
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config, load_model
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target

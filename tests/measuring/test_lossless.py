@@ -2,8 +2,8 @@
 
 import torch
 
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.loop import decode
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY
 from specctl.measuring import lossless
 from specctl.measuring.lossless import Losslessness, comparable, compare

@@ -5,7 +5,8 @@ import pytest
 from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
 from specctl.training import data
-from specctl.training.data import Example, batches, frequent_tokens, load_distilled, load_text
+from specctl.training.data import batches, frequent_tokens, load_distilled, load_text
+from specctl.training.example import Example
 
 
 def examples(count=50):

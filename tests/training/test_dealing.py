@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specctl.training import data
-from specctl.training.data import Example
 from specctl.training.dealing import batches, columns, level, rows, useful_share
+from specctl.training.example import Example
 from specctl.training.work import Work
 
 ONLINE, KEPT = Work(0.56, 0.44), Work(0.03, 0.97)  # of an 8B target and its head: features made anew, or kept

@@ -21,7 +21,7 @@ from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, FeatureRecipe
 from specctl.runs import Run
 from specctl.training import feature_files, features, loop
-from specctl.training.data import Example
+from specctl.training.example import Example
 from specctl.training.feature_files import GB, choose
 from specctl.training.features import FeatureStore, slot_batch
 from tests.training.small import recipe

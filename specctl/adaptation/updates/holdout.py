@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specctl.training.data import Example
+from specctl.training.example import Example
 
 Point = float | None
 """A place on the way, by the share of it that lies behind; None = the weights that the stream began with."""

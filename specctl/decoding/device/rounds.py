@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specctl.decoding.cache import plan_at
 from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
 from specctl.decoding.device.resident import Resident, ancestors, bookings, widest_ends
+from specctl.decoding.plan import plan_at
 from specctl.decoding.protocols import DeviceDraft, OnDevice, Proposer
 from specctl.decoding.records import PADDING, DraftTree
 from specctl.decoding.state import DecodeState

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from specctl.decoding.cache import KVCache, Plan
+from specctl.decoding.cache import KVCache
 from specctl.decoding.models.supported import context_limit, window_size
+from specctl.decoding.plan import Plan
 
 
 class ShardedCache(KVCache):

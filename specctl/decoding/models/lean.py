@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.cache import KVCache, Plan
-from specctl.decoding.models.layers import Linear, RMSNorm, Rope, attend
+from specctl.decoding.cache import KVCache
+from specctl.decoding.models.layers import Linear, RMSNorm, attend
 from specctl.decoding.models.supported import ropes
+from specctl.decoding.plan import Plan
+from specctl.decoding.rope import Rope
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 # Frequencies that change with the sequence length cannot be tabulated once.

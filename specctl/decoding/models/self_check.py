@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.models.hf import HFModel
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import topology
 
 PARENTS = [-1, -1, 0, 1, 2]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.loop import decode
 from specctl.decoding.metrics import unusable
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.target import Target

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,34 @@ from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import Array
 from specctl.selection.recorded.trace import Table, Trace
 
-if TYPE_CHECKING:
-    from specctl.selection.recorded.replay import Played
-
 Ints = NDArray[np.int64]
 Reset = Literal["query", "session", "stream"]
 Yardstick = Literal["mat", "throughput"]
+
+
+@dataclass(frozen=True)
+class Played:
+    """One game, from reset to reset.
+
+    Attributes:
+        queries: indices of its traces.
+        best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all of them.
+        arms, committed, query: [R] of each round: the arm, the tokens, the trace.
+        weights: [R, N] with which the arm was drawn.
+        decide_us: [R] microseconds of choosing and learning.
+        scored: [R] tokens that were scored behind the round.
+        dropped: vectors and rewards that were not finite.
+    """
+
+    queries: list[int]
+    best: int
+    arms: Ints
+    committed: Ints
+    query: Ints
+    weights: Array
+    decide_us: Array
+    scored: Ints
+    dropped: int
 
 
 def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from specctl import progress
-from specctl.decoding.cache import plan_rows
 from specctl.decoding.loop import decode
 from specctl.decoding.plain import NoDraft
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState

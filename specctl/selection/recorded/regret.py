@@ -9,8 +9,8 @@ import numpy as np
 
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import Array
-from specctl.selection.recorded.hindsight import Hindsight, Ints
-from specctl.selection.recorded.replay import Played, Replay
+from specctl.selection.recorded.hindsight import Hindsight, Ints, Played
+from specctl.selection.recorded.replay import Replay
 
 Interval = tuple[float, float]
 

@@ -14,33 +14,8 @@ from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import Rules, rules_for
 from specctl.selection.policies.policy import Arms, Array, seed_of
 from specctl.selection.policies.registry import build, learns
-from specctl.selection.recorded.hindsight import Hindsight, Ints, Reset, games
+from specctl.selection.recorded.hindsight import Hindsight, Ints, Played, Reset, games
 from specctl.selection.recorded.trace import Table, Trace
-
-
-@dataclass(frozen=True)
-class Played:
-    """One game, from reset to reset.
-
-    Attributes:
-        queries: indices of its traces.
-        best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all of them.
-        arms, committed, query: [R] of each round: the arm, the tokens, the trace.
-        weights: [R, N] with which the arm was drawn.
-        decide_us: [R] microseconds of choosing and learning.
-        scored: [R] tokens that were scored behind the round.
-        dropped: vectors and rewards that were not finite.
-    """
-
-    queries: list[int]
-    best: int
-    arms: Ints
-    committed: Ints
-    query: Ints
-    weights: Array
-    decide_us: Array
-    scored: Ints
-    dropped: int
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,180 @@
+"""The plan of one forward: where its rows stand, and what they may attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+MINUS_INF = float("-inf")
+PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
+
+
+NOTHING = range(0)
+
+
+Block = tuple[int, Tensor | None, range]
+"""Attention reads this many slots, less those of the range; and the mask [1 or B, 1, rows, slots] of what it reads."""
+
+
+@dataclass
+class Plan:
+    """Where the T rows of one forward stand and what they may attend; made once, shared by all layers.
+
+    Attributes:
+        base: cached rows of each sequence before this forward (length B); [] where only the device knows (`plan_at`).
+        positions: [B, T] absolute positions (RoPE, learned embeddings).
+        span: number of cache slots that attention reads.
+        mask: additive mask [1 or B, 1, T, span], or None when plain causal attention (`causal`) or no mask is needed.
+        causal: the T rows start at slot 0 and attend each other causally (prefill).
+        contiguous: the positions are base .. base+T−1 (no tree).
+        slots: [B, T] cache slots that the rows are written to, where only the device knows them.
+        skipped: slots of each sequence that hold nothing, if there are any; the mask hides them.
+    """
+
+    base: list[int]
+    positions: Tensor
+    span: int
+    mask: Tensor | None
+    causal: bool
+    contiguous: bool
+    slots: Tensor | None = None
+    skipped: Sequence[range] = ()
+    _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
+
+    def blocks(self, groups: int) -> list[Block]:
+        """What attention of folded queries reads: one block for all sequences, or one for each of them.
+
+        Folded are the `groups` query heads of a key head: they are its rows, group by group, and read the keys once. A
+        CPU runs sequences one after another anyway; where lengths differ much it need not read the padding.
+        """
+        if groups not in self._blocks:
+            alone = len(self.skipped) == 1 or self._wasteful()
+            self._blocks[groups] = self._alone(groups) if alone else [(self.span, _repeat(self.mask, groups), NOTHING)]
+        return self._blocks[groups]
+
+    def _wasteful(self) -> bool:
+        batch, rows = len(self.base), self.positions.shape[1]
+        if self.mask is None or batch == 1 or self.mask.device.type != "cpu":
+            return False
+        return batch * (self.span - rows - PADDED) > sum(self.base)
+
+    def _alone(self, groups: int) -> list[Block]:
+        assert self.mask is not None
+        rows = self.positions.shape[1]
+        ends = [start + rows for start in self.base]
+        gaps = self.skipped or [NOTHING] * len(ends)
+        if rows == 1 and self.contiguous:
+            return [(end, None, gap) for end, gap in zip(ends, gaps, strict=True)]
+        masks = [seen(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))]
+        return [(end, _repeat(mask, groups), gap) for end, mask, gap in zip(ends, masks, gaps, strict=True)]
+
+    def without(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
+        """The same, blind to slots that the sequences have `skipped`."""
+        if not any(skipped):
+            return self
+        assert not self.causal, "rows that begin at slot 0 have skipped nothing"
+        shape = (len(skipped), 1, self.positions.shape[1], self.span)
+        mask = torch.zeros(shape, dtype=dtype, device=self.positions.device)
+        if self.mask is not None:
+            mask += self.mask
+        for b, slots in enumerate(skipped):
+            mask[b, ..., slots.start : slots.stop] = MINUS_INF
+        return replace(self, mask=mask, skipped=skipped)
+
+
+def seen(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
+    """The first `span` slots of x, which stand in dimension `dim`, less the skipped ones."""
+    if not skipped:
+        return x.narrow(dim, 0, span)
+    return torch.cat((x.narrow(dim, 0, skipped.start), x.narrow(dim, skipped.stop, span - skipped.stop)), dim)
+
+
+def _repeat(mask: Tensor | None, groups: int) -> Tensor | None:
+    return mask if mask is None or mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)
+
+
+def plan_rows(
+    base: list[int],
+    rows: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    visible: Tensor | None = None,
+    depth: Tensor | None = None,
+    span: int | None = None,
+) -> Plan:
+    """Plan a forward of `rows` rows after `base` cached ones.
+
+    Args:
+        visible: [B, T, T] bool, row t may attend row s of this step (tree ancestors, itself included); None = causal.
+        depth: [B, T] distance from row 0 (tree); None = 0 .. T−1.
+        span: read this many slots whatever the lengths (`exact` mode keeps shapes fixed); None = as few as possible.
+    """
+    batch = len(base)
+    contiguous = depth is None
+    if batch == 1 and depth is None:
+        positions = torch.arange(base[0], base[0] + rows, device=device).unsqueeze(0)
+    else:
+        steps = torch.arange(rows, device=device).unsqueeze(0) if depth is None else depth
+        positions = torch.tensor(base, device=device).unsqueeze(1) + steps
+    ragged = batch > 1 and min(base) != max(base)
+    fixed = span is not None
+    width = span if span is not None else max(base) + rows
+    if not fixed and not ragged and visible is None:
+        if rows == 1:
+            return Plan(base, positions, width, None, False, contiguous)
+        if base[0] == 0:
+            return Plan(base, positions, width, None, True, contiguous)
+        return Plan(base, positions, width, _staircase(base[0], rows, device, dtype), False, contiguous)
+    if not fixed and batch == 1 and visible is not None:
+        mask = torch.zeros(1, 1, rows, width, dtype=dtype, device=device)
+        mask[0, 0, :, base[0] :].masked_fill_(~visible[0], MINUS_INF)
+        return Plan(base, positions, width, mask, False, contiguous)
+    starts = torch.tensor(base, device=device)
+    if visible is None:
+        relative = torch.arange(width, device=device) - starts.view(batch, 1, 1)
+        allowed = relative <= torch.arange(rows, device=device).view(1, rows, 1)
+    else:
+        allowed = _allowed(starts, visible, width)
+    return Plan(base, positions, width, _additive(allowed, dtype), False, contiguous)
+
+
+def plan_at(base: Tensor, visible: Tensor, offset: Tensor | int, *, span: int, dtype: torch.dtype) -> Plan:
+    """Plan a forward whose place only the device knows: nothing is read back, every shape is given.
+
+    Args:
+        base: [B] rows of each sequence that all rows of the forward may attend.
+        visible: [B, T, R] bool: of the R rows behind those, what each of the T rows of this forward, which are the last
+            of the R, may attend (itself included).
+        offset: [B, T], [T] or one number: how far behind `base` the rows stand in the text.
+        span: cache slots that attention reads, at least the largest base + R.
+    """
+    rows, reach = visible.shape[1:]
+    start = base.unsqueeze(1)
+    slots = start + torch.arange(reach - rows, reach, device=base.device)
+    mask = _additive(_allowed(base, visible, span), dtype)
+    return Plan([], (start + offset).expand_as(slots), span, mask, False, False, slots)
+
+
+def _allowed(base: Tensor, visible: Tensor, span: int) -> Tensor:
+    """[B, T, span]: slot j may be attended when j < base, or j = base + r with row r visible."""
+    reach = visible.shape[2]
+    relative = (torch.arange(span, device=base.device) - base[:, None, None]).expand(-1, visible.shape[1], -1)
+    inside = (relative >= 0) & (relative < reach)
+    return (relative < 0) | (inside & visible.gather(2, relative.clamp(0, reach - 1)))
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask [B, 1, T, span] that is added to scores."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, MINUS_INF).unsqueeze(1)
+
+
+def _staircase(base: int, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[1, 1, rows, base + rows]: row t attends everything up to itself (bottom-right aligned causal mask)."""
+    mask = torch.zeros(rows, base + rows, dtype=dtype, device=device)
+    mask[:, base:] = torch.full((rows, rows), MINUS_INF, dtype=dtype, device=device).triu_(1)
+    return mask.view(1, 1, rows, base + rows)

@@ -1,0 +1,19 @@
+"""A training example: one distilled text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Example:
+    """One distilled response with its prompt. Only tokens from `prompt_length` on are trained on."""
+
+    index: int
+    prompt_id: str
+    tokens: list[int]
+    prompt_length: int
+
+    @property
+    def response_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
