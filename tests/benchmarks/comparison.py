@@ -23,8 +23,8 @@ import torch
 
 from specctl.errors import SpecctlError, UsageError
 from specctl.progress import track
-from specctl.training import against_speculators
-from specctl.training.comparison_ours import DEFAULT, LIKE, shared
+from tests.benchmarks import against_speculators
+from tests.benchmarks.comparison_ours import DEFAULT, LIKE, shared
 
 WARM_UP = 2  # steps of every side before the clock runs
 TURN = 3  # steps until it is the next side's turn
@@ -38,6 +38,9 @@ NAMES = {
     PACKED: "speculators, documents packed",
     SINGLE: "speculators, one document a forward",
 }
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -66,7 +69,7 @@ def compare(distilled: Path, python: Path, steps: int) -> dict[str, Measured]:
     """
     require_speculators(python)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        ours = [sys.executable, "-m", "specctl.training.comparison_ours", place, str(distilled)]
+        ours = [sys.executable, "-m", "tests.benchmarks.comparison_ours", place, str(distilled.resolve())]
         # Isolated (-I): the script's own folder, where names of the standard library occur, stays off its path.
         theirs = [str(python), "-I", against_speculators.__file__, str(shared(Path(place)))]
         if subprocess.run([*ours, "write", str(WARM_UP + steps)], env=environment()).returncode:
@@ -149,7 +152,7 @@ def environment() -> dict[str, str]:
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A side; it ends with its input, or at once when something fails."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment(), cwd=ROOT) as process:
         try:
             yield process
         except BaseException:

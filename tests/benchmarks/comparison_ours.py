@@ -1,7 +1,7 @@
 """Our sides of the comparison with `speculators`, and the file that all sides share.
 
-python -m specctl.training.comparison_ours PLACE DISTILLED write STEPS
-python -m specctl.training.comparison_ours PLACE DISTILLED like|default
+python -m tests.benchmarks.comparison_ours PLACE DISTILLED write STEPS
+python -m tests.benchmarks.comparison_ours PLACE DISTILLED like|default
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specctl.drafters.ttt_attention import ranges
 from specctl.progress import track
 from specctl.recipe import FeatureRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
-from specctl.training.against_speculators import Side, read, serve
 from specctl.training.data import batches
 from specctl.training.engine import compute_dtype
 from specctl.training.features import Features
 from specctl.training.loop import Trainer, make_trainer
 from specctl.training.trainees import FeatureTrainee
+from tests.benchmarks.against_speculators import Side, read, serve
 
 DOCUMENTS = 256  # of the distilled data: every side keeps their features in memory
 LIKE, DEFAULT = "like", "default"

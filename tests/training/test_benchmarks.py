@@ -10,10 +10,10 @@ import torch
 
 from specctl.drafters import eagle3_head
 from specctl.errors import SpecctlError, UsageError
-from specctl.training import against_speculators, comparison
-from specctl.training.comparison import LIKE, PACKED, Measured
-from specctl.training.comparison_ours import losses, read_features, shared, trainer_for, write
 from specctl.training.data import batches
+from tests.benchmarks import against_speculators, comparison
+from tests.benchmarks.comparison import LIKE, PACKED, Measured
+from tests.benchmarks.comparison_ours import losses, read_features, shared, trainer_for, write
 
 
 @pytest.fixture(scope="module")

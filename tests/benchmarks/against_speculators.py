@@ -1,6 +1,6 @@
-"""One side of `python -m specctl.training.benchmark --against-speculators`: `speculators`' Eagle-3 class, trained.
+"""One side of `python -m tests.benchmarks.training --against-speculators`: `speculators`' Eagle-3 class, trained.
 
-    PYTHON against_speculators.py FILE packed|single        (started by specctl.training.comparison)
+    PYTHON against_speculators.py FILE packed|single        (started by tests.benchmarks.comparison)
 
 Runs under an interpreter with `speculators` 0.9 and without specctl, so it imports nothing of specctl.
 `Eagle3DraftModel.forward` is called as it is, with SDPA attention and the eager losses; the loop around it does what

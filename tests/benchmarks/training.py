@@ -1,12 +1,12 @@
 """Speed and memory of training, and where the time of a step goes.
 
-    python -m specctl.training.benchmark --distilled distilled/sql [--arch eagle3] [--steps 60]
-    python -m specctl.training.benchmark --distilled distilled/sql --against-speculators PYTHON
+    python -m tests.benchmarks.training --distilled distilled/sql [--arch eagle3] [--steps 60]
+    python -m tests.benchmarks.training --distilled distilled/sql --against-speculators PYTHON
 
 Times `steps` optimizer steps of the default recipe, then profiles as many again; shares are of all operations' time.
 
 With PYTHON, an interpreter that has `speculators` 0.9, the EAGLE-3 step is timed against its Eagle-3 class instead: see
-`specctl.training.comparison`. It wants an older `transformers`, so an environment of its own:
+`tests.benchmarks.comparison`. It wants an older `transformers`, so an environment of its own:
 
     python -m venv V && V/bin/pip install torch==2.13.0 'speculators==0.9.*'
     V/bin/pip uninstall torchvision torchaudio    # where torch is a CPU build: those that pip finds are for CUDA
@@ -26,9 +26,9 @@ from specctl.errors import SpecctlError
 from specctl.progress import track
 from specctl.recipe import Arch, TrainRecipe
 from specctl.runs import Run
-from specctl.training.against_speculators import peak_memory
-from specctl.training.comparison import compare, report
 from specctl.training.loop import Trainer, make_trainer
+from tests.benchmarks.against_speculators import peak_memory
+from tests.benchmarks.comparison import compare, report
 
 # Rows of the profile; each counts the operations that it calls.
 PARTS = {
