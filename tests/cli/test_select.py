@@ -110,7 +110,7 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     done = specctl("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "t.parquet")
     assert done.code == 0 and "table: t.parquet" in done.out, done.err
     done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
-    assert done.code == 0 and "modelled" in done.out and "every query by its best arm" in done.out
+    assert done.code == 0 and "modelled" in done.out and "every query by its fastest arm" in done.out
     assert "1 seed × 2 queries" in done.out and "reading up and scoring" in done.out
     run = tmp_path / "run"
     again = ("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "u.parquet")

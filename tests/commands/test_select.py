@@ -59,6 +59,8 @@ def pool(target):
 
 
 def recipe(prompts, **fields):
+    """Played by mat: tokens a second are another number in every run."""
+    fields.setdefault("game", {"loss": "length", "depth": 2, "warmup_rounds": 2})
     return SelectRecipe(
         data=DataRecipe(domain=["sql"], prompts=str(prompts)),
         sampling=SamplingRecipe(**{"max_new_tokens": 16, **fields.pop("sampling", {})}),

@@ -24,7 +24,9 @@ from specctl.selection.policies.policy import Arms
 from tests.lossless.drafters import own_weights
 
 DEPTH, NEW = 3, 24
-GAME = GameRecipe(depth=DEPTH, batch_growth=1.0, hybrid_rounds=1, warmup_rounds=2, batch_rounds=3, tokens_per_update=2)
+GAME = GameRecipe(
+    loss="length", depth=DEPTH, batch_growth=1.0, hybrid_rounds=1, warmup_rounds=2, batch_rounds=3, tokens_per_update=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,7 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
     def new_policy(own, text):
         return registry.build("hedgespec", own, PolicyRecipe())
 
-    recipe = GameRecipe(depth=None, hybrid_rounds=0)
+    recipe = GameRecipe(loss="length", depth=None, hybrid_rounds=0)
     controller = make_selector(target, arms, "hedgespec", recipe, new_policy, **options)
     played(target, controller, (prompts * 4)[:texts], [f"{n}" for n in range(texts)])
     ended = [line.learnt for line in log if line.learnt][:-texts]

@@ -49,7 +49,9 @@ def spied(learns="losses", scale="unit", costs=(), step=None, **options):
         spy,
         rules_for(
             "hedgespec",
-            GameRecipe(**{"depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None, **options}),
+            GameRecipe(
+                **{"loss": "length", "depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None, **options}
+            ),
             K,
             costs,
             step,
@@ -346,7 +348,7 @@ def test_the_loss_of_throughput_is_by_measured_seconds():
     """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds, plain steps one half; before arm 0 was measured it is as cheap as
     the cheapest."""
     text = trace()
-    wanted = token_losses(text, rules_for("hedgespec", GameRecipe(depth=None), K))
+    wanted = token_losses(text, rules_for("hedgespec", GameRecipe(loss="length", depth=None), K))
     measured, spy = spied(**PLAIN, loss="throughput", step=0.5)
     for at, seconds in ((0, 2.0), (5, 4.0), (10, 1.0)):
         measured.played(measured.choose(), Outcome(5, 4, seconds=seconds))

@@ -23,7 +23,7 @@ from specctl.selection.recorded.replay import draft_all, oracle, replay
 from specctl.selection.recorded.trace import Trace
 from tests.selection.tables import specialists, table_of
 
-GAME = GameRecipe()
+GAME = GameRecipe(loss="length", depth=2, warmup_rounds=2)
 
 
 def played(name, hindsight, seed=0, reset="query", session=1, **options):
@@ -190,7 +190,9 @@ def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeyp
     spy = Spy("losses")
     monkeypatch.setattr("specctl.selection.recorded.replay.build", lambda *_: spy)
     table = specialists(3, 40, seed=0, N=2, K=3, bad=0.3)
-    recipe = GameRecipe(hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True)
+    recipe = GameRecipe(
+        loss="length", hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True
+    )
     recipe = recipe.model_copy(update={"drift": None})
     replay("hedgespec", Hindsight(table), PolicyRecipe(), recipe, "stream")
     rules = rules_for("hedgespec", recipe, 3)
