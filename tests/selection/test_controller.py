@@ -180,7 +180,7 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
     def new_policy(own, text):
         return registry.build("hedgespec", own, PolicyRecipe())
 
-    recipe = GameRecipe(loss="length", depth=None, hybrid_rounds=0)
+    recipe = GameRecipe(loss="length", depth=None, hybrid_rounds=0, warmup_rounds=2)
     controller = make_selector(target, arms, "hedgespec", recipe, new_policy, **options)
     played(target, controller, (prompts * 4)[:texts], [f"{n}" for n in range(texts)])
     ended = [line.learnt for line in log if line.learnt][:-texts]
