@@ -1,0 +1,160 @@
+"""The maps for people: README.md, specctl/README.md and .github/CONTRIBUTING.md name only what is there, and all files.
+
+What stands in backticks, in blocks of code or behind links is looked up: paths, modules, and names that are written
+like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). Plain lower-case words are words.
+"""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAP = "specctl/README.md"
+PAGES = ("README.md", MAP, ".github/CONTRIBUTING.md")
+FOLDERS = ("specctl", "data_prep", "recipes")  # of the package, as it is installed
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"[\w./-]*\w\.(?:py|md)\b(?!/)")
+MODULE = re.compile(r"python -m ((?:specctl|tests)[\w.]*)")
+WRITTEN_LIKE_CODE = re.compile(r"[A-Z][a-z]+(?:[A-Z]\w*)+|[a-z]+(?:_[a-z0-9]+)+|[A-Z]+(?:_[A-Z]+)+")
+MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)")
+FOREIGN = {"README.md", "mine.yaml"}
+"""Files that a user makes, or a drafter has."""
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Path below the root → syntax tree, of the whole package."""
+    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in found}
+
+
+@cache
+def defined() -> frozenset[str]:
+    """What the package defines: modules, classes, functions, arguments, variables, attributes; also `Class.member`."""
+    names = {part for path in sources() for part in path.removesuffix(".py").split("/")}
+    for tree in sources().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names |= {node.name} | {f"{node.name}.{member}" for member in _members(node)}
+            elif isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return frozenset(names)
+
+
+@cache
+def strings() -> frozenset[str]:
+    """Values of recipes and keys of documents, which front-page readers know: the package's strings that are words."""
+    found = {n.value for tree in sources().values() for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    return frozenset(text for text in found if isinstance(text, str) and re.fullmatch(r"\w+", text))
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    names = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    names |= {
+        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    }
+    return names
+
+
+def there(path: str) -> bool:
+    """Whether a path that a page mentions exists: from the root, or from any folder of the package."""
+    path = path.removeprefix("../").removeprefix("./")
+    if (ROOT / path).exists():
+        return True
+    return any(f"/{name}".endswith(f"/{path}") for name in sources())
+
+
+def missing(page: str, text: str) -> list[str]:
+    """What a page mentions and is nowhere, each once."""
+    spans, blocks = SPAN.findall(BLOCK.sub("", text)), BLOCK.findall(text)
+    code = "\n".join([*spans, *blocks])
+    wrong = {path for path in FILE.findall(code) if path not in FOREIGN and not there(path)}
+    wrong |= {span for span in spans if re.fullmatch(r"(?:tests|recipes)/[\w/.-]*", span) and not there(span)}
+    links = [link.partition("#")[0] for link in LINK.findall(text) if "://" not in link]
+    wrong |= {link for link in links if link and not (ROOT / page).parent.joinpath(link).exists()}
+    wrong |= {module for module in MODULE.findall(code) if not _is_module(module)}
+    words = "\n".join(MODULE.sub("", span) for span in spans if not FILE.search(span) and "://" not in span)
+    wrong |= {f"{of}.{member}" for of, member in MEMBER.findall(words) if f"{of}.{member}" not in defined()}
+    classes = {span for span in spans if re.fullmatch(r"[A-Z][a-z]+", span)} - {"None", "True", "False"}
+    names = {name for span in words.split("\n") for name in re.findall(r"[\w$]+", span) if _like_code(name, span)}
+    return sorted(wrong | {name for name in classes | names if name not in defined() | strings()})
+
+
+def _like_code(name: str, span: str) -> bool:
+    """Whether a name is one of ours by its looks; environment variables and file names are not."""
+    return bool(WRITTEN_LIKE_CODE.fullmatch(name)) and not re.search(rf"\$|{name}\.\w+$|^(?:OMP|SPECCTL)_", span)
+
+
+def _is_module(name: str) -> bool:
+    path = name.replace(".", "/")
+    return any((ROOT / file).exists() for file in (f"{path}.py", f"{path}/__init__.py"))
+
+
+def lines(text: str) -> set[str]:
+    """The files that have a line in the map: `### `room/`` and below it "- `file.py`: …". A room's own line stands for
+    its `__init__.py`."""
+    found, room = set(), ""
+    for line in text.splitlines():
+        if heading := re.match(r"### `([\w/]+)/`", line):
+            first = heading[1].split("/")[0]
+            room = heading[1] if first in FOLDERS else f"specctl/{heading[1]}"
+            found.add(f"{room}/__init__.py")
+        elif line.startswith("#"):
+            room = ""
+        elif room and (item := re.match(r"- `(\w+\.py)`: \S", line)):
+            found.add(f"{room}/{item[1]}")
+    return found
+
+
+def unmapped(text: str) -> tuple[list[str], list[str]]:
+    """(files without a line, lines without a file)."""
+    mapped = lines(text)
+    return sorted(set(sources()) - mapped), sorted(mapped - set(sources()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page):
+    """A page that names what was moved or renamed sends people astray."""
+    assert missing(page, (ROOT / page).read_text()) == []
+
+
+def test_every_file_has_its_line():
+    without, stale = unmapped((ROOT / MAP).read_text())
+    assert not without, f"{MAP} has no line for {', '.join(without)}"
+    assert not stale, f"{MAP} has a line for what is not there: {', '.join(stale)}"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "see `decoding/stage.py`",
+        "see `stage.py`",
+        "[the map](../ARCHITECTURE.md)",
+        "`python -m specctl.training.against_others`",
+        "a `ScoreKeeper` keeps scores",
+        "an `Engin` decodes",
+        "`Engine.stepp` goes on",
+        "`on_every_round` is told",
+        "`tests/gold/` compares",
+        "```\nspecctl generate\n  decoding/measure.py   measures\n```",
+    ],
+)
+def test_a_wrong_name_is_seen(wrong):
+    """Negative control: the checks above would be vacuous if they saw nothing."""
+    assert len(missing(MAP, f"# A page\n\nAn `Engine` and `decoding/engine.py`.\n\n{wrong}\n")) == 1
+
+
+def test_a_missing_line_is_seen():
+    text = (ROOT / MAP).read_text()
+    shorter = re.sub(r"- `engine.py`: how are texts.*\n", "", text)
+    assert unmapped(shorter)[0] == ["specctl/decoding/engine.py"]
+    assert unmapped(text + "\n### `decoding/`\n\n- `stage.py`: which?\n")[1] == ["specctl/decoding/stage.py"]
