@@ -34,27 +34,22 @@ def sources() -> dict[str, ast.Module]:
 
 
 @cache
-def defined() -> frozenset[str]:
-    """What the package defines: modules, classes, functions, arguments, variables, attributes; also `Class.member`."""
+def words() -> tuple[frozenset[str], frozenset[str]]:
+    """(defined, strings): modules, classes, functions, arguments, variables, attributes and `Class.member`s of the
+    package; its strings that are words, such as values of recipes."""
     names = {part for path in sources() for part in path.removesuffix(".py").split("/")}
-    for tree in sources().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                names |= {node.name} | {f"{node.name}.{member}" for member in _members(node)}
-            elif isinstance(node, ast.FunctionDef):
-                names.add(node.name)
-            elif isinstance(node, ast.arg):
-                names.add(node.arg)
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.id if isinstance(node, ast.Name) else node.attr)
-    return frozenset(names)
-
-
-@cache
-def strings() -> frozenset[str]:
-    """Values of recipes and keys of documents, which front-page readers know: the package's strings that are words."""
-    found = {n.value for tree in sources().values() for n in ast.walk(tree) if isinstance(n, ast.Constant)}
-    return frozenset(text for text in found if isinstance(text, str) and re.fullmatch(r"\w+", text))
+    strings: set[str] = set()
+    for node in (node for tree in sources().values() for node in ast.walk(tree)):
+        match node:
+            case ast.ClassDef(name=name):
+                names |= {name} | {f"{name}.{member}" for member in _members(node)}
+            case ast.FunctionDef(name=name) | ast.arg(arg=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Constant(value=str(text)) if text.isidentifier():
+                strings.add(text)
+    return frozenset(names), frozenset(strings)
 
 
 def _members(node: ast.ClassDef) -> set[str]:
@@ -82,11 +77,12 @@ def missing(page: str, text: str) -> list[str]:
     links = [link.partition("#")[0] for link in LINK.findall(text) if "://" not in link]
     wrong |= {link for link in links if link and not (ROOT / page).parent.joinpath(link).exists()}
     wrong |= {module for module in MODULE.findall(code) if not _is_module(module)}
-    words = "\n".join(MODULE.sub("", span) for span in spans if not FILE.search(span) and "://" not in span)
-    wrong |= {f"{of}.{member}" for of, member in MEMBER.findall(words) if f"{of}.{member}" not in defined()}
+    defined, strings = words()
+    prose = "\n".join(MODULE.sub("", span) for span in spans if not FILE.search(span) and "://" not in span)
+    wrong |= {f"{of}.{member}" for of, member in MEMBER.findall(prose) if f"{of}.{member}" not in defined}
     classes = {span for span in spans if re.fullmatch(r"[A-Z][a-z]+", span)} - {"None", "True", "False"}
-    names = {name for span in words.split("\n") for name in re.findall(r"[\w$]+", span) if _like_code(name, span)}
-    return sorted(wrong | {name for name in classes | names if name not in defined() | strings()})
+    names = {name for span in prose.split("\n") for name in re.findall(r"[\w$]+", span) if _like_code(name, span)}
+    return sorted(wrong | {name for name in classes | names if name not in defined | strings})
 
 
 def _like_code(name: str, span: str) -> bool:
