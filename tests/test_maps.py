@@ -5,7 +5,9 @@ like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). Plain lower-case w
 """
 
 import ast
+import io
 import re
+import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -15,15 +17,17 @@ ROOT = Path(__file__).resolve().parent.parent
 MAP = "specctl/README.md"
 PAGES = ("README.md", MAP, ".github/CONTRIBUTING.md")
 FOLDERS = ("specctl", "data_prep", "recipes")  # of the package, as it is installed
+ROOMS = sorted(path.name for path in (ROOT / "specctl").iterdir() if (path / "__init__.py").exists())
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w./-]*\w\.(?:py|md)\b(?!/)")
 MODULE = re.compile(r"python -m ((?:specctl|tests)[\w.]*)")
 WRITTEN_LIKE_CODE = re.compile(r"[A-Z][a-z]+(?:[A-Z]\w*)+|[a-z]+(?:_[a-z0-9]+)+|[A-Z]+(?:_[A-Z]+)+")
+DOTTED = re.compile(r"`((?:specctl\.)?(?:" + "|".join(ROOMS) + r")\.[a-z_]+(?:\.\w+)+)`")
 MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)")
-FOREIGN = {"README.md", "mine.yaml"}
-"""Files that a user makes, or a drafter has."""
+FOREIGN = {"README.md", "__main__.py"}
+"""Files that are named as such: every drafter has a page, every package may have the other."""
 
 
 @cache
@@ -127,6 +131,44 @@ def test_every_file_has_its_line():
     without, stale = unmapped((ROOT / MAP).read_text())
     assert not without, f"{MAP} has no line for {', '.join(without)}"
     assert not stale, f"{MAP} has a line for what is not there: {', '.join(stale)}"
+
+
+def remarks(source: str) -> list[str]:
+    """The docstrings and comments of a module."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    constants = (node.value.value for node in nodes if isinstance(node.value, ast.Constant))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [text for text in constants if isinstance(text, str)] + comments
+
+
+def stale(source: str) -> set[str]:
+    """Files that its docstrings and comments name, and that are nowhere: neither here nor in another repository."""
+    if not (FILE.search(source) or DOTTED.search(source)):
+        return set()
+    named = {path for text in remarks(source) for path in FILE.findall(text) + DOTTED.findall(text)}
+    return {path for path in named if path not in FOREIGN and not path.startswith("vllm/") and not _resolves(path)}
+
+
+def _resolves(path: str) -> bool:
+    """Whether a file is there, or what a dotted name begins with: `room.module`, or `specctl.room.module.name`."""
+    if "." in path and not path.endswith((".py", ".md")):
+        parts = path.removeprefix("specctl.").split(".")
+        places = [ROOT / "specctl", ROOT]
+        return any((at / "/".join(parts[:2])).with_suffix(end).exists() for at in places for end in ("", ".py"))
+    return there(path)
+
+
+def test_remarks_name_what_is_there():
+    """A comment that sends its reader to a file that was renamed is worse than none."""
+    wrong = {path: stale((ROOT / path).read_text()) for path in sources()}
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+@pytest.mark.parametrize("remark", ["see stage.py", "as `formats.checkpoint.staged` does", "the law (kernels.md)"])
+def test_a_stale_remark_is_seen(remark):
+    assert stale('"""A module; see engine.py and `drafters.checkpoint.save`."""\n') == set()
+    assert len(stale(f'"""A module; {remark}."""\n')) == len(stale(f"x = 1  # {remark}\n")) == 1
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Engine:
             catch_up: how much of a text a drafter reads that has fallen behind, its beginning included.
             on_round: called after every commit.
             host: every round is the host's, as it is where `on_round` or a controller looks on: for decoding that is
-                compared with such. Else rounds run on the device where they can (device_round.py).
+                compared with such. Else rounds run on the device where they can (device/rounds.py).
             prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read
                 again.
         """

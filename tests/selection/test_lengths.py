@@ -1,4 +1,4 @@
-"""Arms of shorter drafts: which numbers remain, and what they cost. That they are those of live decoding, `test_record`
+"""Arms of shorter drafts: which numbers remain, and what they cost. That they are those of live decoding, `test_recorder`
 tells."""
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ def why_unusable(config, model_class: type | None = None) -> str | None:
 
     A rejected draft must leave no trace, and the nodes of a tree stand at positions that are not their cache slots:
     only attention over stored keys and values with an arbitrary mask and explicit positions can do that. What this
-    table lets through and is wrong all the same, `trial.py` finds on loading.
+    table lets through and is wrong all the same, `self_check.py` finds on loading.
     """
     text = config.get_text_config()
     if getattr(model_class, "_is_stateful", False):
