@@ -286,7 +286,7 @@ def make_dir(path: Path) -> None:
 
 
 def environment(seed: int | None) -> dict[str, Any]:
-    """What a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
+    """Facts that a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
     return {
         "argv": redacted(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -42,7 +42,7 @@ NAMES = {
 
 @dataclass
 class Measured:
-    """What a side answered. Memory in bytes; `before` is the peak before the first step."""
+    """The answer of a side. Memory in bytes; `before` is the peak before the first step."""
 
     threads: int
     before: int

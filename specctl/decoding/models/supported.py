@@ -1,4 +1,4 @@
-"""Which targets can be used: what speculation needs of an architecture, and how long its sequences may be."""
+"""Targets that can be used: what speculation needs of an architecture, and how long its sequences may be."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def why_unusable(config, model_class: type | None = None) -> str | None:
 
 
 def unusable(name: str, reason: str) -> CheckpointError:
-    """What is raised where `why_unusable`, or a trial, has found something."""
+    """The error where `why_unusable`, or a trial, has found something."""
     return CheckpointError(
         f"target {name} cannot verify drafts: {reason}", "choose a causal LM such as Llama, Qwen, Mistral or Gemma"
     )
