@@ -1,7 +1,8 @@
 """The maps for people: README.md, specctl/README.md and .github/CONTRIBUTING.md name only what is there, and all files.
 
 What stands in backticks, in blocks of code or behind links is looked up: paths, modules, and names that are written
-like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). Plain lower-case words are words.
+like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). A plain word (`decode`, `eagle3`) is a name or a string of
+the package.
 """
 
 import ast
@@ -22,6 +23,7 @@ SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"[\w./-]*\w\.(?:py|md)\b(?!/)")
+FOLDER = re.compile(r"(?:[\w-]+/)+|(?:\.ci|\.github|tests|recipes|specctl|data_prep)/[\w/.-]+")
 MODULE = re.compile(r"python -m ((?:specctl|tests)[\w.]*)")
 WRITTEN_LIKE_CODE = re.compile(r"[A-Z][a-z]+(?:[A-Z]\w*)+|[a-z]+(?:_[a-z0-9]+)+|[A-Z]+(?:_[A-Z]+)+")
 DOTTED = re.compile(r"`((?:specctl\.)?(?:" + "|".join(ROOMS) + r")\.[a-z_]+(?:\.\w+)+)`")
@@ -39,8 +41,8 @@ def sources() -> dict[str, ast.Module]:
 
 @cache
 def words() -> tuple[frozenset[str], frozenset[str]]:
-    """(defined, strings): modules, classes, functions, arguments, variables, attributes and `Class.member`s of the
-    package; its strings that are words, such as values of recipes."""
+    """(defined, strings): modules, classes, functions, arguments, variables, attributes, imports and `Class.member`s
+    of the package; its strings that are words, such as values of recipes."""
     names = {part for path in sources() for part in path.removesuffix(".py").split("/")}
     strings: set[str] = set()
     for node in (node for tree in sources().values() for node in ast.walk(tree)):
@@ -51,6 +53,8 @@ def words() -> tuple[frozenset[str], frozenset[str]]:
                 names.add(name)
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 names.add(name)
+            case ast.alias(name=name) | ast.ImportFrom(module=str(name)):
+                names.update(name.split("."))
             case ast.Constant(value=str(text)) if text.isidentifier():
                 strings.add(text)
     return frozenset(names), frozenset(strings)
@@ -69,7 +73,7 @@ def there(path: str) -> bool:
     path = path.removeprefix("../").removeprefix("./")
     if (ROOT / path).exists():
         return True
-    return any(f"/{name}".endswith(f"/{path}") for name in sources())
+    return (ROOT / "specctl" / path).exists() or any(f"/{name}".endswith(f"/{path}") for name in sources())
 
 
 def missing(page: str, text: str) -> list[str]:
@@ -77,16 +81,16 @@ def missing(page: str, text: str) -> list[str]:
     spans, blocks = SPAN.findall(BLOCK.sub("", text)), BLOCK.findall(text)
     code = "\n".join([*spans, *blocks])
     wrong = {path for path in FILE.findall(code) if path not in FOREIGN and not there(path)}
-    wrong |= {span for span in spans if re.fullmatch(r"(?:tests|recipes)/[\w/.-]*", span) and not there(span)}
+    wrong |= {span for span in spans if FOLDER.fullmatch(span) and not there(span)}
     links = [link.partition("#")[0] for link in LINK.findall(text) if "://" not in link]
     wrong |= {link for link in links if link and not (ROOT / page).parent.joinpath(link).exists()}
     wrong |= {module for module in MODULE.findall(code) if not _is_module(module)}
     defined, strings = words()
     prose = "\n".join(MODULE.sub("", span) for span in spans if not FILE.search(span) and "://" not in span)
     wrong |= {f"{of}.{member}" for of, member in MEMBER.findall(prose) if f"{of}.{member}" not in defined}
-    classes = {span for span in spans if re.fullmatch(r"[A-Z][a-z]+", span)} - {"None", "True", "False"}
+    plain = {span for span in spans if re.fullmatch(r"[A-Z][a-z]+|[a-z]+\d?", span)} - {"None", "True", "False"}
     names = {name for span in prose.split("\n") for name in re.findall(r"[\w$]+", span) if _like_code(name, span)}
-    return sorted(wrong | {name for name in classes | names if name not in defined | strings})
+    return sorted(wrong | {name for name in plain | names if name not in defined | strings})
 
 
 def _like_code(name: str, span: str) -> bool:
@@ -183,6 +187,8 @@ def test_a_stale_remark_is_seen(remark):
         "`Engine.stepp` goes on",
         "`on_every_round` is told",
         "`tests/gold/` compares",
+        "the rules of `scoring/`",
+        "`decodes` prompts",
         "```\nspecctl generate\n  decoding/measure.py   measures\n```",
     ],
 )
