@@ -9,7 +9,7 @@ from specctl.progress import interrupts
 
 
 class Stdout(io.TextIOWrapper):
-    """What cannot be written here is told apart from all other failures; nothing is left for the flush at exit."""
+    """A stream whose write errors are told apart from all other failures; nothing is left for the flush at exit."""
 
     def write(self, text: str) -> int:
         """Raises ReaderGone (`specctl … | head`), SpecctlError."""

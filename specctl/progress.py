@@ -1,4 +1,4 @@
-"""What a user sees and can stop while work goes on: bars, log lines, and the flag that SIGTERM sets.
+"""Signs of work for its user, and ways to stop it: bars, log lines, and the flag that SIGTERM sets.
 
 Everything here goes to stderr; stdout belongs to the result. On a terminal that is one rich display with a bar per open
 `Progress`; anywhere else (Slurm logs, pipes) one plain line at most every `LINE_EVERY_S` seconds.

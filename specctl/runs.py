@@ -238,7 +238,7 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
 
 
 def sweep(directory: Path, name: str = "") -> None:
-    """Remove what `atomic_write` and `formats.checkpoint.staged` have left of `name` (or of anything) where their
+    """Remove what `atomic_write` and `drafters.checkpoint.staged` have left of `name` (or of anything) where their
     process was killed. Whoever calls it holds the lock on what is written there; under torchrun that is the first
     process, and the others remove nothing."""
     if not progress.leads() or not directory.is_dir():
@@ -286,7 +286,7 @@ def make_dir(path: Path) -> None:
 
 
 def environment(seed: int | None) -> dict[str, Any]:
-    """What a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
+    """Facts that a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
     return {
         "argv": redacted(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

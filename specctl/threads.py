@@ -29,7 +29,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a process finds about the cores around it.
+    """Facts that a process finds about the cores around it.
 
     default: threads that PyTorch would take, by cores and affinity; or what a caller has set.
     allowed: CPUs that the process may be scheduled on.

@@ -2,7 +2,7 @@
 
 Training needs the target's states of a text: tapped features of its positions, and the final hidden states that its
 distributions come from. Decoding has computed all of them, so learning from it needs no further pass of the target
-(the interactive feedback of online speculative decoding; algorithms.md §3). `feedback="rerun"` is that further pass,
+(the interactive feedback of online speculative decoding). `feedback="rerun"` is that further pass,
 to compare with.
 """
 

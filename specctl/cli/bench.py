@@ -82,7 +82,7 @@ def bench(recipe: BenchRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: BenchRecipe) -> list[str]:
-    """What `bench` would do, in words."""
+    """The plan of `bench`, in words."""
     from specctl.cli import plan
 
     found = []

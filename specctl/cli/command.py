@@ -103,7 +103,7 @@ def recipe_command(
 
 @contextmanager
 def library_output() -> Iterator[None]:
-    """What libraries print while they work goes to stderr, also from C and child processes: stdout is the result's."""
+    """Send what libraries print to stderr, also from C and child processes: stdout is the result's."""
     if not output.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if not sys.stderr.isatty() or output.quiet:

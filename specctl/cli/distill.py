@@ -48,7 +48,7 @@ def check_store(recipe: DistillRecipe) -> None:
 
 
 def steps(recipe: DistillRecipe) -> list[str]:
-    """What `distill` would do, in words."""
+    """The plan of `distill`, in words."""
     from specctl.cli import plan
 
     data = recipe.data

@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(target: TargetName = None) -> None:
-    """What this machine can do, what is missing, and the command that fixes it."""
+    """Show what this machine can do, what is missing, and the command that fixes it."""
     with library_output():
         machine = [*software(), *hardware(), *surroundings()]
         about, usable = examine(target or "builtin")
@@ -218,7 +218,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _in_words(about: Description) -> dict[str, Any]:
-    """What a description says, for people."""
+    """A description in words, for people."""
     from specctl.cli.plan import step_name
 
     context: Any = about.context_length

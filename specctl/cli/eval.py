@@ -73,7 +73,7 @@ def asked(recipe: EvalRecipe) -> str:
 
 
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
-    """What `eval` would do, in words."""
+    """The plan of `eval`, in words."""
     from specctl.cli import plan
 
     return [

@@ -39,13 +39,13 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: ExportRecipe) -> list[str]:
-    """What `export` would do, in words."""
+    """The plan of `export`, in words."""
     checked = [f"read it back and compare logits of draft steps 1 … {recipe.tokens}"] if recipe.check else []
     return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *checked]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """What was written, and how it is served."""
+    """The files that were written, and how they are served."""
     from rich.console import Group
 
     facts = {name: document[name] for name in SHOWN if document[name] is not None}

@@ -62,7 +62,7 @@ def prompt_of(recipe: GenerateRecipe) -> str:
 
 
 def steps(recipe: GenerateRecipe) -> list[str]:
-    """What `generate` would do, in words."""
+    """The plan of `generate`, in words."""
     from specctl.cli import plan
 
     how = f"plainly and with {recipe.drafter}" if recipe.drafter else "plainly"

@@ -44,7 +44,7 @@ def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: ImportRecipe) -> list[str]:
-    """What `import` would do, in words."""
+    """The plan of `import`, in words."""
     from specctl.cli import plan
 
     what = f"{recipe.probe.prompts} prompts of {recipe.data.prompts or recipe.data.domain[0]}"
@@ -57,6 +57,6 @@ def steps(recipe: ImportRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """What it became, and how it drafts."""
+    """The drafter that it became, and how it drafts."""
     facts = {name: document[name] for name in SHOWN if document[name]}
     return fields(facts | {f"probe: {name}": value for name, value in (document["probe"] or {}).items()})

@@ -144,7 +144,7 @@ def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
 
 
 def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
-    """What `online` would do, in words."""
+    """The plan of `online`, in words."""
     from specctl.cli import plan
 
     found = [plan.check_target(recipe.target)]

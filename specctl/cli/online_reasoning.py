@@ -1,4 +1,4 @@
-"""What `specctl online --algo lr | osd-lr | online-lr` checks, plans and shows of its own."""
+"""Checks, plan and table of `specctl online --algo lr | osd-lr | online-lr`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(recipe: OnlineRecipe) -> None:
 
 
 def steps(recipe: OnlineRecipe) -> list[str]:
-    """What is done behind the warm-up, in words."""
+    """The plan after the warm-up, in words."""
     from specctl.reasoning.modes import LEARNING
 
     own = recipe.reasoning.resolved(recipe.target.name)

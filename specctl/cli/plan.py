@@ -1,4 +1,4 @@
-"""What is checked before a command loads anything, and how `--dry-run` shows the plan."""
+"""Checks before a command loads anything, and how `--dry-run` shows the plan."""
 
 from __future__ import annotations
 

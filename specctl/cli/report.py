@@ -35,7 +35,7 @@ def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) ->
 
 
 def _show(document: dict[str, Any]) -> Any:
-    """What was read, what was written, and what was missing."""
+    """The runs that were read, what was written, and what was missing."""
     from rich.console import Group
 
     listed = {

@@ -83,7 +83,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    """What `select` would do, in words."""
+    """The plan of `select`, in words."""
     from specctl.cli import plan
 
     games = presets(recipe)

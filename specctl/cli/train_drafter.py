@@ -201,7 +201,7 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
 
 
 def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[str]:
-    """What `train-drafter` would do, in words."""
+    """The plan of `train-drafter`, in words."""
     from specctl.cli import distill, plan
 
     found = [step for missing in first.values() for step in distill.steps(missing)]

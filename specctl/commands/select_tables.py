@@ -63,7 +63,7 @@ def record_table(
 ) -> tuple[Table, dict[str, int]]:
     """Record the pool on the stream, into `recipe.record`: the table, and how often each drafter raised meanwhile.
 
-    Raises as `selection.record.record`.
+    Raises as `selection.recorded.recorder.record`.
     """
     arms = [Guarded(name, drafter) for name, drafter in drafters.items()]
     queries = [

@@ -1,0 +1,1 @@
+"""Decoding: the engine and its records, the target, its cache, and how a draft is verified and committed."""

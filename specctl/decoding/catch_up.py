@@ -20,7 +20,7 @@ class CatchUp:
     window: int
 
     def first(self, cached: int, end: int) -> int:
-        """Of slots `cached` .. end − 1, the first one to read behind the sink."""
+        """The first of slots `cached` .. end − 1 to read after the sink."""
         first = end - self.window
         return first if first > max(cached, self.sink) else cached
 

@@ -67,7 +67,7 @@ class Engine:
             catch_up: how much of a text a drafter reads that has fallen behind, its beginning included.
             on_round: called after every commit.
             host: every round is the host's, as it is where `on_round` or a controller looks on: for decoding that is
-                compared with such. Else rounds run on the device where they can (device_round.py).
+                compared with such. Else rounds run on the device where they can (device/rounds.py).
             prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read
                 again.
         """
@@ -234,7 +234,7 @@ class Engine:
             state.rows[slots[place]].fail(error)
 
     def _choose(self, controllers: list[Controller]) -> Proposer:
-        """What the controllers choose for their texts, as one."""
+        """Ask the controllers for their texts' proposers; returns them as one."""
         chosen = {controller: controller.choose(self.state) for controller in controllers}
         if len(chosen) == 1:
             return chosen[controllers[0]]
@@ -256,7 +256,7 @@ class Engine:
         invalidate(chosen, state)  # what it keeps of the others may be half written
 
     def _alone(self, chosen: Proposer, b: int) -> Exception | None:
-        """What is raised where sequence b is drafted for alone, from the beginning."""
+        """Draft for sequence b alone, from the beginning; returns what that raises."""
         own = chosen.drafters[b] if isinstance(chosen, PerSequence) else chosen
         alone = self.state.alone(b)
         try:
@@ -280,7 +280,7 @@ class Engine:
             state.shrink()
 
     def _tell(self) -> Iterator[Event]:
-        """What was not told yet, of every text."""
+        """Yield what was not told yet, text by text."""
         for text in list(self.texts.values()):
             tokens, text.told = text.ids[text.told :], len(text.ids)
             if text.stop is None:

@@ -1,4 +1,4 @@
-"""What finished sequences say about a drafter: pure functions over `Decoded` records.
+"""Numbers of a drafter from finished sequences: pure functions over `Decoded` records.
 
 "Tokens" are those of the decode phase: the token that the prefill yields belongs to no decode step and is left out,
 everything behind the end-of-sequence token too. Rates are ratios of sums (long sequences weigh more), and None where

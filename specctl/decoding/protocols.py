@@ -54,7 +54,7 @@ class Drafter(Proposer, Protocol):
 
 
 class DeviceDraft(Protocol):
-    """A drafter's part of rounds that run on the device alone (device_round.py), for the sequences of one batch.
+    """A drafter's part of rounds that run on the device alone (device/rounds.py), for the sequences of one batch.
 
     Attributes:
         depth: longest path that it drafts; 0 = plain decoding.

@@ -71,7 +71,7 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, context_length: int, eos_ids: frozenset[int], index: int = 0) -> Sequence:
-        """What a request of a target with such a context and such ends begins with."""
+        """The sequence that a request begins with, for a target with such a context and such ends."""
         size, ends = len(request.prompt), eos_ids | request.ends
         limit = min(size + request.max_new_tokens, context_length)
         return cls(index, request, list(request.prompt), size, limit, ends, told=size)
@@ -208,7 +208,7 @@ def first_chain(parents: Many[int]) -> list[int]:
 
 @dataclass
 class Verdict:
-    """What the target said about a draft.
+    """The target's answer to a draft.
 
     Attributes:
         paths: per sequence, the accepted nodes from the root.
@@ -231,7 +231,7 @@ class Verdict:
     failed: dict[int, Exception] = field(default_factory=dict)
 
     def predicting(self, states: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
-        """Of `states` [B, 1 + n, ·] (logits, hidden) the rows that the first `counts[b]` tokens of each sequence's
+        """Rows of `states` [B, 1 + n, ·] (logits, hidden) that the first `counts[b]` tokens of each sequence's
         `committed` were drawn from, [counts[b], ·] each."""
         pairs = zip(counts, self.paths, strict=True)
         assert all(0 <= count <= len(path) + 1 for count, path in pairs), "a round was not kept"
@@ -246,7 +246,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Score:
-    """What a drafter would have proposed for S committed tokens of one sequence, teacher-forced, at K draft depths.
+    """Proposals a drafter would have made for S committed tokens of one sequence, teacher-forced, at K draft depths.
 
     At depth k the row of the token at position j is the one of a draft that began behind position j − k (the text and
     the target's features up to there are real) and whose tokens so far were the committed ones; at a position below
@@ -306,7 +306,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Event:
-    """What became of a text in a step: its new `tokens`, and, where it has `ended`, all of it; `error`: why it
+    """News of a text from a step: its new `tokens`, and, where it has `ended`, all of it; `error`: why it
     failed."""
 
     id: int

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specctl import kernels
 
-ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; sharing noise between them biases the law (kernels.md)
+ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; sharing noise between them biases the law
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ ROOM = 512  # new tokens that a text is given room for at once
 
 
 class Memory(Protocol):
-    """What a drafter keeps for the sequences of a batch.
+    """A drafter's memory of the sequences of a batch.
 
     Where it is as long as the state's `capacity`, its owner makes it longer when that has grown.
     """
@@ -34,8 +34,8 @@ class Memory(Protocol):
 
 
 def far_behind(missing: list[int], device: torch.device) -> list[int]:
-    """Of a batch whose sequences miss so many rows, those that should read theirs alone: padding all others to them
-    costs more. On a GPU a batch that is far behind as a whole, as at its start, is read at once."""
+    """Sequences that miss so many rows that they should read theirs alone: padding all others to them costs
+    more. On a GPU a batch that is far behind as a whole, as at its start, is read at once."""
     far = [b for b, count in enumerate(missing) if count > APART]
     return far if len(missing) > 1 and (device.type == "cpu" or 2 * len(far) <= len(missing)) else []
 
@@ -117,7 +117,7 @@ class DecodeState:
         return [len(row.ids) - 1 for row in self.rows]
 
     def sequence(self, request: Request, index: int = 0) -> Sequence:
-        """What a request begins with."""
+        """The sequence that a request begins with."""
         return Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
 
     def place(self, sequences: list[Sequence]) -> list[int]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What a target needs of a model: `LeanModel` or `HFModel`."""
+    """A model as a target needs it: `LeanModel` or `HFModel`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -201,7 +201,7 @@ def _check_finite(name: str, model, head_weight: Tensor) -> None:
 
 @torch.no_grad()
 def _norm_weight(norm) -> Tensor | None:
-    """What the final norm multiplies with. Gemma and some others store it minus one."""
+    """The weight of the final norm. Gemma and some others store it minus one."""
     weight = getattr(norm, "weight", None)
     if weight is None:
         return None

@@ -97,7 +97,7 @@ def default_output(domains: list[str]) -> Path:
 
 
 def settings(recipe: DistillRecipe, domain: str, target: Target) -> dict[str, Any]:
-    """What all responses of a directory share; resuming under other settings is refused."""
+    """The settings that all responses of a directory share; resuming under other settings is refused."""
     sampling = recipe.sampling
     return {
         "domain": domain,

@@ -28,7 +28,7 @@ BUSY = "wait for it, or give each job its own --shard i/n"
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """What a distilled directory holds. `complete`: every writer of some `--shard i/n` split got to its end."""
+    """The contents of a distilled directory. `complete`: every writer of some `--shard i/n` split got to its end."""
 
     responses: int
     response_tokens: int
@@ -296,7 +296,7 @@ def _of_other_splits(paths: list[Path], writer: Writer) -> list[Path]:
 
 
 def _meta(directory: Path) -> dict[str, Any]:
-    """What all responses share, from meta.json. DataError where that cannot be read."""
+    """The settings that all responses share, from meta.json. DataError where that cannot be read."""
     meta = shards.load_json(directory / META)
     if not isinstance(meta.get("target", {}), dict):
         raise DataError(f"{directory / META} is damaged: target is no object", "distil again with --overwrite")

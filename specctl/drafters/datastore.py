@@ -85,7 +85,7 @@ class Datastore:
         return range(start, bisect_right(self._suffixes, wanted, start, key=head))
 
     def find(self, ids: list[int], depth: int) -> Occurrences:
-        """What followed the end of `ids`, `depth` tokens each: the longest context, then shorter ones up to `ENOUGH`.
+        """Find what followed the end of `ids`, `depth` tokens each: longest context first, shorter ones up to `ENOUGH`.
 
         An occurrence of a long context is one of each shorter context, too, and so weighs the more.
         """

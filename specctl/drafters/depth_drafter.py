@@ -43,7 +43,7 @@ class DepthDrafter(HeadWeights, ABC):
 
     @abstractmethod
     def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
-        """What the heads read at every sequence's last `width` slots [B·width, H], and the first of those slots."""
+        """The heads' input at every sequence's last `width` slots [B·width, H], and the first of those slots."""
 
     @abstractmethod
     def last(self, state: DecodeState) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `hydra` and `medusa` share: one head for each draft depth on the target's last state, and their distillation.
+"""Common parts of `hydra` and `medusa`: a head for each draft depth on the target's last state, and their distillation.
 
 Slot i of a sequence holds the target's state h_i after its final norm and the token x_{i+1}; head k = 0, 1, … predicts
 x_{i+2+k}. Every head has a vocabulary matrix of its own, as in the published files.
@@ -80,11 +80,11 @@ class DepthHeads(DraftHead):
         self.steps = config.draft_heads
 
     def states(self, batch: SlotBatch) -> Tensor:
-        """What the heads read [N, H] of the text up to each response slot."""
+        """The heads' view [N, H] of the text up to each response slot."""
         raise NotImplementedError
 
     def hidden(self, k: int, inputs: Tensor) -> Tensor:
-        """What head k's vocabulary matrix reads [n, H], from the head's inputs [n, ·]."""
+        """The input of head k's vocabulary matrix [n, H], from the head's inputs [n, ·]."""
         raise NotImplementedError
 
     def vocabulary(self, k: int) -> nn.Linear:
@@ -92,7 +92,7 @@ class DepthHeads(DraftHead):
         raise NotImplementedError
 
     def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
-        """What head k reads [n, ·] at the response slots `row` [n], whose states are [n, H]."""
+        """The input of head k [n, ·] at the response slots `row` [n], whose states are [n, H]."""
         raise NotImplementedError
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:

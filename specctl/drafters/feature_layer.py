@@ -271,7 +271,7 @@ class FeatureLayer(HeadWeights, ABC):
 
 
 def own_features(tapped: Tensor, state: DecodeState, taps: tuple[int, ...]) -> Tensor:
-    """What a drafter reads of the states [N, F] that the loop keeps for all drafters of a pool."""
+    """The part that a drafter reads of the states [N, F] that the loop keeps for all drafters of a pool."""
     if taps == state.taps:
         return tapped
     places = [state.taps.index(tap) for tap in taps]

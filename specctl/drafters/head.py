@@ -1,4 +1,4 @@
-"""What trainable heads on target features share: configuration, batches, layer parts, vocabulary, losses by step."""
+"""Common parts of trainable heads on features: configuration, batches, layer parts, vocabulary, losses by step."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class DraftHead(nn.Module):
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
 
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
-        """What the rows of a batch are compared with: the target's distributions, renormalised on the draft vocabulary
+        """The teacher of a batch's rows: the target's distributions, renormalised on the draft vocabulary
         (EAGLE-3 practice), or its tokens. `target_head`: [Vd, Ht] rows of the target's vocabulary head."""
         if self.objective == "ce":
             return Teacher(torch.searchsorted(self.draft_ids, batch.labels))

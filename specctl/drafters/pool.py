@@ -41,9 +41,9 @@ class Family(Protocol):
     """
 
     def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-        """What was trained or collected, with a method `check(target)` that raises CheckpointError where it is not for
-        that target; CheckpointError (which begins with the name of the file) where tensors and architecture do not
-        fit."""
+        """The module that was trained or collected, with a method `check(target)` that raises CheckpointError where it
+        is not for that target; CheckpointError (which begins with the name of the file) where tensors and architecture
+        do not fit."""
         ...
 
     def drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
@@ -146,7 +146,7 @@ def adapter(found: checkpoint.Checkpoint, base: checkpoint.Checkpoint) -> Adapte
 
 
 def module(found: checkpoint.Checkpoint, target: Target) -> Any:
-    """What a drafter directory holds, weights or a datastore, once it is known to fit itself and `target`.
+    """Contents of a drafter directory, weights or a datastore, once it is known to fit itself and `target`.
 
     Raises CheckpointError naming directory, file and key.
     """
@@ -157,7 +157,7 @@ def module(found: checkpoint.Checkpoint, target: Target) -> Any:
 
 
 def sound(found: checkpoint.Checkpoint) -> Any:
-    """What a drafter directory holds, once it is known to fit itself. CheckpointError names directory, file and key."""
+    """Contents of a drafter directory, once known to fit itself. CheckpointError names directory, file and key."""
     with located(found.path):
         return family(found.config["family"]).restore(found.config, found.tensors)
 

@@ -47,7 +47,7 @@ def _base(head: FeatureDrafter) -> Hashable:
 
 
 def _shape(head: FeatureDrafter) -> Hashable | None:
-    """What heads must share to be stacked; None for one that cannot be: its weights are packed, or adapted (LoRA)."""
+    """The shape of heads that can be stacked; None for one that cannot: its weights are packed, or adapted (LoRA)."""
     sizes: list[Hashable] = [type(head), head.taps, tuple(head._inv_freq.tolist())]
     for name, part in sorted(vars(head).items()):
         if isinstance(part, Linear):

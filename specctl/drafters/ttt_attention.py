@@ -32,7 +32,7 @@ KEPT = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """Which slots every query row attends.
+    """The slots that every query row attends.
 
     Attributes:
         slots: of each document, its range among the M slots.

@@ -1,1 +1,1 @@
-"""Drafters on disk: specctl's own directory."""
+"""Formats of engines and other repositories: their directories of draft heads, read and written."""

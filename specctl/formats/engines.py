@@ -1,4 +1,4 @@
-"""What engines draft for, by the class that they run a target with: read from the sources of `VERSIONS`.
+"""Targets that engines draft for, by the class that they run them with: read from the sources of `VERSIONS`.
 
 An EAGLE-3 head reads hidden states of layers on the way, and a class has to hand them out; SGLang's EAGLE-1 asks the
 class for its embedding and head. Where it does neither, the engine stops at start.

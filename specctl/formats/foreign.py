@@ -21,7 +21,7 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 
 @dataclass(frozen=True)
 class Foreign:
-    """What a directory holds; `file` is where the weights (or the first part of them) are, for messages."""
+    """The contents of a directory; `file` is where the weights (or the first part of them) are, for messages."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]

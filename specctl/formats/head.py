@@ -39,7 +39,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a head has to fit.
+    """Facts of a target that a head has to fit.
 
     Attributes:
         name, revision: as the engine finds the target: a hub id or a directory.
@@ -111,7 +111,7 @@ class Facts:
 
     @property
     def default_taps(self) -> tuple[int, ...]:
-        """What vLLM, SGLang and the reference code tap where a head names no layers (hidden_states indices)."""
+        """The layers vLLM, SGLang and the reference code tap where a head names no layers (hidden_states indices)."""
         return (2, self.num_layers // 2, self.num_layers - 3)
 
 

@@ -1,4 +1,4 @@
-"""What the formats of EAGLE heads share: the keys of a Llama configuration, and one decoder layer's tensors."""
+"""The common part of EAGLE heads' formats: the keys of a Llama configuration, and one decoder layer's tensors."""
 
 from __future__ import annotations
 

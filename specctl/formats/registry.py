@@ -1,4 +1,4 @@
-"""Which formats there are: who writes a family for whom, who reads which directory, and how the result is served."""
+"""The formats that there are: who writes a family for whom, who reads which directory, and how the result is served."""
 
 from __future__ import annotations
 

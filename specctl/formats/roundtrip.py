@@ -53,7 +53,7 @@ def restore(head: Head) -> nn.Module:
 
 @torch.no_grad()
 def _outputs(head: Head, steps: int) -> list[Tensor]:
-    """What every leaf of the module puts out, in the order of their calls."""
+    """The output of every leaf of the module, in the order of their calls."""
     module: Any = restore(head).float().eval()
     found: list[Tensor] = []
 

@@ -20,7 +20,7 @@ PART = {"cpu": 2**23, "cuda": 2**26}  # logits at a time
 
 
 class Squash(NamedTuple):
-    """What a vocabulary head does to its products x: cap · tanh(y / cap) of y = scale · x + shift, y without a cap."""
+    """A vocabulary head on its products x: cap · tanh(y / cap) of y = scale · x + shift; y without a cap."""
 
     scale: float = 1.0  # Command R, Granite
     cap: float | None = None  # Gemma 2

@@ -20,7 +20,7 @@ _LOW = 0xFFFFFFFF
 
 
 class Panorama(NamedTuple):
-    """What `panorama` says of N drafters on R rows; all in the precision of the computation."""
+    """The statistics that `panorama` makes of N drafters on R rows; all in the precision of the computation."""
 
     accept: Tensor  # [N, R] Σ min(p, q) = 1 − TV: how often the ratio rule accepts (Leviathan et al. 2023)
     p_minus_q: Tensor  # [N, R] Σ max(p − q, 0) = TV, summed by itself: exact where p is close to q

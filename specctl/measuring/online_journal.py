@@ -1,4 +1,4 @@
-"""What a run of `specctl online` that drafts tokens has on disk while it goes on, besides its states.
+"""The files of a run of `specctl online` that drafts tokens, besides its states.
 
 chunks.jsonl        a line per learner and chunk
 records/            a file per chunk: every answer; at the end all are in records.parquet, too

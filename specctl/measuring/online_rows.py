@@ -1,4 +1,4 @@
-"""What the contenders of `specctl online` did: rows for the table, out of their records and chunks.
+"""Results of the contenders of `specctl online`: rows for the table, out of their records and chunks.
 
 Chunks are the unit of intervals: within one all answers are drafted with the same weights, and what was learnt from it
 shows in the next. They are bootstraps over the chunks, at 95 %, paired where two contenders are compared. The chunks of

@@ -1,4 +1,4 @@
-"""What the contenders of `select` did on a stream: rows for the table, curves for the pictures.
+"""Results of the contenders of `select` on a stream: rows for the table, curves for the pictures.
 
 Sessions are the unit: what was learnt is carried from one of their prompts to the next, so prompts are no independent
 samples; intervals are bootstraps over sessions, at 95 %, with all repeats of a session together. The yardstick of a

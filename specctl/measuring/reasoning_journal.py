@@ -1,4 +1,4 @@
-"""What a run of lookahead reasoning has on disk while it goes on, besides its states.
+"""The files of a run of lookahead reasoning, besides its states.
 
 chunks.jsonl    a line per mode and chunk
 traces.jsonl    a line per mode and prompt: the text, and how it came about

@@ -1,4 +1,4 @@
-"""What lookahead reasoning gained and what it cost in fidelity, from the traces of one stream.
+"""The gain of lookahead reasoning and its cost in fidelity, from the traces of one stream.
 
 Every rate is a ratio of sums over prompts with its bootstrap interval; modes that answered the same prompts are paired.
 """

@@ -1,4 +1,4 @@
-"""What `eval`, `select` and `online` keep of every sequence: records.parquet always, outputs.jsonl when asked for.
+"""Records `eval`, `select` and `online` keep of every sequence: records.parquet always, outputs.jsonl when asked for.
 
 Every number and interval of the result can be recomputed from the records, and a run that was cut short goes on from
 them: the file also says under which recipe, target and drafters they were made (its `stamp`).
@@ -32,7 +32,7 @@ VIEWS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"
 Question = tuple[str, str, int]
 """Domain, prompt id and seed: answers to the same question may be compared and paired."""
 Stamp = dict[str, dict[str, Any]]
-"""What records were made under: recipe, target and drafters, each by key."""
+"""The origin of records: recipe, target and drafters, each by key."""
 
 SCHEMA = pa.schema(
     [
@@ -116,7 +116,7 @@ def read_parts(directory: Path) -> list[Record]:
 
 
 def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]) -> list[Record]:
-    """What an earlier run in `directory` has measured of `prompts` (id → token ids), empty where there was none.
+    """Records that an earlier run in `directory` has made of `prompts` (id → token ids), empty where there was none.
 
     Raises UsageError where it was measured under another `stamp`, SpecctlError where it cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What a run along a stream has on disk while it goes on, chunk by chunk, and how it is taken up again.
+"""The state of a run along a stream on disk, chunk by chunk, and how it is taken up again.
 
 *.jsonl         lines of every chunk
 PARTS/          a file per chunk, named by its number

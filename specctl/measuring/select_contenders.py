@@ -70,7 +70,7 @@ def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
 
 
 Alone = Guarded | Together
-"""What drafts all rounds by itself."""
+"""A drafter that drafts all rounds by itself."""
 
 
 class Stage:

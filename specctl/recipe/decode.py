@@ -66,7 +66,7 @@ class GenerateRecipe(CommandRecipe):
 
 
 class ArmRecipe(Section):
-    """What can be chosen: which drafters, and how much they draft.
+    """Arms that can be chosen: which drafters, and how much they draft.
 
     The arms are all drafters × (`draft_nodes` and `shapes`), where any are given; 0 nodes is plain decoding, once.
     """

@@ -110,7 +110,7 @@ def read(name: str | Path) -> tuple[str, str]:
 
 
 def _recipe(name: str | Path) -> tuple[str, str]:
-    """What `read` gives; RecipeError for the files in the package that are no recipes."""
+    """The recipe that `read` gives; RecipeError for the files in the package that are no recipes."""
     text, label = read(name)
     if not Path(name).is_file() and text.startswith("{"):
         raise RecipeError(f"{label} is a DeepSpeed configuration, not a recipe", hint=f"deepspeed={label}")

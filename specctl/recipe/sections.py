@@ -150,7 +150,7 @@ class DraftingRecipe(Section):
 
 
 class ResourceRecipe(Section):
-    """What the process may use, and the machine that --dry-run estimates for; None = what this machine has."""
+    """Resources the process may use, and the machine that --dry-run estimates for; None = what this machine has."""
 
     threads: PositiveInt | None = None
     gpus: PositiveInt | None = None  # of all nodes together
@@ -159,7 +159,7 @@ class ResourceRecipe(Section):
 
 
 class CommandRecipe(Section):
-    """What every command's recipe has."""
+    """Keys that every command's recipe has."""
 
     target: TargetRecipe = TargetRecipe()
     resources: ResourceRecipe = ResourceRecipe()

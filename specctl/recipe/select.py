@@ -1,4 +1,4 @@
-"""What `specctl select` can be told: the constants of the policies and of the game that they play."""
+"""Keys of `specctl select`: the constants of the policies and of the game that they play."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PolicyRecipe(Section):
 
 
 class CatchUpRecipe(Section):
-    """What drafters read that miss much of a text, when they are chosen or scored: everything (`recompute`), or the
+    """The text read by drafters that miss much of it, when they are chosen or scored: everything (`recompute`), or the
     first `sink` and the last `window` tokens (`streaming`, MetaSD F.11)."""
 
     name: Literal["recompute", "streaming"] = "recompute"
@@ -39,7 +39,7 @@ class CatchUpRecipe(Section):
 
 
 class GameRecipe(Section):
-    """What the policies are shown. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
+    """The policies' view of a game. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
 
     # Draft depths of idle drafters that are looked at; None = the longest draft, as in HedgeSpec. On development
     # prompts one chose as well as two or three, at the least cost.

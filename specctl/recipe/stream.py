@@ -15,7 +15,7 @@ CHUNK = 40  # of all others
 
 
 class StreamRecipe(Section):
-    """What comes in which order, and how many prompts are answered between two updates."""
+    """The order of the prompts, and how many prompts are answered between two updates."""
 
     # sql:400,math:400 = so many prompts of each; empty = those of data.domain, the first data.limit of each.
     schedule: Names = []

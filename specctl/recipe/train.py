@@ -156,7 +156,7 @@ class TrainRecipe(WriterRecipe):
 
     @model_validator(mode="after")
     def _one_place_for_each_option_of_the_engine(self) -> TrainRecipe:
-        """What decides the weights is a key of the recipe; the engine's own JSON may not say something else."""
+        """Refuse an engine's own JSON that says otherwise: what decides the weights is a key of the recipe."""
         for key, ours in ENGINE_KEYS.items():
             if key in self.deepspeed:
                 raise ValueError(f"deepspeed.{key} is not set here: {ours}")

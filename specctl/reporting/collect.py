@@ -20,7 +20,7 @@ MARKS = ("run.json", "result.json")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory holds. `number` tells runs of one command apart in a report (0: it is the only one).
+    """The contents of a run directory. `number` tells runs of one command apart in a report (0: it is the only one).
 
     `info` is run.json, `result` result.json, `recipe` the text of recipe.resolved.yaml; empty where the file is
     missing. `notes` says what a reader of the report should know about gaps.

@@ -1,4 +1,4 @@
-"""What a report is made of, before it is a page: headline numbers, pictures, tables."""
+"""The parts of a report, before it is a page: headline numbers, pictures, tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Full information: what every drafter of a pool would have been worth at tokens that the target has committed.
 
-One `score` prefill per drafter and the rows that verification has computed anyway say, for each committed token, with
-what probability each drafter's proposal would have been accepted there, and whether it was (HedgeSpec, Theorem 3;
-`algorithms.md` calls the probability γ).
+One `score` prefill per drafter and the rows that verification has computed anyway say, for each committed token, the
+probability γ with which each drafter's proposal would have been accepted there, and whether it was (HedgeSpec,
+Theorem 3).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ CLASSES = {
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
-"""What DeepSpeed keeps with its tensors (ZeRO 1 to 3): plain records, whose construction does nothing."""
+"""Classes that DeepSpeed keeps with its tensors (ZeRO 1 to 3): plain records, whose construction does nothing."""
 
 State = TypeVar("State")
 Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -41,7 +41,7 @@ class Corpus:
 
 
 def load_corpus(recipe: TrainRecipe, target: Target) -> Corpus:
-    """What a recipe trains on: `corpus`, or the distilled data of its domains."""
+    """The texts that a recipe trains on: `corpus`, or the distilled data of its domains."""
     limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
     if recipe.corpus is not None:
         return load_text(recipe.corpus, target, *limits)

@@ -1,4 +1,4 @@
-"""Which process learns from which texts: in every step each has about as much work as the others.
+"""The dealing of texts to processes: in every step each has about as much work as the others.
 
 A step ends when the slowest process has ended. Batches are therefore made of rows: as many texts with about the same
 work as there are processes, one for each. In a batch of several rows what is left of a difference is dealt away, the

@@ -1,4 +1,4 @@
-"""What `train-drafter` will take, from the recipe and the target's configuration alone: memory, disk, time.
+"""The cost of a `train-drafter`, from the recipe and the target's configuration alone: memory, disk, time.
 
 Nothing is measured and no weights are read: target and drafter are built on torch's meta device and counted. The sums
 are those of this code base (fp32 master weights, autocast, no gradient accumulation). The guesses in them, the share of

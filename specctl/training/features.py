@@ -1,4 +1,4 @@
-"""What the target says about training sequences: tapped hidden states, and the states its distributions come from.
+"""The target's side of training sequences: tapped hidden states, and the states its distributions come from.
 
 The target's pass over a sequence is paid once where features can be kept, in memory or on disk, and for every batch
 otherwise. On a CPU the features are the same bits in every mode.

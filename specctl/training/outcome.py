@@ -1,4 +1,4 @@
-"""What `train-drafter` says about the drafter it made: acceptance on held-out prompts, drafter.json, the result."""
+"""The report of `train-drafter` on the drafter it made: acceptance on held-out prompts, drafter.json, the result."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from specctl.recipe import TrainRecipe
 
 @dataclass(frozen=True)
 class Outline:
-    """What families read of a `Target` to build a drafter, and the target's numbers of parameters.
+    """The part of a `Target` that families read to build a drafter, and its numbers of parameters.
 
     Attributes:
         parameters: all of them, shared ones once.

@@ -1,4 +1,4 @@
-"""What the training loop needs of a family: a module, batches, a loss, and the drafter it makes."""
+"""The training loop's view of a family: a module, batches, a loss, and the drafter it makes."""
 
 from __future__ import annotations
 

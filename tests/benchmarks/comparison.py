@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Measured:
-    """What a side answered. Memory in bytes; `before` is the peak before the first step."""
+    """The answer of a side. Memory in bytes; `before` is the peak before the first step."""
 
     threads: int
     before: int

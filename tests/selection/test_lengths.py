@@ -1,5 +1,5 @@
-"""Arms of shorter drafts: which numbers remain, and what they cost. That they are those of live decoding, `test_record`
-tells."""
+"""Arms of shorter drafts: which numbers remain, and what they cost. `test_recorder` tells that they are those of live
+decoding."""
 
 from dataclasses import replace
 

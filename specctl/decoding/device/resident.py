@@ -17,7 +17,7 @@ from specctl.decoding.state import DecodeState
 
 
 class Booking(NamedTuple):
-    """What the host reads of a round, for one sequence: see `DecodeState.book`."""
+    """The host's view of a round, for one sequence: see `DecodeState.book`."""
 
     committed: list[int]
     depth: int

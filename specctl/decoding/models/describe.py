@@ -1,4 +1,4 @@
-"""What can be said about a target before any of its weights is read."""
+"""The description of a target before any of its weights is read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Description:
 
 
 def path_of(config) -> tuple[str, str]:
-    """Which path runs a configuration (as `load_config` returns it), and why."""
+    """The forward that runs a configuration (as `load_config` returns it), and why."""
     reason = lean.why_not(config)
     return ("transformers", reason) if reason else ("lean", f"{config.model_type} is covered by the lean step")
 

@@ -180,7 +180,7 @@ class HFModel:
 
     @torch.no_grad()
     def _shapes(self) -> list[_Shapes]:
-        """What every layer stores for one token: no configuration tells it for all architectures."""
+        """The shapes that every layer stores for one token: no configuration tells it for all architectures."""
         shapes: list[Any] = [_Shapes() for _ in range(self.num_layers)]
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self.body(input_ids=token, position_ids=token, past_key_values=Cache(layers=shapes), use_cache=True)

@@ -1,4 +1,4 @@
-"""Which weights a target has: a digest that another checkpoint behind the same path does not share."""
+"""The identity of a target's weights: a digest that another checkpoint behind the same path does not share."""
 
 from __future__ import annotations
 

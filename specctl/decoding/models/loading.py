@@ -171,7 +171,7 @@ def check_within_reach(name: str, revision: str | None = None) -> None:
 
 
 def location(name: str) -> str:
-    """What `transformers` loads a target from: a directory, or a Hugging Face id. CheckpointError for neither."""
+    """The place `transformers` loads a target from: a directory, or a Hugging Face id. CheckpointError for neither."""
     if name == "builtin":
         return str(builtin_path())
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():

@@ -1,4 +1,4 @@
-"""Which targets can be used: what speculation needs of an architecture, and how long its sequences may be."""
+"""Targets that can be used: what speculation needs of an architecture, and how long its sequences may be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def why_unusable(config, model_class: type | None = None) -> str | None:
 
     A rejected draft must leave no trace, and the nodes of a tree stand at positions that are not their cache slots:
     only attention over stored keys and values with an arbitrary mask and explicit positions can do that. What this
-    table lets through and is wrong all the same, `trial.py` finds on loading.
+    table lets through and is wrong all the same, `self_check.py` finds on loading.
     """
     text = config.get_text_config()
     if getattr(model_class, "_is_stateful", False):
@@ -33,7 +33,7 @@ def why_unusable(config, model_class: type | None = None) -> str | None:
 
 
 def unusable(name: str, reason: str) -> CheckpointError:
-    """What is raised where `why_unusable`, or a trial, has found something."""
+    """The error where `why_unusable`, or a trial, has found something."""
     return CheckpointError(
         f"target {name} cannot verify drafts: {reason}", "choose a causal LM such as Llama, Qwen, Mistral or Gemma"
     )

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: loading logits, the probability of a row's tokens, the search in a running sum."""
+"""Shared parts of Triton kernels: loading logits, the probability of a row's tokens, the search in a running sum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def row_major(logits: Tensor) -> Tensor:
 
 
 def pointers(rows: Rows) -> tuple[Any, ...]:
-    """What kernels take of rows: (logits, stride, inv_temp, cut, lse, greedy)."""
+    """Arguments of a kernel for its rows: (logits, stride, inv_temp, cut, lse, greedy)."""
     logits = row_major(rows.logits)
     return logits, logits.stride(0), *(field.contiguous() for field in rows[1:5])
 

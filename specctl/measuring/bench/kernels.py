@@ -141,7 +141,7 @@ def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callabl
 
 
 def _statistics(target: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """What `panorama` says of one drafter, formula by formula."""
+    """The statistics of `panorama` for one drafter, formula by formula."""
     draft = logits.float().softmax(-1)
     log_p, log_q = target.clamp_min(1e-9).log(), draft.clamp_min(1e-9).log()
     return (

@@ -1,4 +1,4 @@
-"""What a report shows of each command; of others it shows their results as tables."""
+"""A report's part for each command; of others it shows their results as tables."""
 
 from __future__ import annotations
 

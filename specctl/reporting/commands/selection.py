@@ -109,7 +109,7 @@ def _lines(found: Mapping[str, Sequence[Any]], policies: Looks) -> list[Line]:
 
 
 def _along(runs: Sequence[RunRecord]) -> str:
-    """What curves run along: the prompts of a stream; of replays, tokens since the reset (means over the games)."""
+    """The axis of curves: the prompts of a stream; of replays, tokens since the reset (means over the games)."""
     replayed = {run.result.get("mode") == "replay" for run in runs}
     return " or ".join(
         name for name, there in (("prompt", False), ("token since the reset", True)) if there in replayed
@@ -185,7 +185,7 @@ def _spread(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _played(run: RunRecord, rounds: Rounds, looks: Looks) -> list[Picture]:
-    """What one run played: weights over rounds, pulls by domain."""
+    """The arms that one run played: weights over rounds, pulls by domain."""
     if not rounds.count:
         return []
     own = [looks[arm] for arm in rounds.arms]

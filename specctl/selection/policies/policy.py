@@ -1,4 +1,4 @@
-"""What a policy is: it chooses an arm every round, and learns from what the round, or every token, has shown.
+"""The policy: it chooses an arm every round, and learns from what the round, or every token, has shown.
 
 Policies compute with lists of plain numbers: between two rounds of decoding the caches are cold, and every operation on
 a small array costs 5 microseconds there, as much as a whole loop over seven arms.

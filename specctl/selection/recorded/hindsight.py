@@ -1,4 +1,4 @@
-"""What every arm alone would have done on a recorded table: the yardsticks of a replay."""
+"""The rounds that every arm alone would have played on a recorded table: the yardsticks of a replay."""
 
 from __future__ import annotations
 

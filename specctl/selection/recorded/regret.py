@@ -1,4 +1,4 @@
-"""What replays are judged by: mat, shares of the best arm in hindsight, regrets over tokens, bootstrap intervals."""
+"""Measures of replays: mat, shares of the best arm in hindsight, regrets over tokens, bootstrap intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every drafter of a pool would have done at every position of an answer: enough to replay any policy on it."""
+"""Drafts that a whole pool would have made at every position of an answer: enough to replay any policy on it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,206 @@
+"""The maps for people: README.md, specctl/README.md and .github/CONTRIBUTING.md name only what is there, and all files.
+
+What stands in backticks, in blocks of code or behind links is looked up: paths, modules, and names that are written
+like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). A plain word (`decode`, `eagle3`) is a name or a string of
+the package.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAP = "specctl/README.md"
+PAGES = ("README.md", MAP, ".github/CONTRIBUTING.md")
+FOLDERS = ("specctl", "data_prep", "recipes")  # of the package, as it is installed
+ROOMS = sorted(path.name for path in (ROOT / "specctl").iterdir() if (path / "__init__.py").exists())
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"[\w./-]*\w\.(?:py|md)\b(?!/)")
+FOLDER = re.compile(r"(?:[\w-]+/)+|(?:\.ci|\.github|tests|recipes|specctl|data_prep)/[\w/.-]+")
+MODULE = re.compile(r"python -m ((?:specctl|tests)[\w.]*)")
+WRITTEN_LIKE_CODE = re.compile(r"[A-Z][a-z]+(?:[A-Z]\w*)+|[a-z]+(?:_[a-z0-9]+)+|[A-Z]+(?:_[A-Z]+)+")
+DOTTED = re.compile(r"`((?:specctl\.)?(?:" + "|".join(ROOMS) + r")\.[a-z_]+(?:\.\w+)+)`")
+MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)")
+FOREIGN = {"README.md", "__main__.py"}
+"""Files that are named as such: every drafter has a page, every package may have the other."""
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Path below the root → syntax tree, of the whole package."""
+    found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in found}
+
+
+@cache
+def words() -> tuple[frozenset[str], frozenset[str]]:
+    """(defined, strings): modules, classes, functions, arguments, variables, attributes, imports and `Class.member`s
+    of the package; its strings that are words, such as values of recipes."""
+    names = {part for path in sources() for part in path.removesuffix(".py").split("/")}
+    strings: set[str] = set()
+    for node in (node for tree in sources().values() for node in ast.walk(tree)):
+        match node:
+            case ast.ClassDef(name=name):
+                names |= {name} | {f"{name}.{member}" for member in _members(node)}
+            case ast.FunctionDef(name=name) | ast.arg(arg=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.alias(name=name) | ast.ImportFrom(module=str(name)):
+                names.update(name.split("."))
+            case ast.Constant(value=str(text)) if text.isidentifier():
+                strings.add(text)
+    return frozenset(names), frozenset(strings)
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    names = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    names |= {
+        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    }
+    return names
+
+
+def there(path: str) -> bool:
+    """Whether a path that a page mentions exists: from the root, or from any folder of the package."""
+    path = path.removeprefix("../").removeprefix("./")
+    if (ROOT / path).exists():
+        return True
+    return (ROOT / "specctl" / path).exists() or any(f"/{name}".endswith(f"/{path}") for name in sources())
+
+
+def missing(page: str, text: str) -> list[str]:
+    """What a page mentions and is nowhere, each once."""
+    spans, blocks = SPAN.findall(BLOCK.sub("", text)), BLOCK.findall(text)
+    code = "\n".join([*spans, *blocks])
+    wrong = {path for path in FILE.findall(code) if path not in FOREIGN and not there(path)}
+    wrong |= {span for span in spans if FOLDER.fullmatch(span) and not there(span)}
+    links = [link.partition("#")[0] for link in LINK.findall(text) if "://" not in link]
+    wrong |= {link for link in links if link and not (ROOT / page).parent.joinpath(link).exists()}
+    wrong |= {module for module in MODULE.findall(code) if not _is_module(module)}
+    defined, strings = words()
+    prose = "\n".join(MODULE.sub("", span) for span in spans if not FILE.search(span) and "://" not in span)
+    wrong |= {f"{of}.{member}" for of, member in MEMBER.findall(prose) if f"{of}.{member}" not in defined}
+    plain = {span for span in spans if re.fullmatch(r"[A-Z][a-z]+|[a-z]+\d?", span)} - {"None", "True", "False"}
+    names = {name for span in prose.split("\n") for name in re.findall(r"[\w$]+", span) if _like_code(name, span)}
+    return sorted(wrong | {name for name in plain | names if name not in defined | strings})
+
+
+def _like_code(name: str, span: str) -> bool:
+    """Whether a name is one of ours by its looks; environment variables and file names are not."""
+    return bool(WRITTEN_LIKE_CODE.fullmatch(name)) and not re.search(rf"\$|{name}\.\w+$|^(?:OMP|SPECCTL)_", span)
+
+
+def _is_module(name: str) -> bool:
+    path = name.replace(".", "/")
+    return any((ROOT / file).exists() for file in (f"{path}.py", f"{path}/__init__.py"))
+
+
+def lines(text: str) -> set[str]:
+    """The files that have a line in the map: `### `room/`` and below it "- `file.py`: …". A room's own line stands for
+    its `__init__.py`."""
+    found, room = set(), ""
+    for line in text.splitlines():
+        if heading := re.match(r"### `([\w/]+)/`", line):
+            first = heading[1].split("/")[0]
+            room = heading[1] if first in FOLDERS else f"specctl/{heading[1]}"
+            found.add(f"{room}/__init__.py")
+        elif line.startswith("#"):
+            room = ""
+        elif room and (item := re.match(r"- `(\w+\.py)`: \S", line)):
+            found.add(f"{room}/{item[1]}")
+    return found
+
+
+def unmapped(text: str) -> tuple[list[str], list[str]]:
+    """(files without a line, lines without a file)."""
+    mapped = lines(text)
+    return sorted(set(sources()) - mapped), sorted(mapped - set(sources()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page):
+    """A page that names what was moved or renamed sends people astray."""
+    assert missing(page, (ROOT / page).read_text()) == []
+
+
+def test_every_file_has_its_line():
+    without, stale = unmapped((ROOT / MAP).read_text())
+    assert not without, f"{MAP} has no line for {', '.join(without)}"
+    assert not stale, f"{MAP} has a line for what is not there: {', '.join(stale)}"
+
+
+def remarks(source: str) -> list[str]:
+    """The docstrings and comments of a module."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    constants = (node.value.value for node in nodes if isinstance(node.value, ast.Constant))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [text for text in constants if isinstance(text, str)] + comments
+
+
+def stale(source: str) -> set[str]:
+    """Files that its docstrings and comments name, and that are nowhere: neither here nor in another repository."""
+    if not (FILE.search(source) or DOTTED.search(source)):
+        return set()
+    named = {path for text in remarks(source) for path in FILE.findall(text) + DOTTED.findall(text)}
+    return {path for path in named if path not in FOREIGN and not path.startswith("vllm/") and not _resolves(path)}
+
+
+def _resolves(path: str) -> bool:
+    """Whether a file is there, or what a dotted name begins with: `room.module`, or `specctl.room.module.name`."""
+    if "." in path and not path.endswith((".py", ".md")):
+        parts = path.removeprefix("specctl.").split(".")
+        places = [ROOT / "specctl", ROOT]
+        return any((at / "/".join(parts[:2])).with_suffix(end).exists() for at in places for end in ("", ".py"))
+    return there(path)
+
+
+def test_remarks_name_what_is_there():
+    """A comment that sends its reader to a file that was renamed is worse than none."""
+    wrong = {path: stale((ROOT / path).read_text()) for path in sources()}
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+@pytest.mark.parametrize("remark", ["see stage.py", "as `formats.checkpoint.staged` does", "the law (kernels.md)"])
+def test_a_stale_remark_is_seen(remark):
+    assert stale('"""A module; see engine.py and `drafters.checkpoint.save`."""\n') == set()
+    assert len(stale(f'"""A module; {remark}."""\n')) == len(stale(f"x = 1  # {remark}\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "see `decoding/stage.py`",
+        "see `stage.py`",
+        "[the map](../ARCHITECTURE.md)",
+        "`python -m specctl.training.against_others`",
+        "a `ScoreKeeper` keeps scores",
+        "an `Engin` decodes",
+        "`Engine.stepp` goes on",
+        "`on_every_round` is told",
+        "`tests/gold/` compares",
+        "the rules of `scoring/`",
+        "`decodes` prompts",
+        "```\nspecctl generate\n  decoding/measure.py   measures\n```",
+    ],
+)
+def test_a_wrong_name_is_seen(wrong):
+    """Negative control: the checks above would be vacuous if they saw nothing."""
+    assert len(missing(MAP, f"# A page\n\nAn `Engine` and `decoding/engine.py`.\n\n{wrong}\n")) == 1
+
+
+def test_a_missing_line_is_seen():
+    """Negative control of the test of lines."""
+    text = (ROOT / MAP).read_text()
+    shorter = re.sub(r"- `engine.py`: how are texts.*\n", "", text)
+    longer = text + "\n### `decoding/`\n\n- `stage.py`: which?\n"
+    assert set(unmapped(shorter)[0]) - set(unmapped(text)[0]) == {"specctl/decoding/engine.py"}
+    assert set(unmapped(longer)[1]) - set(unmapped(text)[1]) == {"specctl/decoding/stage.py"}
