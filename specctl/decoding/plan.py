@@ -45,7 +45,7 @@ class Plan:
     _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     def blocks(self, groups: int) -> list[Block]:
-        """What attention of folded queries reads: one block for all sequences, or one for each of them.
+        """The keys that attention of folded queries reads: one block for all sequences, or one for each of them.
 
         Folded are the `groups` query heads of a key head: they are its rows, group by group, and read the keys once. A
         CPU runs sequences one after another anyway; where lengths differ much it need not read the padding.
