@@ -9,7 +9,7 @@ from __future__ import annotations
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
-from specctl.recipe.learner import FAMILY_LEARNING, LearnerOptions, LearnerRecipe
+from specctl.recipe.learner import LearnerOptions, LearnerRecipe
 from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
 from specctl.recipe.online import OnlineRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
@@ -38,7 +38,6 @@ from specctl.recipe.train import (
 )
 
 __all__ = [
-    "FAMILY_LEARNING",
     "LOOKAHEAD_CHUNK",
     "RECIPES",
     "Arch",
