@@ -6,6 +6,8 @@ the domain). Loading, overrides and error reports are in `specctl.recipe.resolve
 
 from __future__ import annotations
 
+import pkgutil
+
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
@@ -36,6 +38,7 @@ from specctl.recipe.train import (
     OptimizerRecipe,
     TrainRecipe,
 )
+from specctl.subcommands import SUBCOMMANDS
 
 __all__ = [
     "LOOKAHEAD_CHUNK",
@@ -79,14 +82,6 @@ __all__ = [
 ]
 
 RECIPES: dict[str, type[CommandRecipe]] = {
-    "generate": GenerateRecipe,
-    "distill": DistillRecipe,
-    "train-drafter": TrainRecipe,
-    "eval": EvalRecipe,
-    "select": SelectRecipe,
-    "online": OnlineRecipe,
-    "bench": BenchRecipe,
-    "export": ExportRecipe,
-    "import": ImportRecipe,
+    name: pkgutil.resolve_name(row.recipe) for name, row in SUBCOMMANDS.items() if row.recipe is not None
 }
 """The recipe model of each command."""

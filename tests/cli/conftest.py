@@ -75,6 +75,6 @@ def library(monkeypatch):
         module = types.ModuleType(f"replaced_{command}")
         module.function = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(api.FUNCTIONS, command, (module.__name__, "function"))
+        monkeypatch.setitem(api.FUNCTIONS, command, f"{module.__name__}:function")
 
     return replace
