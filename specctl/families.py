@@ -185,7 +185,7 @@ def targets() -> list[str]:
     return list(dict.fromkeys([*ENGINES, *(to for family in FAMILIES.values() for to in family.exports)]))
 
 
-def listed(names: list[str], last: str = "or") -> str:
+def listed(names: list[str]) -> str:
     """`eagle3, hydra or lm`: the names as help texts say them, the default family first."""
     *first, end = sorted(names, key=lambda name: name != DEFAULT)
-    return f"{', '.join(first)} {last} {end}" if first else end
+    return f"{', '.join(first)} or {end}" if first else end
