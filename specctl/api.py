@@ -11,7 +11,7 @@ keys, with `__` for the dot.
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, 
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run, naming
+from specctl.subcommands import SUBCOMMANDS
 
 if TYPE_CHECKING:
     from specctl.commands.bench import BenchResult
@@ -35,17 +36,7 @@ if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
     from specctl.training.outcome import TrainResult
 
-FUNCTIONS = {
-    "distill": ("specctl.distillation.generate", "distill"),
-    "train-drafter": ("specctl.training.loop", "train_drafter"),
-    "eval": ("specctl.commands.eval", "evaluate"),
-    "generate": ("specctl.commands.generate", "generate"),
-    "select": ("specctl.commands.select", "select"),
-    "online": ("specctl.commands.online", "online"),
-    "bench": ("specctl.commands.bench", "bench"),
-    "export": ("specctl.commands.export", "export"),
-    "import": ("specctl.commands.import_", "import_head"),
-}
+FUNCTIONS = {name: f"specctl.{row.function}" for name, row in SUBCOMMANDS.items() if row.function is not None}
 
 
 def distill(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> DistillResult:
@@ -117,10 +108,9 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     makers = (WriterRecipe, ConverterRecipe)
     # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
     run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
-    module, name = FUNCTIONS[command]
     place = getattr(recipe, "output", run.dir)
     with naming(place), threads.chosen(recipe.resources.threads), run.held():
-        result = getattr(importlib.import_module(module), name)(recipe, run)
+        result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
         document = run.result(dataclasses.asdict(result))
         artefacts.write(document, run.dir)
     return result, document

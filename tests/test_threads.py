@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_keeps_its_threads(count):
 
 def test_every_command_chooses_its_threads_in_one_place(count, monkeypatch, tmp_path):
     """And gives them back: two commands of one Python process are chosen for by themselves."""
-    monkeypatch.setattr(api, "FUNCTIONS", {"generate": ("tests.test_threads", "told")})
+    monkeypatch.setattr(api, "FUNCTIONS", {"generate": "tests.test_threads:told"})
     recipe = GenerateRecipe(output_dir=tmp_path, resources=ResourceRecipe(threads=3))
     _, document = api.execute("generate", recipe)
     assert document["machine"]["threads"] == 3 and count[-1] == 8

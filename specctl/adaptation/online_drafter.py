@@ -92,7 +92,7 @@ class Pupil:
         self.recipe, self.target, self.seed, self._group = recipe, target, seed, group
         self.training = TrainRecipe(
             target=recipe.target,
-            arch=family,  # type: ignore[arg-type]
+            arch=family,
             init=self.start,
             objective="soft_ce",  # free: the target's distributions are in the verdicts
             dropout=self.rule.dropout or 0.0,

@@ -24,7 +24,8 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
-from specctl.recipe import FAMILY_LEARNING, OnlineRecipe
+from specctl.families import learning
+from specctl.recipe import OnlineRecipe
 from specctl.selection.arms import named
 from specctl.selection.assembly import make_selector
 from specctl.selection.controller import Round, Selector
@@ -53,7 +54,7 @@ class Specialists:
         self.pupils: dict[str, Pupil] = {}
         self.fixed: dict[str, Drafter] = {}
         for path, name in paths.items():
-            if checkpoint.family(Path(path)) in FAMILY_LEARNING:
+            if checkpoint.family(Path(path)) in learning():
                 self.pupils[name] = Pupil(recipe, algo, target, seed, Path(path))
             else:
                 self.fixed[name] = pool.load_drafter(path, target, recipe.drafting)

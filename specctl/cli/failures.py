@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from specctl.errors import SpecctlError, brief
 from specctl.redaction import redacted
+from specctl.subcommands import SUBCOMMANDS
 
 LINES = 10  # of a message
 LINE = 400  # characters of each
@@ -24,25 +25,6 @@ class Failure:
     message: str
     hint: str | None
     code: int
-
-
-_DECODING = ("sampling.max_new_tokens", "target.dtype=bf16", "target.device_map=auto")
-SMALLER = {  # command → recipe keys that make it need less memory
-    "distill": ("batch_size", "sampling.max_new_tokens", "target.device_map=auto"),
-    "train-drafter": (
-        "batch_tokens",
-        "max_length",
-        "gradient_checkpointing=true",
-        "zero_stage=2",
-        "features.mode=online",
-        "target.device_map=auto",
-    ),
-    "eval": _DECODING,
-    "generate": _DECODING,
-    "select": ("batch", *_DECODING),
-    "online": ("batch", *_DECODING),
-    "bench": ("batches", "vocabularies", "context"),
-}
 
 
 def explain(error: BaseException, command: str | None = None) -> Failure:
@@ -83,7 +65,8 @@ def _explain(error: BaseException, command: str | None) -> Failure:
         return Failure(type(error).__name__, f"{where}{error.strerror}", hint, code)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if _out_of_memory(error):
-        hint = f"lower or set {', '.join(SMALLER[command])}" if command in SMALLER else None
+        row = SUBCOMMANDS.get(command or "")
+        hint = f"lower or set {', '.join(row.smaller)}" if row and row.smaller else None
         return Failure(
             "MemoryError", f"out of memory: {first_line.partition('err == 0. ')[2] or first_line}".rstrip(": "), hint, 1
         )

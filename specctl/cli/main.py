@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from contextlib import suppress
@@ -9,26 +10,12 @@ from contextlib import suppress
 import typer
 
 from specctl import __version__, progress
-from specctl.cli import (
-    bench,
-    distill,
-    doctor,
-    domains,
-    eval,
-    export,
-    generate,
-    import_,
-    online,
-    recipes,
-    report,
-    select,
-    train_drafter,
-)
 from specctl.cli.command import Json, Quiet, Verbose
 from specctl.cli.failures import explain
 from specctl.cli.output import output
 from specctl.errors import ReaderGone, SpecctlError, UsageError
 from specctl.redaction import redacted
+from specctl.subcommands import SUBCOMMANDS
 
 app = typer.Typer(
     name="specctl",
@@ -38,22 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (
-    generate,
-    distill,
-    train_drafter,
-    online,
-    select,
-    eval,
-    bench,
-    export,
-    import_,
-    report,
-    recipes,
-    domains,
-    doctor,
-):
-    module.register(app)
+for row in SUBCOMMANDS.values():
+    importlib.import_module(f"specctl.cli.{row.cli}").register(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -95,13 +95,13 @@ def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
     from specctl.cli import plan
     from specctl.drafters import checkpoint
     from specctl.errors import RecipeError
-    from specctl.recipe import FAMILY_LEARNING
+    from specctl.families import learning
 
     if recipe.init is None:
         return recipe
     plan.check_directory(str(recipe.init))
     family = checkpoint.family(recipe.init)
-    if family not in FAMILY_LEARNING:
+    if family not in learning():
         raise RecipeError(f"init: {recipe.init} is of family {family}, which has no weights that could learn")
     if recipe.arch is None:
         recipe = recipe.model_copy(update={"arch": family})
@@ -133,7 +133,7 @@ def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
                 target=recipe.target,
                 resources=recipe.resources,
                 data=DataRecipe(domain=[recipe.first_domain], prompts=options.prompts),
-                arch=family,  # type: ignore[arg-type]
+                arch=family,
                 distill=FirstDataRecipe(responses=options.responses),
                 max_minutes=options.minutes,
                 output_dir=place,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl.cli.output import cell, table
 from specctl.errors import CheckpointError
+from specctl.families import LM
 
 if TYPE_CHECKING:
     from specctl.recipe import OnlineRecipe
@@ -42,7 +43,7 @@ def check(recipe: OnlineRecipe) -> None:
     own = recipe.reasoning
     if own.draft is not None:
         place = Path(location(own.draft))
-        if checkpoint.is_drafter(place) and (family := checkpoint.family(place)) != "lm":
+        if checkpoint.is_drafter(place) and (family := checkpoint.family(place)) != LM:
             raise CheckpointError(
                 f"reasoning.draft: {own.draft} is of family {family}, which writes no steps by itself",
                 "train a small LM: specctl train-drafter --arch lm",

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from specctl.errors import UsageError
+from specctl.families import FAMILIES, UNTRAINED, listed, targets
 
 SWITCH = " "  # where help names the kind of a value: a switch takes none
 
@@ -82,13 +83,13 @@ FLAGS: dict[str, Flag] = {
     "top_p": Flag(("sampling.top_p",), float, "Nucleus; 1 is off."),
     "top_k": Flag(("sampling.top_k",), int, "0 is off."),
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
-    "arch": Flag(("arch",), str, "Drafter family: eagle3, eagle, hydra, medusa, lm or retrieval."),
+    "arch": Flag(("arch",), str, f"Drafter family: {listed([*FAMILIES])}."),
     "each": Flag(("each",), bool, "One drafter per domain, into one directory, instead of one for the mixture."),
     "init": Flag(("init",), Path, "Drafter to start from: fine-tunes it to the domain.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
-    "drafter": Flag(("drafter",), str, "Drafter directory, or lookup or suffix.", metavar="PATH"),
+    "drafter": Flag(("drafter",), str, f"Drafter directory, or {listed([*UNTRAINED])}.", metavar="PATH"),
     "drafters": Flag(
-        ("drafters",), list[str], "Drafter directory, or lookup or suffix; repeatable.", _names, metavar="PATH"
+        ("drafters",), list[str], f"Drafter directory, or {listed([*UNTRAINED])}; repeatable.", _names, metavar="PATH"
     ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
     "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), or some of them.", _none_or_names),
@@ -137,7 +138,7 @@ FLAGS: dict[str, Flag] = {
     "seeds": Flag(("seeds",), str, "Repeats, for intervals: 0,1,2.", _comma_ints),
     "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
     "log": Flag(("log",), list[str], "tensorboard, wandb or trackio; repeatable.", _names),
-    "to": Flag(("to",), str, "vllm, sglang, speculators, hf, eagle, hydra or medusa."),
+    "to": Flag(("to",), str, listed(targets()) + "."),
     "check": Flag(("check",), bool, "Read the result back and compare logits."),
     "format": Flag(("format",), str, "Format of the head; auto recognises it."),
     "no_probe": Flag(("probe.enabled",), bool, "Do not try the head on a few prompts.", lambda given: not given),

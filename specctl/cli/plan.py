@@ -9,8 +9,8 @@ from typing import Any
 
 from specctl import lock, progress
 from specctl.cli.output import cell, output
-from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError
+from specctl.families import NAMED
 from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
 from specctl.redaction import redacted
 from specctl.runs import check_same_command
@@ -69,8 +69,8 @@ def step_name(path: str) -> str:
 def check_drafters(names: list[str]) -> None:
     """Each is a drafter directory or a drafter that needs no weights. Raises UsageError, CheckpointError."""
     for name in names:
-        if name not in WEIGHTLESS:
-            check_directory(name, otherwise=f", or {', '.join(WEIGHTLESS)}")
+        if name not in NAMED:
+            check_directory(name, otherwise=f", or {', '.join(NAMED)}")
 
 
 def check_directory(name: str, otherwise: str = "") -> None:

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -78,11 +78,11 @@ def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
     if "arch" in recipe.model_fields_set:
         return recipe
     from specctl.drafters import checkpoint
-    from specctl.recipe import Arch
+    from specctl.families import FAMILIES
 
     family = checkpoint.family(init)
-    if family not in get_args(Arch):
-        raise CheckpointError(f"init: {init} is of the unknown family {family!r}", hint=", ".join(get_args(Arch)))
+    if family not in FAMILIES:
+        raise CheckpointError(f"init: {init} is of the unknown family {family!r}", hint=", ".join(FAMILIES))
     return recipe.model_copy(update={"arch": family})
 
 
@@ -160,12 +160,12 @@ def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
     """Memory, disk and time of the training, as far as they follow from configurations."""
     from specctl.cli import plan
     from specctl.decoding.models.loading import load_config
-    from specctl.drafters.pool import FAMILIES
+    from specctl.families import trained
     from specctl.training.estimate import estimate
     from specctl.training.machine import machine_for
 
     where, machine = plan.local_target(recipe.target), machine_for(recipe)
-    if recipe.arch not in FAMILIES or recipe.arch == "retrieval" or recipe.corpus is not None:
+    if recipe.arch not in trained() or recipe.corpus is not None:
         what = "a corpus" if recipe.corpus is not None else recipe.arch
         return Expected([f"no estimate: none is made for {what}"], None)
     if where is None:
@@ -203,13 +203,14 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
 def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[str]:
     """The plan of `train-drafter`, in words."""
     from specctl.cli import distill, plan
+    from specctl.families import trained
 
     found = [step for missing in first.values() for step in distill.steps(missing)]
     if not first:
         found.append(plan.check_target(recipes[0].target))
     for recipe in recipes:
         found.append(f"read distilled data from {', '.join(map(str, recipe.sources))}")
-        found += _collecting(recipe) if recipe.arch == "retrieval" else _training(recipe)
+        found += _training(recipe) if recipe.arch in trained() else _collecting(recipe)
         found.append(f"write the drafter to {recipe.output}")
     return found
 

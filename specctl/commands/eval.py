@@ -13,6 +13,7 @@ from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
 from specctl.drafters import pool
 from specctl.errors import UsageError
+from specctl.families import NAMED
 from specctl.measuring import lossless
 from specctl.measuring.contenders import VANILLA, contenders, measure, prepare
 from specctl.measuring.drafter_rows import Row, answers, compared, summarise
@@ -116,7 +117,7 @@ def named(recipe: EvalRecipe) -> dict[str, str]:
 
 def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dict[str, list[str]]:
     """The trained drafters of a matrix with their domains; all, where none is trained or a caller brought its own."""
-    trained = {name: pool.domains_of(path) for name, path in paths.items() if path not in pool.WEIGHTLESS}
+    trained = {name: pool.domains_of(path) for name, path in paths.items() if path not in NAMED}
     return trained or {name: [] for name in drafters}
 
 

@@ -97,7 +97,7 @@ def check_free(place: Path, overwrite: bool) -> None:
 
 def read_back(directory: Path, to: str, head: Head, facts: Facts) -> Head:
     """The head as the importer understands what was written."""
-    return registry.READERS[registry.written_as(to, head.family)].read(foreign.read(directory), facts)
+    return registry.read_back(to, head.family).read(foreign.read(directory), facts)
 
 
 def _write(files: Files, directory: Path, facts: Facts, trust_remote_code: bool) -> None:

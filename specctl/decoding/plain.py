@@ -9,6 +9,7 @@ from specctl.decoding.device.resident import Resident
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
+from specctl.recipe import DraftingRecipe
 
 
 class NoDraft:
@@ -56,3 +57,8 @@ class PlainRounds:
 
     def store(self, state: DecodeState) -> None:
         """Nothing is remembered."""
+
+
+def drafter(drafting: DraftingRecipe) -> NoDraft:
+    """The drafter `none`."""
+    return NoDraft()

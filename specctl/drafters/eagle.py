@@ -44,10 +44,6 @@ class EagleDrafter(FeatureDrafter):
         return self.head((hidden * self.scale).to(self.dtype))
 
 
-ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Projections that a LoRA adapter may update; not the fusion, half of which is tabulated."""
-
-
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The module's state as it is stored: its names are those of the published checkpoints."""
     return state

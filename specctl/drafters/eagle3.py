@@ -39,10 +39,6 @@ class Eagle3Drafter(FeatureDrafter):
         return self.head(self.norm(hidden))
 
 
-ADAPTABLE = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-"""Projections that a LoRA adapter may update."""
-
-
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The module's state as it is stored: its names are those of the published checkpoints."""
     return state

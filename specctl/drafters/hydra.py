@@ -88,10 +88,6 @@ class HydraDrafter(DepthDrafter):
         self.prefix.invalidate(state)
 
 
-ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "linear")
-"""Projections that a LoRA adapter may update."""
-
-
 def prepare(module: HydraHeads, recipe: TrainRecipe) -> None:
     """The training options of a recipe."""
     depth_heads.prepare(module, recipe)

@@ -26,10 +26,6 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
 
 
-ADAPTABLE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Projections that a LoRA adapter may update."""
-
-
 class LM(nn.Module):
     """The drafter as a trainable module around a causal LM of `transformers`."""
 

@@ -11,6 +11,7 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
+from specctl.recipe import DraftingRecipe
 
 # On a CPU 8 rows cost what 1 costs, more do not. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 /
 # 1.65 / 1.65, math 2.18 / 2.32 / 2.46; without 1-grams 1.63 and 2.18 at depth 7; 4-grams change nothing.
@@ -95,3 +96,8 @@ class NGramIndex:
                     found += found[-period:][: count - len(found)]
                 return found
         return []
+
+
+def drafter(drafting: DraftingRecipe) -> Lookup:
+    """The drafter `lookup`."""
+    return Lookup(drafting.depth)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -16,25 +17,15 @@ from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, located, misfit, shown
 from specctl.drafters.lora import Adapter, Update
-from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, UsageError
+from specctl.families import FAMILIES, NAMED
 from specctl.recipe import DraftingRecipe, TrainRecipe
-
-# Family → module, imported when a drafter of it is loaded: a `Family`.
-FAMILIES = {
-    "eagle": "specctl.drafters.eagle",
-    "eagle3": "specctl.drafters.eagle3",
-    "hydra": "specctl.drafters.hydra",
-    "medusa": "specctl.drafters.medusa",
-    "lm": "specctl.drafters.lm",
-    "retrieval": "specctl.drafters.retrieval",
-}
 
 
 class Family(Protocol):
     """The Python module of a family whose drafters are kept in directories.
 
-    A family whose drafters have `adapted(adapter)` names the projections of its module in `ADAPTABLE`.
+    Drafters of a family with `adaptable` projections have `adapted(adapter)`.
 
     `module` is what one of them holds, weights or a datastore; `config` is a checkpoint's config.json, `tensors` its
     model.safetensors.
@@ -72,14 +63,31 @@ class TrainableFamily(Family, Protocol):
         ...
 
 
+class CollectedFamily(Family, Protocol):
+    """A family whose drafters are collected from responses."""
+
+    def collect(self, texts: Iterable[tuple[list[int], int]]) -> Any:
+        """What a drafter holds, from (tokens, prompt length) of every text."""
+        ...
+
+    def tensors(self, module: Any) -> dict[str, Tensor]:
+        """model.safetensors of a checkpoint of it."""
+        ...
+
+
 def family(name: str) -> Family:
     """The module of a family."""
-    return cast(Family, importlib.import_module(FAMILIES[name]))
+    return cast(Family, importlib.import_module(FAMILIES[name].module))
 
 
 def trainable(name: str) -> TrainableFamily:
     """The module of a family that learns by gradients."""
     return cast(TrainableFamily, family(name))
+
+
+def collected(name: str) -> CollectedFamily:
+    """The module of a family that is collected without gradient steps."""
+    return cast(CollectedFamily, family(name))
 
 
 def load_drafter(
@@ -94,8 +102,8 @@ def load_drafter(
     Raises:
         CheckpointError: there is no such drafter, it is damaged, of an unknown family, or made for another target.
     """
-    if path_or_name in WEIGHTLESS:
-        return WEIGHTLESS[path_or_name](drafting)
+    if path_or_name in NAMED:
+        return cast(Drafter, pkgutil.resolve_name(NAMED[path_or_name])(drafting))
     found = read_drafter(path_or_name, target)
     bases = {} if bases is None else bases
     base = find_base(found) if "lora" in found.config else found
@@ -112,7 +120,7 @@ def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint
     path = Path(directory).expanduser()
     if not os.path.lexists(path) and path.name == str(directory):
         raise CheckpointError(
-            f"no drafter {str(directory)!r}", hint=f"give one of {', '.join(WEIGHTLESS)}, or a drafter directory"
+            f"no drafter {str(directory)!r}", hint=f"give one of {', '.join(NAMED)}, or a drafter directory"
         )
     found = known(path)
     checkpoint.check_target(found.config, target, str(path))
@@ -171,7 +179,7 @@ def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
         wanted = Update.of(found.config).base
         if wanted is None:
             raise misfit(CONFIG, "lora.base", "is missing")
-        if not getattr(family(found.config["family"]), "ADAPTABLE", ()):
+        if not FAMILIES[found.config["family"]].adaptable:
             raise misfit(CONFIG, "lora", f"drafters of family {found.config['family']} take no adapters")
     here = found.path.absolute()
     recorded = Path(os.path.normpath(here / wanted.path))
@@ -196,7 +204,7 @@ def domains_of(path_or_name: str) -> list[str]:
 
     Raises CheckpointError where drafter.json cannot be read.
     """
-    if path_or_name in WEIGHTLESS:
+    if path_or_name in NAMED:
         return []
     named = checkpoint.read_info(path_or_name).get("domain") or []
     return [named] if isinstance(named, str) else [str(domain) for domain in named]

@@ -13,6 +13,7 @@ from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.trie import Place, Shape, first_level, grow
+from specctl.recipe import DraftingRecipe
 
 # × plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each, one thread of a busy
 # machine, where equal drafts differ by up to 20 %):
@@ -105,3 +106,8 @@ class Text:
             self._trail = SuffixAutomaton()
         self._trail.extend(ids, end)
         return self._trail
+
+
+def drafter(drafting: DraftingRecipe) -> Suffix:
+    """The drafter `suffix`."""
+    return Suffix(drafting.depth, drafting.nodes, drafting.children)

@@ -13,7 +13,7 @@ from specctl.formats.foreign import Foreign
 from specctl.formats.head import Facts, Files, Head
 
 
-def write(head: Head, facts: Facts, *, sglang: bool = False) -> Files:
+def write(head: Head, facts: Facts, tokens: int, *, sglang: bool = False) -> Files:
     """The directory of a head, for SGLang or for the others."""
     weight = head.tensors["fc.weight"]
     config = {
@@ -23,6 +23,11 @@ def write(head: Head, facts: Facts, *, sglang: bool = False) -> Files:
     # SGLang makes an fc.bias in any case and would leave it as its memory was.
     bias = {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype)} if sglang else {}
     return Files(config, head.tensors | bias)
+
+
+def write_for_sglang(head: Head, facts: Facts, tokens: int) -> Files:
+    """The directory of a head for SGLang."""
+    return write(head, facts, tokens, sglang=True)
 
 
 def claims(found: Foreign) -> bool:

@@ -25,7 +25,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def write(head: Head, facts: Facts) -> Files:
+def write(head: Head, facts: Facts, tokens: int) -> Files:
     """The directory of a head. CheckpointError where an engine could not feed it."""
     check_taps(head, facts, count=3)
     taps = tuple(head.architecture["taps"])
@@ -37,6 +37,17 @@ def write(head: Head, facts: Facts) -> Files:
     if taps != facts.default_taps:
         config |= {LAYERS: list(taps), "eagle_config": {LAYERS: [tap - 1 for tap in taps]}}
     return Files(config, without_mapping_of_all(head))
+
+
+def write_for_reference(head: Head, facts: Facts, tokens: int) -> Files:
+    """The same for the reference code, which taps fixed layers: it has no key for others."""
+    taps = tuple(head.architecture["taps"])
+    if taps != facts.default_taps:
+        raise CheckpointError(
+            f"the head taps hidden_states {list(taps)}, the reference code always {list(facts.default_taps)}",
+            hint="--to vllm or --to sglang can serve it",
+        )
+    return write(head, facts, tokens)
 
 
 def check_taps(head: Head, facts: Facts, count: int | None = None) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from specctl.formats.head import Facts
 
 VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
-MEDUSA = "vLLM up to 0.32 serves Medusa heads (0.33 has dropped them): the most probable token of each, without a tree"
-NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for the repository that it comes from"
 
 
 def _names(text: str) -> frozenset[str]:

@@ -14,7 +14,7 @@ FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_
 """Keys that are about the file, not about the model."""
 
 
-def write(head: Head, facts: Facts) -> Files:
+def write(head: Head, facts: Facts, tokens: int) -> Files:
     """Loads with AutoModelForCausalLM and AutoTokenizer."""
     config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]

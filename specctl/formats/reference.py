@@ -22,7 +22,7 @@ FROM_VLLM = {r"blocks\.(\d+)\.layers\.0\.(.+)": r"\1.0.linear.\2", r"lm_heads\.(
 """Names of Medusa's tensors, published and in vLLM."""
 
 
-def write_medusa(head: Head, facts: Facts) -> Files:
+def write_medusa(head: Head, facts: Facts, tokens: int) -> Files:
     """Head K is the Sequential of a block, K.0, and a vocabulary matrix, K.1."""
     _check_whole(head)
     config = {
@@ -33,7 +33,7 @@ def write_medusa(head: Head, facts: Facts) -> Files:
     return Files(config, head.tensors, "medusa_lm_head.pt")
 
 
-def write_medusa_for_vllm(head: Head, facts: Facts) -> Files:
+def write_medusa_for_vllm(head: Head, facts: Facts, tokens: int) -> Files:
     """A configuration of vLLM's model type `medusa`, whose blocks have a bias where `medusa_fc_bias` says so.
 
     Its `token_map` for a smaller vocabulary goes with one head shared by all (`original_lm_head`), which ours have not.
@@ -91,7 +91,7 @@ def read_medusa(found: Foreign, facts: Facts) -> Head:
     return Head("medusa", _shape(facts, heads, 1), fitted, tuple(notes))
 
 
-def write_hydra(head: Head, facts: Facts) -> Files:
+def write_hydra(head: Head, facts: Facts, tokens: int) -> Files:
     """The prefix-attention heads. Their layers 2 … n are one module, which the file repeats as K.3, K.5, …
 
     CheckpointError where the prefix layer is not shaped as the target's: the loader makes it from the target's config.

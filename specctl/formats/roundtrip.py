@@ -11,6 +11,7 @@ from specctl.drafters import pool
 from specctl.drafters.head import SlotBatch
 from specctl.drafters.ttt_attention import Layout
 from specctl.errors import CheckpointError
+from specctl.families import FAMILIES
 from specctl.formats.head import Head
 
 TOLERANCE = 1e-4
@@ -44,9 +45,9 @@ def check(head: Head, back: Head, steps: int) -> float:
 
 def restore(head: Head) -> nn.Module:
     """The module of a head. CheckpointError for an unknown family, or weights that do not fit."""
-    if head.family not in pool.FAMILIES:
+    if head.family not in FAMILIES:
         raise CheckpointError(
-            f"a head of family {head.family!r} cannot draft here", hint=f"known families: {', '.join(pool.FAMILIES)}"
+            f"a head of family {head.family!r} cannot draft here", hint=f"known families: {', '.join(FAMILIES)}"
         )
     return pool.family(head.family).restore({"architecture": head.architecture}, head.tensors)
 
@@ -74,10 +75,10 @@ def _run(head: Head, module: Any, steps: int) -> tuple[Tensor, ...]:
     vocab, size = head.architecture["vocab_size"], head.architecture["hidden_size"]
     known = min(vocab, KNOWN)
     tokens = torch.randint(known, (SLOTS,), generator=random)
-    if head.family == "lm":
+    if FAMILIES[head.family].is_lm:
         module.model(input_ids=tokens[None], use_cache=False)
         return ()
-    if head.family == "eagle3":  # the others have as many steps as heads, or one that draft steps repeat
+    if FAMILIES[head.family].unrolls:  # the others have as many steps as heads, or one that draft steps repeat
         module.steps = steps
     rows = torch.arange(SLOTS - QUERIES, SLOTS)
     layout = Layout([(0, SLOTS)], [(0, QUERIES)], rows.tolist())

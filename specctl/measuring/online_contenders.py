@@ -23,12 +23,11 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
-from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import SpecctlError, UsageError
+from specctl.families import UNTRAINED
 from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
-from specctl.recipe.online import UNTRAINED
 from specctl.training.checkpoint import under
 
 STATIC = "static"
@@ -96,7 +95,7 @@ class Stage:
         self.fixed = self._load_fixed() if static and not recipe.pool else {}
         self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
         self.untrained: dict[str, Drafter] = {
-            name: WEIGHTLESS[name](recipe.drafting) for name in UNTRAINED if name in recipe.baselines
+            name: pool.load_drafter(name, target, recipe.drafting) for name in UNTRAINED if name in recipe.baselines
         }
         twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
         if twice:

@@ -16,15 +16,15 @@ import numpy as np
 
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Floats, Interval, ratio
+from specctl.families import UNTRAINED
 from specctl.measuring.contenders import VANILLA
 from specctl.measuring.online_contenders import ChunkRow, static_name
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
-from specctl.recipe.online import UNTRAINED
 
 Unit = int
 """The number of a chunk, of all seeds."""
-LOOKUP = UNTRAINED[0]
+LOOKUP = "lookup"
 Figure = tuple[float | None, Interval | None]
 """A value and its interval."""
 Amount = Literal["decoded_tokens", "target_passes", "decode_s"]

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 from specctl.decoding.models.identity import with_weights
 from specctl.decoding.records import Decoded
 from specctl.drafters import checkpoint
-from specctl.drafters.weightless import WEIGHTLESS
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
+from specctl.families import NAMED
 from specctl.measuring.lossless import Agreement
 from specctl.recipe import EvalRecipe, OnlineRecipe
 from specctl.runs import atomic_write, to_json
@@ -128,7 +128,7 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
 
 def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
     """A fingerprint of each drafter that has weights, which tells whether its directory still holds the same one."""
-    return {name: checkpoint.fingerprint(path) for name, path in paths.items() if path not in WEIGHTLESS}
+    return {name: checkpoint.fingerprint(path) for name, path in paths.items() if path not in NAMED}
 
 
 def recipe_stamp(recipe: EvalRecipe | OnlineRecipe) -> Stamp:

@@ -27,6 +27,7 @@ from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.lm_drafter import cast
+from specctl.families import LM
 from specctl.recipe import TargetRecipe
 
 PLAIN = "transformers"
@@ -137,7 +138,7 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
     if not checkpoint.is_drafter(Path(directory)):
         return None
     found = checkpoint.load(directory)
-    if found.config["family"] != "lm":
+    if found.config["family"] != LM:
         return None
     return cast(pool.module(found, target).model, target.device, target.dtype).eval()
 

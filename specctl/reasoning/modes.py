@@ -27,6 +27,7 @@ from specctl.drafters import checkpoint
 from specctl.drafters.lm_drafter import cast
 from specctl.drafters.pool import module, read_drafter, whole
 from specctl.errors import CheckpointError, UsageError
+from specctl.families import LM
 from specctl.reasoning.judge import Judge, make_judge
 from specctl.reasoning.lookahead import Lookahead, Trace
 from specctl.reasoning.preferences import Lesson, PreferenceLearner
@@ -69,7 +70,7 @@ def load_draft_lm(name: str, target: Target) -> DraftLM:
 
         return DraftLM(name, load_model(name, device=target.device, dtype=torch.float32), load_tokenizer(name))
     found = whole(read_drafter(path, target))
-    if found.config["family"] != "lm":
+    if found.config["family"] != LM:
         raise CheckpointError(
             f"{name} is a drafter of family {found.config['family']}, which writes no steps by itself",
             "train a small LM: specctl train-drafter --arch lm",

@@ -6,10 +6,12 @@ the domain). Loading, overrides and error reports are in `specctl.recipe.resolve
 
 from __future__ import annotations
 
+import pkgutil
+
 from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
 from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
 from specctl.recipe.distill import DistillRecipe
-from specctl.recipe.learner import FAMILY_LEARNING, LearnerOptions, LearnerRecipe
+from specctl.recipe.learner import LearnerOptions, LearnerRecipe
 from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
 from specctl.recipe.online import OnlineRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
@@ -36,9 +38,9 @@ from specctl.recipe.train import (
     OptimizerRecipe,
     TrainRecipe,
 )
+from specctl.subcommands import SUBCOMMANDS
 
 __all__ = [
-    "FAMILY_LEARNING",
     "LOOKAHEAD_CHUNK",
     "RECIPES",
     "Arch",
@@ -80,14 +82,6 @@ __all__ = [
 ]
 
 RECIPES: dict[str, type[CommandRecipe]] = {
-    "generate": GenerateRecipe,
-    "distill": DistillRecipe,
-    "train-drafter": TrainRecipe,
-    "eval": EvalRecipe,
-    "select": SelectRecipe,
-    "online": OnlineRecipe,
-    "bench": BenchRecipe,
-    "export": ExportRecipe,
-    "import": ImportRecipe,
+    name: pkgutil.resolve_name(f"specctl.{row.recipe}") for name, row in SUBCOMMANDS.items() if row.recipe is not None
 }
 """The recipe model of each command."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import PositiveInt
 
-from specctl.recipe.sections import CommandRecipe, DataRecipe, Fraction, LocalPath, Section
+from specctl.families import targets
+from specctl.recipe.sections import CommandRecipe, DataRecipe, Fraction, LocalPath, OneOf, Section
 
 
 class ConverterRecipe(CommandRecipe):
@@ -20,7 +21,7 @@ class ExportRecipe(ConverterRecipe):
     """`specctl export`; output_dir None = ./exported/<drafter>-<to>. The target is the drafter's own unless named."""
 
     drafter: LocalPath | None = None
-    to: Literal["vllm", "sglang", "speculators", "hf", "eagle", "hydra", "medusa"] = "vllm"
+    to: Annotated[str, OneOf(targets)] = "vllm"
     tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
 

@@ -7,34 +7,11 @@ from typing import Annotated, Literal, cast, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from specctl.families import learning
 from specctl.recipe.lookahead import REASONING
 from specctl.recipe.sections import Fraction, PositiveFloat, Section
 
 Algo = Literal["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
-
-
-class FamilyLearning(Section):
-    """How a family learns; epochs, clipping and dropout are OnlineSpec's, medusa as hydra, lm as it is fine-tuned.
-
-    Adam's rates are for hidden size 4,096: narrower heads take larger steps. Those of eagle3 and hydra were measured at
-    width 256 and scaled back; the paper has 1e-4 for eagle3, and SGD at 0.1 for hydra, which hardly moves there.
-    """
-
-    optimizer: Literal["sgd", "adam"]
-    adam: PositiveFloat  # η of Adam
-    sgd: PositiveFloat = 0.1  # η of SGD and of the heavy ball
-    epochs: PositiveInt
-    clip: NonNegativeFloat
-    dropout: Fraction = 0.0
-
-
-FAMILY_LEARNING = {
-    "eagle": FamilyLearning(optimizer="adam", adam=3e-5, epochs=5, clip=0.5),
-    "eagle3": FamilyLearning(optimizer="adam", adam=6e-5, epochs=2, clip=0.5),
-    "hydra": FamilyLearning(optimizer="adam", adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1),
-    "medusa": FamilyLearning(optimizer="adam", adam=1.5e-4, epochs=1, clip=0.0),
-    "lm": FamilyLearning(optimizer="adam", adam=2e-5, epochs=1, clip=1.0),
-}
 
 
 SHORT = {"opt": "optimistic", "ens": "ensemble", "opt-ens": "opt-ensemble"}
@@ -43,12 +20,12 @@ SHORT = {"opt": "optimistic", "ens": "ensemble", "opt-ens": "opt-ensemble"}
 
 def rule_and_family(name: str) -> tuple[Algo, str | None]:
     """`opt-hydra` as ("optimistic", "hydra"); `ogd` names no family. ValueError for what is neither."""
-    family = next((family for family in FAMILY_LEARNING if name.endswith(f"-{family}")), None)
+    family = next((family for family in learning() if name.endswith(f"-{family}")), None)
     rule = name.removesuffix(f"-{family}")
     rule = SHORT.get(rule, rule)
     if rule not in get_args(Algo):
         rules = [*get_args(Algo), *SHORT]
-        paired = (f"{one}-{head}" for one in rules for head in FAMILY_LEARNING)
+        paired = (f"{one}-{head}" for one in rules for head in learning())
         near = get_close_matches(name, [*rules, *paired, *REASONING], n=1)
         known = f"there are {', '.join([*get_args(Algo), *REASONING])}, or a family's, such as opt-hydra, ens-eagle3"
         raise ValueError(f"no algo {name!r}: {f'did you mean {near[0]}?' if near else known}")
@@ -56,7 +33,7 @@ def rule_and_family(name: str) -> tuple[Algo, str | None]:
 
 
 class LearnerOptions(Section):
-    """Constants of the update rules; None = the family's (`FAMILY_LEARNING`)."""
+    """Constants of the update rules; None = the family's (`specctl.families`)."""
 
     optimizer: Literal["sgd", "adam"] | None = None  # of the inner steps; algo momentum has its own
     lr: PositiveFloat | None = None  # η, of the slowest member of an ensemble
@@ -96,7 +73,7 @@ class LearnerRecipe(LearnerOptions):
 
     def resolved(self, family: str, hidden_size: int) -> LearnerRecipe:
         """With the settings of a drafter family, for heads of this width, where the recipe names none."""
-        own = FAMILY_LEARNING[family]
+        own = learning()[family]
         optimizer = self.optimizer or own.optimizer
         sgd = optimizer == "sgd" or self.algo == "momentum"
         found = {

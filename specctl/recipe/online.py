@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from specctl.families import DEFAULT, LM, UNTRAINED, learning, mixing
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
 from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, LookaheadRecipe, ReasoningMode
 from specctl.recipe.sections import (
@@ -16,6 +17,7 @@ from specctl.recipe.sections import (
     LocalPath,
     Name,
     Names,
+    OneOf,
     PositiveFloat,
     ResumableRecipe,
     SamplingRecipe,
@@ -25,8 +27,6 @@ from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.stream import StreamRecipe
 from specctl.recipe.train import CheckpointRecipe
 
-FAMILY = "eagle3"  # of an algo that names none
-UNTRAINED = ("lookup", "suffix")  # baselines that are drafters without weights
 BY_TOKENS = {
     "arch": "the draft model is an LM",
     "init": "name the draft LM by reasoning.draft",
@@ -85,7 +85,7 @@ class OnlineRecipe(ResumableRecipe):
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # an update rule, or with its family: opt-hydra, ens-eagle3
-    arch: Literal["eagle", "eagle3", "hydra", "medusa", "lm"] | None = None  # of rules without one; None = init's
+    arch: Annotated[str, OneOf(learning)] | None = None  # of rules without one; None = init's
     init: LocalPath | None = None  # drafter to start from; None = ./drafters/<domain>-<arch>, warmed up if missing
     warmup: WarmupRecipe = WarmupRecipe()
     pool: LocalPath | None = None  # specialists to choose among: each learns from the texts that it has won
@@ -103,7 +103,7 @@ class OnlineRecipe(ResumableRecipe):
     # asynchronous: where it learns; several devices share every batch: cuda:1,cuda:2; cpu,cpu = two processes.
     learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]
     # Who answers every prompt, too: plain decoding, the drafter that does not learn, drafters that nobody has to train.
-    baselines: list[Literal["vanilla", "static", "lookup", "suffix"]] = ["vanilla", "static", "lookup"]
+    baselines: list[Annotated[str, OneOf(lambda: ("vanilla", "static", *UNTRAINED))]] = ["vanilla", "static", "lookup"]
     batch: PositiveInt = 1  # sequences at a time
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats of the whole stream
     checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # in chunks
@@ -199,10 +199,10 @@ class OnlineRecipe(ResumableRecipe):
         if self.resume and self.output_dir is None:
             raise ValueError("resume needs output_dir, the directory of the run to continue")
         if self.learner.combine == "probs":
-            others = [name for name in self.algo if self.family_of(name) not in ("eagle", "eagle3")]
+            others = [name for name in self.algo if self.family_of(name) not in mixing()]
             if others or self.pool is not None or self.asynchronous:
                 raise ValueError(
-                    "learner.combine=probs mixes heads of eagle and eagle3, learnt here: weights or sample"
+                    f"learner.combine=probs mixes heads of {' and '.join(mixing())}, learnt here: weights or sample"
                 )
         if self.pool is not None:
             if self.init is not None:
@@ -244,13 +244,13 @@ class OnlineRecipe(ResumableRecipe):
     @property
     def draft(self) -> str:
         """The LM that drafts steps."""
-        return self.reasoning.draft or str(self.start_of("lm"))
+        return self.reasoning.draft or str(self.start_of(LM))
 
     def family_of(self, algo: str) -> str:
         """Family of the drafter that learns by `algo`."""
         if algo in REASONING:
-            return "lm"
-        return rule_and_family(algo)[1] or self.arch or FAMILY
+            return LM
+        return rule_and_family(algo)[1] or self.arch or DEFAULT
 
     @property
     def families(self) -> list[str]:
@@ -268,7 +268,7 @@ class OnlineRecipe(ResumableRecipe):
         """Prompts between two updates."""
         if self.reasons:
             return self.stream.chunk or LOOKAHEAD_CHUNK
-        return max(self.stream.chunk_of(family) for family in self.families or [FAMILY])
+        return max(self.stream.chunk_of(family) for family in self.families or [DEFAULT])
 
     @property
     def first_domain(self) -> str:

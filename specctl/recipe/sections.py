@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,8 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from specctl.redaction import redacted
 
@@ -37,6 +40,28 @@ Name = Annotated[str, BeforeValidator(_named)]
 
 
 LocalPath = Annotated[Path, BeforeValidator(_named), Field(strict=False)]
+
+
+class OneOf:
+    """Metadata of a text that is one of some names, read when they are needed: a `Literal` of a table's keys."""
+
+    def __init__(self, names: Callable[[], Iterable[str]]):
+        self.names = names
+
+    def check(self, value: Any) -> str:
+        """The value, or the error that a `Literal` gives."""
+        names = list(self.names())
+        if value not in names:
+            *first, last = map(repr, names)
+            expected = f"{', '.join(first)} or {last}" if first else last
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return str(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> JsonSchemaValue:
+        return {"enum": list(self.names()), "type": "string"}
 
 
 Gpu = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090", "cpu"]

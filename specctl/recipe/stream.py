@@ -6,12 +6,10 @@ from typing import Literal
 
 from pydantic import PositiveInt, field_validator
 
+from specctl.families import learning
 from specctl.recipe.sections import Names, Section
 
 Kind = Literal["abrupt", "mix", "drift"]
-
-CHUNKS = {"hydra": 80, "medusa": 80}  # families with one head a depth
-CHUNK = 40  # of all others
 
 
 class StreamRecipe(Section):
@@ -42,4 +40,4 @@ class StreamRecipe(Section):
 
     def chunk_of(self, family: str) -> int:
         """Prompts in a chunk for a drafter of this family."""
-        return self.chunk or CHUNKS.get(family, CHUNK)
+        return self.chunk or learning()[family].chunk

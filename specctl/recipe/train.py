@@ -7,19 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from specctl.families import DEFAULT, FAMILIES, listed
 from specctl.recipe.sections import (
     DataRecipe,
     Fraction,
     LocalPath,
     Name,
     Names,
+    OneOf,
     PositiveFloat,
     Section,
     WriterRecipe,
     distilled_dir,
 )
 
-Arch = Literal["eagle", "eagle3", "hydra", "medusa", "lm", "retrieval"]
+Arch = Annotated[str, OneOf(lambda: FAMILIES)]
 
 
 class DrafterRecipe(Section):
@@ -123,7 +125,7 @@ class TrainRecipe(WriterRecipe):
     """
 
     data: DataRecipe = DataRecipe()
-    arch: Arch = "eagle3"
+    arch: Arch = DEFAULT
     each: bool = False
     drafter: DrafterRecipe = DrafterRecipe()
     init: LocalPath | None = None  # drafter directory to start from; its sizes and draft vocabulary are kept
@@ -174,7 +176,7 @@ class TrainRecipe(WriterRecipe):
         """`objective` with `auto` decided: the target's distributions for heads, its samples alone for lm."""
         if self.objective != "auto":
             return self.objective
-        return "ce" if self.arch == "lm" else "soft_ce"
+        return FAMILIES[self.arch].objective
 
     @property
     def optimizer_type(self) -> str:
@@ -227,8 +229,9 @@ class TrainRecipe(WriterRecipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainRecipe:
-        if self.arch != "lm" and (self.corpus or self.pretrain != PretrainRecipe()):
-            raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch lm")
+        if not FAMILIES[self.arch].is_lm and (self.corpus or self.pretrain != PretrainRecipe()):
+            free = listed([name for name, family in FAMILIES.items() if family.is_lm])
+            raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
         if self.pretrain != PretrainRecipe() and self.init is not None:
             raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
         if self.lora.enabled and self.init is None:

@@ -12,16 +12,16 @@ from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.drafters.lookup import DEPTH
 from specctl.errors import CheckpointError, UsageError
+from specctl.families import UNTRAINED
 from specctl.recipe import DraftingRecipe, SelectRecipe
 from specctl.selection.guarded import Guarded
 
 PLAIN = "no draft"
 DEFAULT_POOL = Path("drafters")
-NEED_NO_TRAINING = ("lookup", "suffix")  # what joins a pool of fewer than two
 
 
 def members(recipe: SelectRecipe) -> list[str]:
-    """Paths and names of the pool's drafters; `NEED_NO_TRAINING` joins where there are fewer than two.
+    """Paths and names of the pool's drafters; those without weights join where there are fewer than two.
 
     Raises UsageError (a member twice), CheckpointError (no drafter in a pool other than the default one).
     """
@@ -30,7 +30,7 @@ def members(recipe: SelectRecipe) -> list[str]:
     twice = [name for name, place in zip(found, places, strict=True) if places.count(place) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
-    return found if len(found) > 1 else [*found, *(name for name in NEED_NO_TRAINING if name not in found)]
+    return found if len(found) > 1 else [*found, *(name for name in UNTRAINED if name not in found)]
 
 
 def _directories(named: Path | None) -> list[Path]:
@@ -49,7 +49,7 @@ def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dic
     Raises CheckpointError (strict, or none is left).
     """
     paths = list(paths)
-    joined = [path for path in paths if path in NEED_NO_TRAINING and path not in recipe.drafters]
+    joined = [path for path in paths if path in UNTRAINED and path not in recipe.drafters]
     if joined:
         number = len(paths) - len(joined)
         progress.log(f"a pool of {number}: {' and '.join(joined)} join it, they need no training")

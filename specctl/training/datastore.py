@@ -1,4 +1,4 @@
-"""`specctl train-drafter --arch retrieval`: a drafter collected from distilled data, without gradient steps."""
+"""`specctl train-drafter` of a drafter that is collected from distilled data, without gradient steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 
 from specctl.decoding.target import load_target
-from specctl.drafters import checkpoint, retrieval
+from specctl.drafters import checkpoint, pool
 from specctl.errors import RecipeError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.runs import Run
@@ -23,23 +23,26 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
         DataError, CheckpointError: unusable data, a target that does not fit.
     """
     if recipe.drafter != DrafterRecipe() or recipe.objective != "auto" or recipe.init is not None:
-        raise RecipeError("arch retrieval has no layers and no objective", hint="leave drafter, objective and init out")
+        raise RecipeError(
+            f"arch {recipe.arch} has no layers and no objective", hint="leave drafter, objective and init out"
+        )
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("arch retrieval is built by one process", hint="run it without torchrun")
+        raise UsageError(f"arch {recipe.arch} is built by one process", hint="run it without torchrun")
+    family = pool.collected(recipe.arch)
     target = load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     corpus = load_corpus(recipe, target)
     started = time.perf_counter()
-    store = retrieval.collect((example.tokens, example.prompt_length) for example in corpus.train)
+    store = family.collect((example.tokens, example.prompt_length) for example in corpus.train)
     seconds = time.perf_counter() - started
     tokens = sum(example.response_length for example in corpus.train)
-    drafter = retrieval.drafter(store, target, DraftingRecipe())
+    drafter = family.drafter(store, target, DraftingRecipe())
     mat, acceptance = held_out_acceptance(recipe, target, corpus.held_out, drafter)
     run.metrics(step=0, mat=mat, acceptance_by_position=acceptance)
     checkpoint.save(
         recipe.output,
-        config=retrieval.config(store, target.identity),
-        tensors=retrieval.tensors(store),
+        config=family.config(store, target.identity),
+        tensors=family.tensors(store),
         info=facts(recipe, corpus, steps=0, tokens=tokens, mat=mats(corpus, reported=mat)),
         overwrite=True,
     )

@@ -22,6 +22,7 @@ from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint as drafter_directory
 from specctl.drafters.pool import load_drafter
 from specctl.errors import SpecctlError, UsageError
+from specctl.families import FAMILIES
 from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run, make_dir, sweep
@@ -67,7 +68,7 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
     make_dir(recipe.output.parent)
     with lock.held(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
         sweep(recipe.output.parent, recipe.output.name)
-        if recipe.arch == "retrieval":
+        if FAMILIES[recipe.arch].trainee is None:
             return collect(recipe, run)
         trainer = make_trainer(recipe, run)
         try:

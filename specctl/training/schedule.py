@@ -6,24 +6,13 @@ import math
 from dataclasses import dataclass
 
 from specctl.decoding.target import Target
+from specctl.families import FAMILIES
 from specctl.recipe import TrainRecipe
 
-EPOCHS = {"eagle": 5, "eagle3": 5, "hydra": 10, "medusa": 5, "lm": 3}
-# On a CPU a run lasts as long as the built-in target's heads need, whatever the size of the data: 6 minutes on 2 cores.
-CPU_TOKENS = 700_000
 BATCH_TOKENS = {"cpu": 384, "cuda": 16_384}  # a small target learns from many small steps; a GPU wants to be filled
 # The first draft position decides most, and the steps after it cost the same each: on a CPU a third of the positions
 # goes on, which loses nothing measurable and pays for six steps instead of three.
 TTT_STRIDE = {"cpu": 3, "cuda": 1}
-# AdamW: the papers' rates for hidden size 4,096; narrower heads take larger steps. Muon: measured at hidden size 256.
-ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
-RATE_AT_4096 = {
-    "eagle": ONE_LAYER,
-    "eagle3": ONE_LAYER,
-    "hydra": {"adamw": 5e-4, "muon": 5e-4},
-    "medusa": {"adamw": 1e-3, "muon": 1e-3},
-    "lm": ONE_LAYER,
-}
 
 
 def batch_tokens(recipe: TrainRecipe, target: Target) -> int:
@@ -33,9 +22,7 @@ def batch_tokens(recipe: TrainRecipe, target: Target) -> int:
 
 def ttt_stride(recipe: TrainRecipe, target: Target) -> int:
     """Every how many-th response position takes part in the later steps of the training-time test."""
-    if recipe.arch in ("hydra", "medusa"):  # heads of later depths have weights of their own, and those all to learn
-        return recipe.ttt_stride or 1
-    return recipe.ttt_stride or TTT_STRIDE[target.device.type]
+    return recipe.ttt_stride or (TTT_STRIDE[target.device.type] if FAMILIES[recipe.arch].strides else 1)
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class Schedule:
     def of(cls, recipe: TrainRecipe, target: Target, steps_per_epoch: int) -> Schedule:
         steps = recipe.max_steps or _steps(recipe, target, steps_per_epoch)
         options = recipe.optimizer
-        peak = options.lr or RATE_AT_4096[recipe.arch][recipe.optimizer_type] * 4096 / target.hidden_size
+        peak = options.lr or FAMILIES[recipe.arch].rates[recipe.optimizer_type] * 4096 / target.hidden_size
         seconds = recipe.max_minutes * 60 if recipe.max_minutes else math.inf
         return cls(steps, steps_per_epoch, seconds, peak, options.final_lr, options.warmup, options.schedule)
 
@@ -75,6 +62,7 @@ class Schedule:
 
 
 def _steps(recipe: TrainRecipe, target: Target, steps_per_epoch: int) -> int:
-    if recipe.epochs is None and recipe.arch != "lm" and target.device.type == "cpu":
-        return max(steps_per_epoch, CPU_TOKENS // batch_tokens(recipe, target))
-    return (recipe.epochs or EPOCHS[recipe.arch]) * steps_per_epoch
+    family = FAMILIES[recipe.arch]
+    if recipe.epochs is None and family.cpu_tokens and target.device.type == "cpu":
+        return max(steps_per_epoch, family.cpu_tokens // batch_tokens(recipe, target))
+    return (recipe.epochs or family.epochs) * steps_per_epoch

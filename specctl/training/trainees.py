@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, lm, lora, pool
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
+from specctl.families import FAMILIES
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.training.data import Corpus, frequent_tokens
 from specctl.training.example import Example
@@ -62,7 +64,7 @@ class Trainee:
             return pool.module(pool.whole(found), self.target)
         if "lora" in found.config:
             raise CheckpointError(f"{directory} is an adapter itself", "adapt its base, or fine-tune it without --lora")
-        adaptable = getattr(self.family, "ADAPTABLE", ())
+        adaptable = FAMILIES[self.recipe.arch].adaptable
         if not adaptable:
             raise RecipeError(f"drafters of family {self.recipe.arch} take no LoRA adapters", "leave --lora out")
         module = pool.module(found, self.target)
@@ -115,7 +117,7 @@ class Trainee:
 
 
 class FeatureTrainee(Trainee):
-    """Heads that read target features and distil its distributions: eagle, eagle3, hydra, medusa.
+    """Heads that read target features and distil its distributions.
 
     Their modules have `taps`, `steps` (draft depths that are trained), `t2d` [V] and `draft_ids` [Vd], and map
     (SlotBatch, embedding [V, H], target_head [Vd, H]) to (Σ loss, Σ weight, [steps, 2] of both per step).
@@ -168,8 +170,7 @@ class LMTrainee(Trainee):
 
 def make_trainee(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Trainee:
     """The trainee of `recipe.arch`, drafting with the measured defaults of its family."""
-    kind = LMTrainee if recipe.arch == "lm" else FeatureTrainee
-    trainee = kind(recipe, target, corpus)
+    trainee: Trainee = pkgutil.resolve_name(str(FAMILIES[recipe.arch].trainee))(recipe, target, corpus)
     if recipe.gradient_checkpointing:
         if not hasattr(trainee.module, "gradient_checkpointing"):
             raise RecipeError(f"arch {recipe.arch} has no gradient checkpointing", "set gradient_checkpointing=false")

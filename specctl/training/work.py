@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from specctl.decoding.target import Target
+from specctl.families import FAMILIES
 from specctl.recipe import TrainRecipe
 from specctl.training.example import Example
 from specctl.training.schedule import ttt_stride
@@ -36,7 +37,7 @@ def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_fl
 
 def passes(recipe: TrainRecipe, target: Target) -> float:
     """Forwards of the drafter's layer for every response position: the training-time test, where there is one."""
-    again = recipe.ttt_steps - 1 if recipe.arch == "eagle3" else 0
+    again = recipe.ttt_steps - 1 if FAMILIES[recipe.arch].unrolls else 0
     return 1 + again / ttt_stride(recipe, target)
 
 

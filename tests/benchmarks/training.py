@@ -18,11 +18,11 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
-from typing import get_args
 
 from torch.profiler import ProfilerActivity, profile
 
 from specctl.errors import SpecctlError
+from specctl.families import trained
 from specctl.progress import track
 from specctl.recipe import Arch, TrainRecipe
 from specctl.runs import Run
@@ -52,7 +52,7 @@ def steps(trainer: Trainer, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--distilled", type=Path, required=True)
-    parser.add_argument("--arch", default="eagle3", choices=sorted({*get_args(Arch)} - {"retrieval"}))
+    parser.add_argument("--arch", default="eagle3", choices=sorted(trained()))
     parser.add_argument("--steps", type=int, default=None, help="60, or 24 against speculators")
     parser.add_argument("--against-speculators", type=Path, metavar="PYTHON", help="time eagle3 against speculators")
     parser.add_argument("--gradient-checkpointing", action="store_true")

@@ -14,9 +14,10 @@ import pytest
 
 from specctl import errors, progress
 from specctl.cli import online_reasoning
-from specctl.cli.failures import SMALLER, explain
+from specctl.cli.failures import explain
 from specctl.cli.output import output, table
 from specctl.recipe import RECIPES
+from specctl.subcommands import SUBCOMMANDS
 
 
 @dataclass
@@ -90,8 +91,8 @@ def test_out_of_memory_names_what_needs_less(command, knob, error):
 
 def test_the_knobs_for_memory_exist():
     """A hint that names a key which is gone helps nobody."""
-    for command, keys in SMALLER.items():
-        for key in keys:
+    for command, row in SUBCOMMANDS.items():
+        for key in row.smaller:
             value = RECIPES[command]()
             for name in key.partition("=")[0].split("."):
                 value = getattr(value, name)

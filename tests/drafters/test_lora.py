@@ -10,12 +10,13 @@ from specctl.drafters import checkpoint, eagle3, lora, pool
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.errors import CheckpointError, RecipeError
+from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe, TrainRecipe
 
 SETTINGS = {"rank": 4, "alpha": 8.0}
 
 
-def random_adapter(head, generator, names=eagle3.ADAPTABLE, rank=SETTINGS["rank"]):
+def random_adapter(head, generator, names=FAMILIES["eagle3"].adaptable, rank=SETTINGS["rank"]):
     """Tensors of an adapter of `head`, not small."""
     tensors = {}
     for name, module in head.named_modules():
@@ -111,7 +112,7 @@ def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, targ
 
 def test_unknown_projections_are_refused(head):
     with pytest.raises(RecipeError, match="no embed_tokens"):
-        lora.inject(head, LoraRecipe(enabled=True, modules=["fc", "embed_tokens"]), eagle3.ADAPTABLE)
+        lora.inject(head, LoraRecipe(enabled=True, modules=["fc", "embed_tokens"]), FAMILIES["eagle3"].adaptable)
 
 
 @pytest.mark.parametrize("name", ["eagle", "hydra"])
@@ -122,7 +123,7 @@ def test_other_families_take_adapters(target, prompts, name):
     module = family.build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
     generator = torch.Generator().manual_seed(1)
     config = {**family.config(module, target.identity), "lora": SETTINGS}
-    adapter = Adapter.of(config, random_adapter(module, generator, family.ADAPTABLE))
+    adapter = Adapter.of(config, random_adapter(module, generator, FAMILIES[name].adaptable))
     merged = family.restore(config, adapter.merge(family.published(module.state_dict())))
     plain, whole = (family.drafter(part, target, DraftingRecipe()) for part in (module, merged))
     found = {}

@@ -15,6 +15,7 @@ from specctl.drafters.lookup import Lookup
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.drafters.stacked import Stacked, teams
 from specctl.drafters.tree import Shape
+from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.drafters.test_lora import random_adapter
 
@@ -99,7 +100,8 @@ def test_adapters_are_one_forward_of_their_base(target, prompts, family):
     head = eagle3_head(target, 0) if family is eagle3 else eagle.build(TrainRecipe(), target, lambda size: range(size))
     config, state_dict = family.config(head, target.identity), family.published(head.state_dict())
     adapters = []
-    for seed, (rank, names) in enumerate([(4, family.ADAPTABLE), (2, family.ADAPTABLE), (3, ("o_proj", "up_proj"))]):
+    adaptable = FAMILIES[config["family"]].adaptable
+    for seed, (rank, names) in enumerate([(4, adaptable), (2, adaptable), (3, ("o_proj", "up_proj"))]):
         pairs = random_adapter(head, torch.Generator().manual_seed(seed), names, rank)
         adapters.append(Adapter.of({**config, "lora": {"rank": rank, "alpha": 8.0}}, pairs))
     base = family.drafter(head, target, DraftingRecipe())

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.commands import bench, evaluation, online, selection, training
 from specctl.reporting.contents import Contents, generic
 from specctl.reporting.style import Looks
+from specctl.subcommands import SUBCOMMANDS
 
 Maker = Callable[[Sequence[RunRecord], Looks], Contents]
-
-MAKERS: dict[str, Maker] = {
-    "train-drafter": training.contents,
-    "eval": evaluation.contents,
-    "bench": bench.contents,
-    "select": selection.contents,
-    "online": online.contents,
-}
 
 
 def contents(command: str, runs: Sequence[RunRecord], looks: Looks) -> Contents:
     """One command's part of a report; `looks` are shared by all parts, so that a drafter keeps its colour."""
-    maker = MAKERS.get(command)
-    return maker(runs, looks) if maker else generic(runs)
+    row = SUBCOMMANDS.get(command)  # a run may be of a command that is no more
+    if row is None or row.report is None:
+        return generic(runs)
+    maker: Maker = importlib.import_module(f"specctl.reporting.commands.{row.report}").contents
+    return maker(runs, looks)

@@ -1,0 +1,191 @@
+"""The table of drafter families: a row is all that is known of one outside of its own modules.
+
+Nothing is imported here, as help texts and recipes read it, too: functions are named by their path, `module:name`, for
+`pkgutil.resolve_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a family learns along a stream; epochs, clipping and dropout are OnlineSpec's, medusa as hydra, lm as it is
+    fine-tuned.
+
+    Adam's rates are for hidden size 4,096: narrower heads take larger steps. Those of eagle3 and hydra were measured at
+    width 256 and scaled back; the paper has 1e-4 for eagle3, and SGD at 0.1 for hydra, which hardly moves there.
+    """
+
+    adam: float  # η of Adam
+    epochs: int
+    clip: float  # 0 = none
+    dropout: float = 0.0
+    sgd: float = 0.1  # η of SGD and of the heavy ball
+    optimizer: Literal["sgd", "adam"] = "adam"
+    chunk: int = 40  # prompts between two updates
+    mixes: bool = False  # several of its drafters can draft as one, by the mean of their probabilities
+
+
+@dataclass(frozen=True)
+class Export:
+    """How drafters are written for an engine or a repository, which finds the directory at `place`.
+
+    Attributes:
+        write: function (head, facts, tokens) → `formats.head.Files`.
+        use: what the engine calls the method; for a repository a line of Python with {target!r} and {place!r}.
+        read: name in `formats.registry.READERS` of what reads it back.
+        note: what people should know who are about to put it to use.
+    """
+
+    write: str
+    use: str
+    read: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Drafters that are kept in directories.
+
+    Attributes:
+        module: the `drafters.pool.Family`, imported when a drafter is loaded.
+        trainee: the class that trains them, a `training.trainees.Trainee`; None = collected without gradient steps.
+        rates: peak learning rate by optimizer, at hidden size 4,096. AdamW: the papers'; narrower heads take larger
+            steps. Muon: measured at hidden size 256.
+        cpu_tokens: response tokens after which training on a CPU ends, whatever the size of the data; None = `epochs`.
+        unrolls: training runs several draft steps one after the other (training-time test).
+        strides: whether the steps beyond the first leave positions out, as they have no weights of their own to learn.
+        objective: what the recipe's `auto` is.
+        is_lm: a language model by itself: it also learns from any text, and writes whole steps of reasoning.
+        adaptable: projections of its module that a LoRA adapter may update.
+        learning: None = it does not learn along a stream.
+        exports: by name of the engine or repository.
+    """
+
+    module: str
+    trainee: str | None = "specctl.training.trainees:FeatureTrainee"
+    epochs: int = 5
+    rates: Mapping[str, float] = field(default_factory=dict)
+    cpu_tokens: int | None = 700_000  # what heads of the built-in target need: 6 minutes on 2 cores
+    unrolls: bool = False
+    strides: bool = True
+    objective: str = "soft_ce"
+    is_lm: bool = False
+    adaptable: tuple[str, ...] = ()
+    learning: Learning | None = None
+    exports: Mapping[str, Export] = field(default_factory=dict)
+
+
+ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
+LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EAGLE = (
+    "EaModel.from_pretrained(use_eagle3={}, base_model_path={{target!r}}, ea_model_path={{place!r}})"
+    "  # python, eagle.model.ea_model"
+)
+HYDRA = "HydraModel.from_pretrained({place!r})  # python, hydra.model.hydra_model"
+MEDUSA = "MedusaModel.from_pretrained({place!r})  # python, medusa.model.medusa_model"
+UNTIL_VLLM_33 = (
+    "vLLM up to 0.32 serves Medusa heads (0.33 has dropped them): the most probable token of each, without a tree"
+)
+NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for the repository that it comes from"
+
+FAMILIES: dict[str, Family] = {
+    "eagle": Family(
+        "specctl.drafters.eagle",
+        rates=ONE_LAYER,
+        adaptable=LAYER,  # not the fusion, half of which is tabulated
+        learning=Learning(adam=3e-5, epochs=5, clip=0.5, mixes=True),
+        exports={
+            "vllm": Export("specctl.formats.eagle1:write", "eagle", "eagle"),
+            "sglang": Export("specctl.formats.eagle1:write_for_sglang", "EAGLE", "eagle"),
+            "eagle": Export("specctl.formats.eagle1:write", EAGLE.format(False), "eagle"),
+        },
+    ),
+    "eagle3": Family(
+        "specctl.drafters.eagle3",
+        rates=ONE_LAYER,
+        unrolls=True,
+        adaptable=("fc", *LAYER, "lm_head"),
+        learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
+        exports={
+            "vllm": Export("specctl.formats.eagle3_raw:write", "eagle3", "eagle3"),
+            "sglang": Export("specctl.formats.eagle3_raw:write", "EAGLE3", "eagle3"),
+            "speculators": Export("specctl.formats.speculators:write", "eagle3", "speculators"),
+            "eagle": Export("specctl.formats.eagle3_raw:write_for_reference", EAGLE.format(True), "eagle3"),
+        },
+    ),
+    "hydra": Family(
+        "specctl.drafters.hydra",
+        epochs=10,
+        rates={"adamw": 5e-4, "muon": 5e-4},
+        strides=False,
+        adaptable=(*LAYER, "linear"),
+        learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
+        exports={"hydra": Export("specctl.formats.reference:write_hydra", HYDRA, "hydra", NOT_SERVED)},
+    ),
+    "medusa": Family(
+        "specctl.drafters.medusa",
+        rates={"adamw": 1e-3, "muon": 1e-3},
+        strides=False,
+        learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
+        exports={
+            "vllm": Export("specctl.formats.reference:write_medusa_for_vllm", "medusa", "medusa", UNTIL_VLLM_33),
+            "medusa": Export(
+                "specctl.formats.reference:write_medusa", MEDUSA, "medusa", f"{NOT_SERVED}; --to vllm is served"
+            ),
+        },
+    ),
+    "lm": Family(
+        "specctl.drafters.lm",
+        trainee="specctl.training.trainees:LMTrainee",
+        epochs=3,
+        rates=ONE_LAYER,
+        cpu_tokens=None,
+        objective="ce",
+        is_lm=True,
+        adaptable=LAYER,
+        learning=Learning(adam=2e-5, epochs=1, clip=1.0),
+        exports={
+            "vllm": Export("specctl.formats.hf:write", "draft_model", "hf"),
+            "sglang": Export("specctl.formats.hf:write", "STANDALONE", "hf"),
+            "hf": Export("specctl.formats.hf:write", "", "hf"),  # the other two read it
+        },
+    ),
+    "retrieval": Family("specctl.drafters.retrieval", trainee=None),
+}
+DEFAULT = "eagle3"
+LM = "lm"  # that lookahead reasoning trains
+UNTRAINED = {"lookup": "specctl.drafters.lookup:drafter", "suffix": "specctl.drafters.suffix:drafter"}
+"""Drafters that a name is enough for: function of a `DraftingRecipe` → drafter."""
+NAMED = {"none": "specctl.decoding.plain:drafter", **UNTRAINED}
+ENGINES = ("vllm", "sglang", "speculators", "hf")  # read what several families write
+
+
+def trained() -> list[str]:
+    """Families that learn by gradients."""
+    return [name for name, family in FAMILIES.items() if family.trainee is not None]
+
+
+def learning() -> dict[str, Learning]:
+    """Families that learn along a stream, and how."""
+    return {name: family.learning for name, family in FAMILIES.items() if family.learning is not None}
+
+
+def mixing() -> list[str]:
+    """Families whose drafters can draft as one."""
+    return [name for name, how in learning().items() if how.mixes]
+
+
+def targets() -> list[str]:
+    """Engines and repositories that drafters are written for."""
+    return list(dict.fromkeys([*ENGINES, *(to for family in FAMILIES.values() for to in family.exports)]))
+
+
+def listed(names: list[str]) -> str:
+    """`eagle3, hydra or lm`: the names as help texts say them, the default family first."""
+    *first, end = sorted(names, key=lambda name: name != DEFAULT)
+    return f"{', '.join(first)} or {end}" if first else end
