@@ -67,7 +67,7 @@ class CollectedFamily(Family, Protocol):
     """A family whose drafters are collected from responses."""
 
     def collect(self, texts: Iterable[tuple[list[int], int]]) -> Any:
-        """What a drafter holds, from (tokens, prompt length) of every text."""
+        """The contents of a drafter, from (tokens, prompt length) of every text."""
         ...
 
     def tensors(self, module: Any) -> dict[str, Tensor]:
