@@ -52,7 +52,7 @@ class Family:
     """Drafters that are kept in directories.
 
     Attributes:
-        module: the `drafters.pool.Family`, imported when a drafter is loaded.
+        module: the `drafters.pool.FamilyModule`, imported when a drafter is loaded.
         trainee: the class that trains them, a `training.trainees.Trainee`; None = collected without gradient steps.
         rates: peak learning rate by optimizer, at hidden size 4,096. AdamW: the papers'; narrower heads take larger
             steps. Muon: measured at hidden size 256.

@@ -151,3 +151,14 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "train-drafter" in done.stdout
+
+
+def test_no_two_classes_have_one_name():
+    """Who searches for a class finds one."""
+    names = [
+        node.name
+        for source in sources().values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -41,7 +41,7 @@ class _Open:
 
 
 @dataclass(frozen=True)
-class Text:
+class BufferedText:
     """A finished text. `rejected`: at which of the tokens behind the response's first one a draft was rejected."""
 
     example: Example
@@ -52,7 +52,7 @@ class Text:
         return vars(self.example) | {"rejected": self.rejected}
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Text:
+    def of(cls, facts: Mapping[str, Any]) -> BufferedText:
         """Out of its `facts`."""
         fields = dict(facts)
         rejected = fields.pop("rejected")
@@ -93,7 +93,7 @@ class ReplayBuffer(FeatureStore):
         self.max_bytes, self.feedback = max_bytes, feedback
         self.place = device or torch.device("cpu")
         self.pinned = self.place.type == "cpu" and target.device.type == "cuda"
-        self.texts: dict[int, Text] = {}
+        self.texts: dict[int, BufferedText] = {}
         self.bytes = self.dropped = 0
         self._next = 0
 
@@ -139,9 +139,9 @@ class ReplayBuffer(FeatureStore):
                 assert state.features is not None, "the loop retains no features: pass it the drafter's taps"
                 taps = own_features(state.features[b, :slots], state, self.taps)
             features = Features(taps, teacher, torch.cat(text.best).int())
-        self.take(Text(example, text.rejected), features)
+        self.take(BufferedText(example, text.rejected), features)
 
-    def take(self, text: Text, features: Features | None) -> None:
+    def take(self, text: BufferedText, features: Features | None) -> None:
         """Take in a finished text, with its features unless the target is to be run again; the oldest make room."""
         index, size = text.example.index, self.size(text.example)
         if size > self.max_bytes:
@@ -226,7 +226,7 @@ class ReplayBuffer(FeatureStore):
         """Put back what `state` has told."""
         self.clear()
         self._next, self.dropped = facts["next"], facts["dropped"]
-        for text in map(Text.of, facts["texts"]):
+        for text in map(BufferedText.of, facts["texts"]):
             example = text.example
             self.texts[example.index] = text
             self.bytes += self.size(example)

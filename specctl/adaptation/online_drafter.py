@@ -16,7 +16,7 @@ import torch
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.ranks import ALONE, Group
 from specctl.adaptation.updates import formulas, holdout
-from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.updates.registry import feedback, make_learner
 from specctl.adaptation.updates.watchdog import Acceptance, Ruling, Watchdog
@@ -43,7 +43,7 @@ class Lesson:
     """The result of a chunk: the watchdog's ruling on the update before, the new update, and what both cost."""
 
     ruling: Ruling
-    outcome: Outcome
+    outcome: UpdateOutcome
     texts: int  # learnt from
     tokens: int  # of their responses
     dropped: int  # texts that the buffer had no room for, so far
@@ -59,7 +59,7 @@ def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> R
     return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
 
 
-class Pupil:
+class OnlineDrafter:
     """One drafter along one stream.
 
     Attributes:

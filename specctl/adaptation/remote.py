@@ -30,10 +30,10 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from specctl.adaptation import ranks, worker
-from specctl.adaptation.online_drafter import Lesson, Pupil
-from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.online_drafter import Lesson, OnlineDrafter
+from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
-from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Place, Ready, State
+from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Ready, State, WorkerPlace
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
@@ -44,8 +44,9 @@ from specctl.training.checkpoint import under
 PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to start
 
 
-class RemotePupil(Pupil):
-    """A `Pupil` whose learner lives elsewhere; here are the buffer that feeds it, and the drafter of its last weights.
+class RemoteOnlineDrafter(OnlineDrafter):
+    """An `OnlineDrafter` whose learner lives elsewhere; here are the buffer that feeds it, and the drafter of its last
+    weights.
 
     On a CPU half of this process' threads are the learner's while it runs.
     """
@@ -63,7 +64,7 @@ class RemotePupil(Pupil):
         self._inbox = inboxes[0]
         self._processes = []
         for rank in range(len(self._devices)):
-            place = Place(rank, self._devices, each, Path(self._meeting.name))
+            place = WorkerPlace(rank, self._devices, each, Path(self._meeting.name))
             arguments = (place, recipe, algo, seed, start, inboxes, self._outbox)
             self._processes.append(context.Process(target=worker.live, args=arguments, daemon=True))
         self._algo = algo
@@ -121,7 +122,7 @@ class RemotePupil(Pupil):
         began = time.perf_counter()
         self._hand_over(acceptance)
         fresh, self._fresh = self._fresh, []
-        lesson = Lesson("keep", Outcome("pending"), 0, 0, 0, (), 0.0) if self._last is None else self._last.lesson
+        lesson = Lesson("keep", UpdateOutcome("pending"), 0, 0, 0, (), 0.0) if self._last is None else self._last.lesson
         if any(one.ruling == "rollback" for one in fresh):
             lesson = replace(lesson, ruling="rollback")
         elif not fresh:  # what was said of it a chunk ago happened once

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from specctl import progress
-from specctl.adaptation.online_drafter import Lesson, Pupil, new_buffer
-from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.online_drafter import Lesson, OnlineDrafter, new_buffer
+from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Label
@@ -28,7 +28,7 @@ from specctl.families import learning
 from specctl.recipe import OnlineRecipe
 from specctl.selection.arms import named
 from specctl.selection.assembly import make_selector
-from specctl.selection.controller import Round, Selector
+from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overruled
 from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
@@ -51,11 +51,11 @@ class Specialists:
         self._pool = recipe.pool
         paths = named([str(path) for path in pool.find_pool(recipe.pool)])
         self.recipe, self.target, self.seed = recipe, target, seed
-        self.pupils: dict[str, Pupil] = {}
+        self.pupils: dict[str, OnlineDrafter] = {}
         self.fixed: dict[str, Drafter] = {}
         for path, name in paths.items():
             if checkpoint.family(Path(path)) in learning():
-                self.pupils[name] = Pupil(recipe, algo, target, seed, Path(path))
+                self.pupils[name] = OnlineDrafter(recipe, algo, target, seed, Path(path))
             else:
                 self.fixed[name] = pool.load_drafter(path, target, recipe.drafting)
         taps = {tap for drafter in self._drafters().values() for tap in drafter.taps}
@@ -99,7 +99,7 @@ class Specialists:
             on_round=self._note,
         )
 
-    def _note(self, entry: Round) -> None:
+    def _note(self, entry: RoundLine) -> None:
         self.rounds[entry.arm] += 1
         self._won[entry.query][entry.arm] += entry.committed
         self._accepted[entry.arm][entry.query] += entry.accepted
@@ -168,7 +168,7 @@ class Specialists:
         tokens = sum(count for _, count in known)
         statuses = {one.outcome.status for one in lessons}
         order = ("updated", "refused", "rested", "empty", "static")
-        outcome = Outcome(
+        outcome = UpdateOutcome(
             status=next((status for status in order if status in statuses), "empty"),
             loss=sum(loss * count for loss, count in known) / tokens if tokens else None,
             weights=shares,

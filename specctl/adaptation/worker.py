@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.adaptation.buffer import ID_BYTES, ReplayBuffer, Text
-from specctl.adaptation.online_drafter import Lesson, Pupil
+from specctl.adaptation.buffer import ID_BYTES, BufferedText, ReplayBuffer
+from specctl.adaptation.online_drafter import Lesson, OnlineDrafter
 from specctl.adaptation.ranks import ALONE, Ranks
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.target import load_target
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # often sent to a whole group of processes
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
-"""The arguments of `Pupil.restore`: what JSON can say, and tensors."""
+"""The arguments of `OnlineDrafter.restore`: what JSON can say, and tensors."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Parcel:
 class Chunk:
     """A chunk of texts on its way to the learner; their features are joined, as every tensor is an open file."""
 
-    texts: list[Text]
+    texts: list[BufferedText]
     features: Features | None
     acceptance: Acceptance
 
@@ -80,7 +80,7 @@ class Chunk:
     def restored(cls, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Chunk:
         """The chunk of a `state`."""
         features = Features(**tensors) if tensors else None
-        return cls([*map(Text.of, facts["texts"])], features, Acceptance.of(facts["accepted"]))
+        return cls([*map(BufferedText.of, facts["texts"])], features, Acceptance.of(facts["accepted"]))
 
     @classmethod
     def of(cls, buffer: ReplayBuffer, acceptance: Acceptance) -> Chunk:
@@ -128,7 +128,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where a process learns: which of the devices is its own, with how many threads, and where it meets the others."""
 
     rank: int
@@ -138,7 +138,7 @@ class Place:
 
 
 def live(
-    place: Place, recipe: OnlineRecipe, algo: str, seed: int, start: Path | None, inboxes: list[Any], outbox: Any
+    place: WorkerPlace, recipe: OnlineRecipe, algo: str, seed: int, start: Path | None, inboxes: list[Any], outbox: Any
 ) -> None:
     """The process: learns from what comes, until it is killed. `inboxes` are those of all ranks."""
     _outlive_nobody()
@@ -146,7 +146,7 @@ def live(
         torch.set_num_threads(place.threads)
         group = Ranks(place.rank, place.devices, place.meeting) if len(place.devices) > 1 else ALONE
         loading = {"device": place.devices[place.rank], "device_map": None, "max_memory": None}
-        pupil = Pupil(recipe, algo, load_target(**recipe.target.loading | loading), seed, start, group)
+        pupil = OnlineDrafter(recipe, algo, load_target(**recipe.target.loading | loading), seed, start, group)
         group.sum(torch.zeros(1))  # returns when all are here
         if place.rank == 0:
             outbox.put(Ready())

@@ -12,7 +12,7 @@ from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
 from specctl.errors import UsageError
 from specctl.formats import foreign, registry, roundtrip
-from specctl.formats.head import Facts, Files, Head
+from specctl.formats.head import Files, Head, TargetFacts
 from specctl.recipe import ExportRecipe
 from specctl.runs import Run, atomic_write, to_json
 
@@ -56,7 +56,9 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     named = wanted.name if "name" in wanted.model_fields_set else None
     # The revision is the drafter's own, too, unless one is named.
     options = {"revision": wanted.revision} if wanted.revision else {}
-    facts = Facts.of_identity(found.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options)
+    facts = TargetFacts.of_identity(
+        found.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
+    )
     if run is not None:
         run.target = facts.name
     files = registry.write(head, recipe.to, facts, recipe.tokens)
@@ -95,12 +97,12 @@ def check_free(place: Path, overwrite: bool) -> None:
         raise UsageError(f"{place} exists", hint="--overwrite replaces it")
 
 
-def read_back(directory: Path, to: str, head: Head, facts: Facts) -> Head:
+def read_back(directory: Path, to: str, head: Head, facts: TargetFacts) -> Head:
     """The head as the importer understands what was written."""
     return registry.read_back(to, head.family).read(foreign.read(directory), facts)
 
 
-def _write(files: Files, directory: Path, facts: Facts, trust_remote_code: bool) -> None:
+def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code: bool) -> None:
     tensors = checkpoint.separate(files.tensors)
     if files.weights.endswith(".safetensors"):
         save_file(tensors, directory / files.weights, metadata={"format": "pt"})  # transformers asks for it

@@ -14,13 +14,13 @@ from specctl.drafters import checkpoint, pool
 from specctl.drafters.blueprint import located
 from specctl.errors import UsageError
 from specctl.formats import foreign, registry, roundtrip
-from specctl.formats.head import Facts, Head
+from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import DraftingRecipe, ImportRecipe
 from specctl.runs import Run
 
 
 @dataclass(frozen=True)
-class Probe:
+class HeadProbe:
     """Greedy answers to a few prompts, with the imported head; definitions in `metrics`."""
 
     prompts: int
@@ -39,7 +39,7 @@ class ImportResult:
     params: int
     drafter: str
     notes: list[str]
-    probe: Probe | None
+    probe: HeadProbe | None
 
 
 def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target | None = None) -> ImportResult:
@@ -58,7 +58,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     target = target or load_target(**recipe.target.loading)
     if run is not None:
         run.annotate(target=target.identity)
-    head = registry.READERS[name].read(found, Facts.of_target(target))
+    head = registry.READERS[name].read(found, TargetFacts.of_target(target))
     for note in head.notes:
         progress.warn(f"{recipe.head}: {note}")
     with located(recipe.head):
@@ -77,7 +77,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     return ImportResult(str(recipe.head), name, head.family, params, str(recipe.output), list(head.notes), probe)
 
 
-def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> Probe:
+def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> HeadProbe:
     """Decode a few prompts; warns where (almost) nothing that the head drafts is accepted."""
     drafter = pool.family(head.family).drafter(module, target, DraftingRecipe())
     data = recipe.data.model_copy(update={"limit": recipe.probe.prompts})
@@ -98,4 +98,4 @@ def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> 
             f"{recipe.head}: {rate or 0:.1%} of what it drafts is accepted: wrong layer ids, d2t or RoPE are the usual "
             f"reasons, or it was trained for another target than {target.name}"
         )
-    return Probe(len(texts), sum(len(one.output_ids) for one in decoded), metrics.mat(decoded), rate)
+    return HeadProbe(len(texts), sum(len(one.output_ids) for one in decoded), metrics.mat(decoded), rate)

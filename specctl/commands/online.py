@@ -16,7 +16,7 @@ from specctl.drafters import checkpoint, pool
 from specctl.measuring.contenders import VANILLA
 from specctl.measuring.drafter_rows import compared
 from specctl.measuring.lossless import Losslessness
-from specctl.measuring.online_contenders import ChunkRow, Stage
+from specctl.measuring.online_contenders import ChunkRow, OnlineContenders
 from specctl.measuring.online_journal import Journal
 from specctl.measuring.online_rows import DomainRow, LearnerRow, Passes, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
@@ -104,7 +104,7 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
 
 def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
-    stage = Stage(recipe, target, seed)
+    stage = OnlineContenders(recipe, target, seed)
     mark = journal.mark
     answered = (mark.stream or {}).get("prompts", 0)
     label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
@@ -145,14 +145,14 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: Pro
     journal.passed()
 
 
-def _use_target(recipe: OnlineRecipe, stage: Stage, name: str, since: str = "") -> None:
+def _use_target(recipe: OnlineRecipe, stage: OnlineContenders, name: str, since: str = "") -> None:
     """Go on with the target of this name, where it is another one."""
     if recipe.target_schedule and name != stage.target.name:
         progress.log(f"{since}the target is {name}")
         stage.retarget(load_target(**(recipe.target.loading | {"name": name})))
 
 
-def _save(recipe: OnlineRecipe, stage: Stage, name: str, place: Path) -> None:
+def _save(recipe: OnlineRecipe, stage: OnlineContenders, name: str, place: Path) -> None:
     """Write a learner's drafter as it is after the stream."""
     start = recipe.pool or recipe.start_of(recipe.family_of(name))
     info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}

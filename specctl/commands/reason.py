@@ -19,7 +19,7 @@ from specctl.measuring.reasoning_rows import ModeRow, Rate, acceptance_differenc
 from specctl.measuring.records import recipe_stamp
 from specctl.measuring.resumable import Mark
 from specctl.reasoning.judge import Judge, make_judge
-from specctl.reasoning.lookahead import Trace
+from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import LEARNING, DraftLM, Reasoning, load_draft_lm
 from specctl.recipe import OnlineRecipe
 from specctl.recipe.lookahead import ReasoningMode
@@ -39,7 +39,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class SeedRow:
+class ReasoningSeedRow:
     """One mode on one pass over the stream."""
 
     mode: ReasoningMode
@@ -68,7 +68,7 @@ class ReasoningResult:
     modes: list[ModeRow]
     differences: list[Difference]
     per_chunk: list[ReasoningChunk]
-    per_seed: list[SeedRow]
+    per_seed: list[ReasoningSeedRow]
     judges: dict[str, dict[str, int]]
     drafters: dict[str, str]
     rejected: int
@@ -194,7 +194,7 @@ def _save(
 def _result(recipe: OnlineRecipe, journal: ReasoningJournal) -> ReasoningResult:
     chunks, traces, modes = journal.rows(), journal.traces(), recipe.modes
 
-    def over(mode: ReasoningMode, seeds: Sequence[int]) -> list[Trace]:
+    def over(mode: ReasoningMode, seeds: Sequence[int]) -> list[ReasoningTrace]:
         return [trace for seed in seeds for trace in traces.get((mode, seed), [])]
 
     def rated(mode: ReasoningMode, seeds: Sequence[int]) -> ModeRow:
@@ -228,8 +228,8 @@ def _result(recipe: OnlineRecipe, journal: ReasoningJournal) -> ReasoningResult:
     )
 
 
-def _seed_row(row: ModeRow, seed: int) -> SeedRow:
-    return SeedRow(
+def _seed_row(row: ModeRow, seed: int) -> ReasoningSeedRow:
+    return ReasoningSeedRow(
         row.mode,
         seed,
         row.step_acceptance.value,

@@ -19,7 +19,7 @@ from specctl.measuring.drafter_rows import Row, answers, compared, summarise
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.measuring.records import Record, fingerprints, write_outputs, write_records
-from specctl.measuring.select_contenders import Stage, sessions
+from specctl.measuring.select_contenders import SelectContenders, sessions
 from specctl.recipe import SelectRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, members, named
@@ -138,7 +138,7 @@ def select(
         begin()
         return replace(_recorded(recipe, failures), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places, unlabelled)
-    stage = Stage(recipe, target, stream, drafters, router)
+    stage = SelectContenders(recipe, target, stream, drafters, router)
     begin()
     if router is not None and report is not None:
         save_router(recipe, run, target, router, report)
@@ -157,7 +157,9 @@ def select(
     return replace(_decoded(stage, records, agreement, rejections.count), router=report)
 
 
-def _decoded(stage: Stage, records: Sequence[Record], agreement: Losslessness, rejected: int) -> SelectResult:
+def _decoded(
+    stage: SelectContenders, records: Sequence[Record], agreement: Losslessness, rejected: int
+) -> SelectResult:
     """The result of live decoding, from its records."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))

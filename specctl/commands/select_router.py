@@ -13,7 +13,7 @@ from specctl.recipe import DataRecipe, SelectRecipe
 from specctl.runs import Run
 from specctl.selection.recorded.table_file import read_table
 from specctl.selection.routing.labels import (
-    Example,
+    RouterExample,
     RouterReport,
     label_by_domain,
     label_by_hindsight,
@@ -50,7 +50,7 @@ def _place(recipe: SelectRecipe, run: Run) -> Path:
     return (recipe.router_dir or run.dir / DIRECTORY).expanduser().absolute()
 
 
-def _examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections) -> list[Example]:
+def _examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections) -> list[RouterExample]:
     """Training prompts with the arm that is right for each."""
     options = recipe.router
     data = DataRecipe(
@@ -59,9 +59,9 @@ def _examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejection
     prompts = read_domains(data, rejections, split="train", sample=True)
     if options.labels == "hindsight":
         best = label_by_hindsight(read_table(_table(recipe)), list(paths))
-        return [Example(prompt_text(p.messages), p.domain, best[p.id]) for p in prompts if p.id in best]
+        return [RouterExample(prompt_text(p.messages), p.domain, best[p.id]) for p in prompts if p.id in best]
     labels = label_by_domain([p.domain for p in prompts], [pool.domains_of(path) for path in paths.values()])
-    return [Example(prompt_text(p.messages), p.domain, labels[p.domain]) for p in prompts if p.domain in labels]
+    return [RouterExample(prompt_text(p.messages), p.domain, labels[p.domain]) for p in prompts if p.domain in labels]
 
 
 def _table(recipe: SelectRecipe) -> Path:

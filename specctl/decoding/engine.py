@@ -83,7 +83,7 @@ class Engine:
         self.waiting: dict[int, Sequence] = {}
         self.texts: dict[int, Sequence] = {}  # that have a slot, or an end that was not told yet
         self._controllers: dict[int, Controller] = {}  # of the texts that have their own
-        self.clock = Clock()
+        self.clock = Stopwatch()
         self._added = 0
         # Unwatched, rounds can run ahead of the host.
         self._ahead = type(self.controller) is Fixed and on_round is None and not host
@@ -311,7 +311,7 @@ class Engine:
         )
 
 
-class Clock:
+class Stopwatch:
     """Seconds of prefills and of rounds, without those between two steps."""
 
     def __init__(self) -> None:

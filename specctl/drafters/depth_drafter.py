@@ -15,7 +15,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.depth_heads import DepthHeads
 from specctl.drafters.feature_layer import HeadWeights
 from specctl.drafters.static_tree import Trees
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 
 
 class DepthDrafter(HeadWeights, ABC):
@@ -27,7 +27,7 @@ class DepthDrafter(HeadWeights, ABC):
 
     grounded: bool
 
-    def __init__(self, module: DepthHeads, target: Target, shape: Shape, accuracy: Sequence[float]):
+    def __init__(self, module: DepthHeads, target: Target, shape: TreeShape, accuracy: Sequence[float]):
         """`accuracy`: how often each rank of a head's candidates is the target's token."""
         super().__init__(module, target)
         config = module.config

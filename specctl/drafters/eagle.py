@@ -15,7 +15,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.eagle_head import EagleHead
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.head import HeadConfig, head_config, restored
-from specctl.drafters.tree import Shape, default_shape, shape_for
+from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -23,7 +23,7 @@ from specctl.recipe import DraftingRecipe, TrainRecipe
 class EagleDrafter(FeatureDrafter):
     """Inference of an `EagleHead`, whose vocabulary head is the target's."""
 
-    def __init__(self, head: EagleHead, target: Target, shape: Shape):
+    def __init__(self, head: EagleHead, target: Target, shape: TreeShape):
         super().__init__(head, head.layer, target, shape)
         token, feature = self.weight(head.fc).chunk(2, -1)
         # The token's half of the fusion depends on the token alone: tabulate it.

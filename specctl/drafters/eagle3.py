@@ -14,14 +14,14 @@ from specctl.decoding.target import Target
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.head import HeadConfig, head_config, restored
-from specctl.drafters.tree import Shape, default_shape, shape_for
+from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 
 class Eagle3Drafter(FeatureDrafter):
     """Inference of an `Eagle3Head`."""
 
-    def __init__(self, head: Eagle3Head, target: Target, shape: Shape):
+    def __init__(self, head: Eagle3Head, target: Target, shape: TreeShape):
         super().__init__(head, head.midlayer, target, shape)
         self.fc = self.linear(head.fc)
         self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)

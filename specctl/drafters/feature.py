@@ -16,9 +16,9 @@ from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.feature_layer import FeatureLayer, Memory, own_features
+from specctl.drafters.feature_layer import FeatureLayer, FeatureMemory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
-from specctl.drafters.tree import GrowingTree, Shape, best, shape_for
+from specctl.drafters.tree import GrowingTree, TreeShape, best, shape_for
 from specctl.recipe import DraftingRecipe
 
 
@@ -31,7 +31,7 @@ class FeatureDrafter(FeatureLayer):
 
     stride = 0
 
-    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: Shape):
+    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: TreeShape):
         super().__init__(head, layer, target)
         self.shape = shape
         self.embedding = target.model.embedding
@@ -59,7 +59,7 @@ class FeatureDrafter(FeatureLayer):
             return self._chain(state, memory, depth)
         return self._tree(state, memory, depth, self.shape.within(budget))
 
-    def _chain(self, state: DecodeState, memory: Memory, depth: int) -> DraftTree:
+    def _chain(self, state: DecodeState, memory: FeatureMemory, depth: int) -> DraftTree:
         hidden, logits = memory.hidden, self.logits(memory.hidden)
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [0.0] * state.batch
@@ -81,7 +81,7 @@ class FeatureDrafter(FeatureLayer):
         chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
         return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
 
-    def _tree(self, state: DecodeState, memory: Memory, depth: int, shape: Shape) -> DraftTree:
+    def _tree(self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape) -> DraftTree:
         growing = [GrowingTree() for _ in state.rows]
         width, children = shape.width, min(shape.children, len(self.ids))
         asked = [self.logits(memory.hidden)]
@@ -120,7 +120,12 @@ class FeatureDrafter(FeatureLayer):
         return best(growing, rooms, shape.nodes, state.device, asked, self.ids)
 
     def _plan(
-        self, state: DecodeState, memory: Memory, growing: list[GrowingTree], frontiers: list[list[int]], step: int
+        self,
+        state: DecodeState,
+        memory: FeatureMemory,
+        growing: list[GrowingTree],
+        frontiers: list[list[int]],
+        step: int,
     ) -> Plan:
         """Row w of this step sits behind the committed slots and the rows of earlier steps, and attends the committed
         slots, its ancestors' rows and itself."""
@@ -209,7 +214,7 @@ class FeatureDrafter(FeatureLayer):
             return (1,) * shape.depth
         return (shape.children,) * min(shape.depth, shape.nodes)
 
-    def _ready(self, state: DecodeState, asked: list[int] | None = None) -> Memory:
+    def _ready(self, state: DecodeState, asked: list[int] | None = None) -> FeatureMemory:
         """The memory, up to the last committed token, with the slots from `asked` on."""
         self.advance(state)
         if asked is not None:

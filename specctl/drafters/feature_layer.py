@@ -62,7 +62,7 @@ class HeadWeights:
 
 
 @dataclass
-class Memory:
+class FeatureMemory:
     """The layer's own cache: slots 0 .. cached−1 hold keys and values made from the target's features."""
 
     cache: KVCache
@@ -110,7 +110,7 @@ class FeatureLayer(HeadWeights, ABC):
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [N] and features [N, H]: the residual stream [N, H] fp32 and the input of the projections."""
 
-    def _tables(self, memory: Memory, steps: int) -> list[tuple[Tensor, Tensor]]:
+    def _tables(self, memory: FeatureMemory, steps: int) -> list[tuple[Tensor, Tensor]]:
         """Rotary tables of the drafting steps of a round, made at once."""
         rope = self._rope_for(memory.cache.capacity)
         return rope.ahead(memory.cached, steps, self.heads + self.kv_heads, self.kv_heads)
@@ -176,11 +176,11 @@ class FeatureLayer(HeadWeights, ABC):
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate).mul_(up))
 
-    def _memory(self, state: DecodeState) -> Memory:
+    def _memory(self, state: DecodeState) -> FeatureMemory:
         memory = state.memory.get(self.key)
         if memory is None:
             hidden = torch.zeros(state.batch, self.size, device=state.device)
-            memory = state.memory[self.key] = Memory(self._new_cache(state), [0] * state.batch, hidden)
+            memory = state.memory[self.key] = FeatureMemory(self._new_cache(state), [0] * state.batch, hidden)
         elif memory.cache.capacity < state.capacity:
             memory.cache = memory.cache.moved_to(self._new_cache(state))
         return memory
@@ -219,7 +219,7 @@ class FeatureLayer(HeadWeights, ABC):
             memory.hidden, _ = self.read(state, width, every=False)
         memory.cached = list(state.cached)
 
-    def _fill(self, state: DecodeState, memory: Memory, b: int, slots: range) -> None:
+    def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         """Fill some slots of sequence b."""
         assert state.features is not None
         start, end = slots.start, slots.stop
@@ -241,7 +241,7 @@ class FeatureLayer(HeadWeights, ABC):
         """The layer's output at every sequence's last slot [B, H]."""
         return self.current(state).hidden
 
-    def current(self, state: DecodeState) -> Memory:
+    def current(self, state: DecodeState) -> FeatureMemory:
         """The memory, which must be up to the last committed token."""
         memory = self._memory(state)
         assert memory.cached == state.cached, "stale draft cache"

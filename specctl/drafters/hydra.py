@@ -18,7 +18,7 @@ from specctl.drafters.feature_layer import FeatureLayer
 from specctl.drafters.head import head_config, restored
 from specctl.drafters.hydra_head import HydraConfig, HydraHeads
 from specctl.drafters.static_tree import default_shape
-from specctl.drafters.tree import Shape, shape_for
+from specctl.drafters.tree import TreeShape, shape_for
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 # Of each rank, the share of the target's tokens; measured on the built-in target (sql, 450 steps), alike at all depths.
@@ -49,7 +49,7 @@ class HydraDrafter(DepthDrafter):
 
     grounded = True
 
-    def __init__(self, module: HydraHeads, target: Target, shape: Shape):
+    def __init__(self, module: HydraHeads, target: Target, shape: TreeShape):
         super().__init__(module, target, shape, ACCURACY)
         self.embedding = target.model.embedding
         self.repeats = module.config.num_layers - 1

@@ -46,7 +46,7 @@ def cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Pr
 
 
 @dataclass(frozen=True)
-class Shape:
+class ChainShape:
     """A chain of at most `depth` tokens, ended by the first token whose joint probability is under `stop_below`.
 
     `sampled` draws the tokens (ratio rule, by `rule`) where the target samples; otherwise they are the most probable
@@ -59,13 +59,13 @@ class Shape:
     rule: str = "token"
 
 
-def shape_for(drafting: DraftingRecipe, device: torch.device) -> Shape:
+def shape_for(drafting: DraftingRecipe, device: torch.device) -> ChainShape:
     """The default of the device with what the recipe sets.
 
     A draft step of a small target costs a CPU a good fifth of a verification: only likely tokens are worth one. On a
     GPU reading the probabilities back costs as much as the step.
     """
-    shape = Shape(7, 0.25, False) if device.type == "cpu" else Shape(5, 0.0, False)
+    shape = ChainShape(7, 0.25, False) if device.type == "cpu" else ChainShape(5, 0.0, False)
     given = {key: value for key in ("depth", "stop_below") if (value := getattr(drafting, key)) is not None}
     return replace(shape, **given, sampled=drafting.proposal == "sampled", rule=drafting.rule)
 
@@ -105,7 +105,7 @@ class LMDrafter:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: nn.Module, target: Target, shape: Shape):
+    def __init__(self, model: nn.Module, target: Target, shape: ChainShape):
         """`model`: an `LM`, which is left as it is."""
         self.shape = shape
         assert isinstance(model.model, PreTrainedModel)

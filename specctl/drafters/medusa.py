@@ -17,7 +17,7 @@ from specctl.drafters.depth_heads import DepthHeads, HeadsConfig, ResBlock, draf
 from specctl.drafters.feature_layer import last_slots
 from specctl.drafters.head import SlotBatch, restored
 from specctl.drafters.static_tree import default_shape
-from specctl.drafters.tree import Shape, shape_for
+from specctl.drafters.tree import TreeShape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -53,7 +53,7 @@ class MedusaDrafter(DepthDrafter):
 
     grounded = False
 
-    def __init__(self, module: MedusaHeads, target: Target, shape: Shape):
+    def __init__(self, module: MedusaHeads, target: Target, shape: TreeShape):
         super().__init__(module, target, shape, ACCURACY)
         blocks: Any = module.blocks
         heads: Any = module.lm_head

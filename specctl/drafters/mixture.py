@@ -13,7 +13,7 @@ from specctl.decoding.plan import Plan
 from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature import FeatureDrafter
-from specctl.drafters.feature_layer import Memory
+from specctl.drafters.feature_layer import FeatureMemory
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Mixture(FeatureDrafter):
         self.members, self.key = list(heads), object()
         self._log_weights = torch.tensor(list(weights), device=self.device).log()[:, None, None]  # [N, 1, 1]
 
-    def _ready(self, state: DecodeState, asked: list[int] | None = None) -> Memory:
+    def _ready(self, state: DecodeState, asked: list[int] | None = None) -> FeatureMemory:
         memories = [head._ready(state, asked) for head in self.members]
         caches = _Caches([memory.cache for memory in memories])
-        return Memory(caches, memories[0].cached, torch.cat([memory.hidden for memory in memories], -1))  # type: ignore[arg-type]
+        return FeatureMemory(caches, memories[0].cached, torch.cat([memory.hidden for memory in memories], -1))  # type: ignore[arg-type]
 
     def _layer(
         self,

@@ -22,7 +22,7 @@ from specctl.families import FAMILIES, NAMED
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 
-class Family(Protocol):
+class FamilyModule(Protocol):
     """The Python module of a family whose drafters are kept in directories.
 
     Drafters of a family with `adaptable` projections have `adapted(adapter)`.
@@ -46,7 +46,7 @@ class Family(Protocol):
         ...
 
 
-class TrainableFamily(Family, Protocol):
+class TrainableFamily(FamilyModule, Protocol):
     """A family whose modules are `nn.Module`s and learn by gradients."""
 
     def prepare(self, module: Any, recipe: TrainRecipe) -> None:
@@ -63,7 +63,7 @@ class TrainableFamily(Family, Protocol):
         ...
 
 
-class CollectedFamily(Family, Protocol):
+class CollectedFamily(FamilyModule, Protocol):
     """A family whose drafters are collected from responses."""
 
     def collect(self, texts: Iterable[tuple[list[int], int]]) -> Any:
@@ -75,9 +75,9 @@ class CollectedFamily(Family, Protocol):
         ...
 
 
-def family(name: str) -> Family:
+def family(name: str) -> FamilyModule:
     """The module of a family."""
-    return cast(Family, importlib.import_module(FAMILIES[name].module))
+    return cast(FamilyModule, importlib.import_module(FAMILIES[name].module))
 
 
 def trainable(name: str) -> TrainableFamily:

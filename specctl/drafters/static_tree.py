@@ -19,20 +19,20 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.records import ChainRows, DraftTree
 from specctl.decoding.state import DecodeState
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 
 Path = tuple[int, ...]
 
 
-def default_shape(device: torch.device) -> Shape:
+def default_shape(device: torch.device) -> TreeShape:
     """On a CPU (measured on the built-in target) a chain with the runner-up of most depths as leaves: eight rows cost
     the target little more than one, fifteen do. On a GPU about as many nodes as the papers' trees have."""
     if device.type == "cpu":
-        return Shape(depth=4, width=1, nodes=7, children=2, stop_below=0.05)
-    return Shape(depth=4, width=16, nodes=60, children=10, stop_below=0.0)
+        return TreeShape(depth=4, width=1, nodes=7, children=2, stop_below=0.05)
+    return TreeShape(depth=4, width=16, nodes=60, children=10, stop_below=0.0)
 
 
-def best_paths(shape: Shape, accuracy: Sequence[float]) -> list[Path]:
+def best_paths(shape: TreeShape, accuracy: Sequence[float]) -> list[Path]:
     """The paths most often accepted, best first: every beginning of the list is a tree too.
 
     At most `shape.width` nodes of a level have children, the `shape.children` likeliest tokens at most.
@@ -139,7 +139,7 @@ class StaticTree:
 class Trees:
     """The trees of a drafter: one of the full shape, and smaller ones near the end of a text or of the budget."""
 
-    def __init__(self, shape: Shape, accuracy: Sequence[float], device: torch.device):
+    def __init__(self, shape: TreeShape, accuracy: Sequence[float], device: torch.device):
         self.shape = shape
         self.paths = best_paths(shape, accuracy)
         self._made = lru_cache(64)(lambda paths: StaticTree(paths, device))

@@ -12,7 +12,7 @@ from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.datastore import Datastore
-from specctl.drafters.trie import Place, Shape, first_level, grow
+from specctl.drafters.trie import Place, TextTreeShape, first_level, grow
 from specctl.recipe import DraftingRecipe
 
 # × plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each, one thread of a busy
@@ -46,14 +46,14 @@ class Suffix:
         self.advance(state)
         shape, trees = self._shape(state), []
         for text, row in zip(state.memory[self].rows, state.rows, strict=True):
-            fitting = Shape(min(shape.depth, row.room), min(shape.nodes, budget), shape.children)
+            fitting = TextTreeShape(min(shape.depth, row.room), min(shape.nodes, budget), shape.children)
             trees.append(grow(self._places(text.automaton, row.ids), fitting) if row.room else ([], []))
         return DraftTree.from_trees(trees, state.device)
 
     def advance(self, state: DecodeState) -> None:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(Text, state.batch)
+            memory = state.memory[self] = PerText(SuffixText, state.batch)
         for text, row in zip(memory.rows, state.rows, strict=True):
             text.automaton.extend(row.ids)
 
@@ -79,10 +79,10 @@ class Suffix:
     def invalidate(self, state: DecodeState) -> None:
         """There are no weights that could change."""
 
-    def _shape(self, state: DecodeState) -> Shape:
+    def _shape(self, state: DecodeState) -> TextTreeShape:
         # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
         children = 1 if state.exact_rows else self.children
-        return Shape(self.depth, self.nodes or NODES.get(state.device.type, max(NODES.values())), children)
+        return TextTreeShape(self.depth, self.nodes or NODES.get(state.device.type, max(NODES.values())), children)
 
     def _places(self, automaton: SuffixAutomaton, ids: list[int]) -> list[Place]:
         """Where the text `ids`, read by `automaton`, goes on from."""
@@ -90,7 +90,7 @@ class Suffix:
         return own if self.corpus is None else [*own, self.corpus.find(ids, self.depth)]
 
 
-class Text:
+class SuffixText:
     """The automaton of one sequence."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from specctl.recipe import DraftingRecipe
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeShape:
     """Shape of a draft.
 
     `depth` expansions at most; each expands the `width` most probable nodes of the last level into `children`
@@ -31,7 +31,7 @@ class Shape:
     def chain(self) -> bool:
         return self.width == 1 and self.children == 1
 
-    def within(self, budget: int) -> Shape:
+    def within(self, budget: int) -> TreeShape:
         """The shape where a draft may have `budget` nodes at most.
 
         A level expands no more nodes than the draft keeps of one on average, down to a chain with runners-up: every
@@ -47,19 +47,19 @@ class Shape:
         return math.log(self.stop_below) if self.stop_below > 0 else -math.inf
 
 
-def default_shape(device: torch.device) -> Shape:
+def default_shape(device: torch.device) -> TreeShape:
     """On a CPU (measured on the built-in target) a chain with the runners-up of each depth as leaves: they cost no
     forward of the head, and a dozen rows cost the target little more than one. A GPU takes a larger tree (EAGLE-2)."""
     if device.type == "cpu":
-        return Shape(depth=12, width=1, nodes=14, children=3, stop_below=0.05)
-    return Shape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
+        return TreeShape(depth=12, width=1, nodes=14, children=3, stop_below=0.05)
+    return TreeShape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
 
 
-def shape_for(drafting: DraftingRecipe, default: Shape) -> Shape:
+def shape_for(drafting: DraftingRecipe, default: TreeShape) -> TreeShape:
     """The family's default with what a `DraftingRecipe` sets."""
     fields = ("depth", "width", "nodes", "children", "stop_below")
     given = {name: value for name in fields if (value := getattr(drafting, name, None)) is not None}
-    return Shape(**{**vars(default), **given})
+    return TreeShape(**{**vars(default), **given})
 
 
 class GrowingTree:

@@ -25,7 +25,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
+class TextTreeShape:
     """A draft: the best `nodes` continuations, at most `depth` deep, `children` of a node at most."""
 
     depth: int
@@ -33,7 +33,7 @@ class Shape:
     children: int
 
 
-def grow(places: Sequence[Place], shape: Shape) -> tuple[list[int], list[int]]:
+def grow(places: Sequence[Place], shape: TextTreeShape) -> tuple[list[int], list[int]]:
     """(tokens, parents) of the `nodes` most probable continuations, parents first.
 
     `places` are the current position in several bodies of text. A node's children are weighed by the mean of those

@@ -10,10 +10,10 @@ import torch
 
 from specctl.formats import llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Facts, Files, Head
+from specctl.formats.head import Files, Head, TargetFacts
 
 
-def write(head: Head, facts: Facts, tokens: int, *, sglang: bool = False) -> Files:
+def write(head: Head, facts: TargetFacts, tokens: int, *, sglang: bool = False) -> Files:
     """The directory of a head, for SGLang or for the others."""
     weight = head.tensors["fc.weight"]
     config = {
@@ -25,7 +25,7 @@ def write(head: Head, facts: Facts, tokens: int, *, sglang: bool = False) -> Fil
     return Files(config, head.tensors | bias)
 
 
-def write_for_sglang(head: Head, facts: Facts, tokens: int) -> Files:
+def write_for_sglang(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """The directory of a head for SGLang."""
     return write(head, facts, tokens, sglang=True)
 
@@ -35,7 +35,7 @@ def claims(found: Foreign) -> bool:
     return fc is not None and fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0]
 
 
-def read(found: Foreign, facts: Facts) -> Head:
+def read(found: Foreign, facts: TargetFacts) -> Head:
     """A published head. CheckpointError where ours cannot represent it, such as a bias that is not zero."""
     shape = llama.read_config(found, found.config, facts)
     notes = llama.check_vocabulary(found, found.config["vocab_size"], facts)

@@ -19,13 +19,13 @@ from torch import Tensor
 from specctl.errors import CheckpointError
 from specctl.formats import llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Facts, Files, Head
+from specctl.formats.head import Files, Head, TargetFacts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def write(head: Head, facts: Facts, tokens: int) -> Files:
+def write(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """The directory of a head. CheckpointError where an engine could not feed it."""
     check_taps(head, facts, count=3)
     taps = tuple(head.architecture["taps"])
@@ -39,7 +39,7 @@ def write(head: Head, facts: Facts, tokens: int) -> Files:
     return Files(config, without_mapping_of_all(head))
 
 
-def write_for_reference(head: Head, facts: Facts, tokens: int) -> Files:
+def write_for_reference(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """The same for the reference code, which taps fixed layers: it has no key for others."""
     taps = tuple(head.architecture["taps"])
     if taps != facts.default_taps:
@@ -50,7 +50,7 @@ def write_for_reference(head: Head, facts: Facts, tokens: int) -> Files:
     return write(head, facts, tokens)
 
 
-def check_taps(head: Head, facts: Facts, count: int | None = None) -> None:
+def check_taps(head: Head, facts: TargetFacts, count: int | None = None) -> None:
     """Engines tap layers on the way, each once, in ascending order; the last state they would give before its norm."""
     taps = list(head.architecture["taps"])
     if (
@@ -76,12 +76,12 @@ def claims(found: Foreign) -> bool:
     return "lm_head.weight" in names and any(name.endswith("hidden_norm.weight") for name in names)
 
 
-def read(found: Foreign, facts: Facts) -> Head:
+def read(found: Foreign, facts: TargetFacts) -> Head:
     """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
     return read_parts(found, found.config, _taps(found, facts), facts)
 
 
-def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...], facts: Facts) -> Head:
+def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
     """A head whose Llama keys are in `config` and which taps hidden_states `taps`."""
     if not all(0 <= tap < facts.num_layers for tap in taps) or list(taps) != sorted(set(taps)):
         right = f"ascending layers, as indices of hidden_states in 0 … {facts.num_layers - 1} of target {facts.name}"
@@ -116,7 +116,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     return Head("eagle3", architecture, tensors, (*notes, *more))
 
 
-def _taps(found: Foreign, facts: Facts) -> tuple[int, ...]:
+def _taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:
     """The tapped hidden_states, from whichever of the two keys is there."""
     llama.check_types(found, found.config)
     outer = found.config.get(LAYERS)

@@ -6,7 +6,7 @@ class for its embedding and head. Where it does neither, the engine stops at sta
 
 from __future__ import annotations
 
-from specctl.formats.head import Facts
+from specctl.formats.head import TargetFacts
 
 VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
 
@@ -47,7 +47,7 @@ _SGLANG_EAGLE3 = _names("""
 """)
 
 
-def refusal(to: str, family: str, facts: Facts) -> str | None:
+def refusal(to: str, family: str, facts: TargetFacts) -> str | None:
     """Why the engine that a directory is written for does not draft with this family for this target; None where it
     does, or where the target does not name its architecture."""
     engine = "vllm" if to == "speculators" else to

@@ -38,7 +38,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Facts:
+class TargetFacts:
     """Facts of a target that a head has to fit.
 
     Attributes:
@@ -61,7 +61,7 @@ class Facts:
     head_weight: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def of_target(cls, target: Target) -> Facts:
+    def of_target(cls, target: Target) -> TargetFacts:
         """Everything, of a loaded target."""
         return cls(
             name=served_name(target.name),
@@ -78,7 +78,7 @@ class Facts:
         )
 
     @classmethod
-    def of_identity(cls, identity: dict[str, Any], name: str | None = None, **options: Any) -> Facts:
+    def of_identity(cls, identity: dict[str, Any], name: str | None = None, **options: Any) -> TargetFacts:
         """Facts of the target a drafter was made for, found under `name` today; reads its configuration, no weights.
 
         Raises CheckpointError: there is no such target, it is another model, or `identity` is incomplete.

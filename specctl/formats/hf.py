@@ -8,13 +8,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specctl.drafters.blueprint import guarded, located
 from specctl.drafters.lm_config import check_plain, configuration, stored
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Facts, Files, Head
+from specctl.formats.head import Files, Head, TargetFacts
 
 FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map")
 """Keys that are about the file, not about the model."""
 
 
-def write(head: Head, facts: Facts, tokens: int) -> Files:
+def write(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """Loads with AutoModelForCausalLM and AutoTokenizer."""
     config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -26,7 +26,7 @@ def claims(found: Foreign) -> bool:
     return isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "fc.weight" not in found.tensors
 
 
-def read(found: Foreign, facts: Facts) -> Head:
+def read(found: Foreign, facts: TargetFacts) -> Head:
     """A causal LM with the target's vocabulary. CheckpointError for another vocabulary, or no causal LM."""
     kind, rows = found.config.get("model_type"), found.config.get("vocab_size")
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specctl.drafters.blueprint import Length, Place, Size
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Facts
+from specctl.formats.head import TargetFacts
 
 NAMES = {
     "hidden_size": "hidden_size",
@@ -49,7 +49,7 @@ NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 Positive = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 
 
-class Rope(BaseModel):
+class RopeKeys(BaseModel):
     rope_type: str = "default"
     type: str = "default"
     rope_theta: Positive = 10_000.0
@@ -70,8 +70,8 @@ class Keys(BaseModel):
     max_position_embeddings: Length | None = None
     rms_norm_eps: Positive = 1e-6
     rope_theta: Positive = 10_000.0
-    rope_scaling: Rope | None = None
-    rope_parameters: Rope | None = None
+    rope_scaling: RopeKeys | None = None
+    rope_parameters: RopeKeys | None = None
     eagle_config: dict[str, Any] | None = None
     eagle_aux_hidden_state_layer_ids: list[Place] | None = None
 
@@ -79,7 +79,7 @@ class Keys(BaseModel):
 PADDING = 1024  # vocabularies are padded to multiples of up to this
 
 
-def write_config(architecture: Mapping[str, Any], facts: Facts, dtype: torch.dtype) -> dict[str, Any]:
+def write_config(architecture: Mapping[str, Any], facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
     """The Llama keys of config.json. `bias` says the same as the other two to the readers that look there only."""
     return {
         "model_type": "llama",
@@ -97,7 +97,7 @@ def write_config(architecture: Mapping[str, Any], facts: Facts, dtype: torch.dty
     }
 
 
-def read_config(found: Foreign, config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+def read_config(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) -> dict[str, Any]:
     """The fields of a one-layer head from the Llama keys in `config` (all or a part of `found.config`).
 
     Raises CheckpointError: a key is missing, of another type, does not fit the target, or asks for what our head does
@@ -150,7 +150,7 @@ def _rope_theta(found: Foreign, config: Mapping[str, Any]) -> float:
     return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
 
 
-def check_vocabulary(found: Foreign, vocab_size: int, facts: Facts) -> list[str]:
+def check_vocabulary(found: Foreign, vocab_size: int, facts: TargetFacts) -> list[str]:
     """The head's vocabulary is the target's, up to rows of padding, about which it returns a note.
 
     Raises CheckpointError where it is another one.
@@ -208,7 +208,7 @@ def take(found: Foreign, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
     return {name: found.tensors[name] for name in shapes}
 
 
-def without_copies(found: Foreign, facts: Facts, copies: Mapping[str, Tensor | None]) -> Foreign:
+def without_copies(found: Foreign, facts: TargetFacts, copies: Mapping[str, Tensor | None]) -> Foreign:
     """`found` without the copies of the target's matrices that some heads ship; ours read the target's own.
 
     Raises CheckpointError where one differs from the target's by more than rounding to bf16.

@@ -15,14 +15,14 @@ from torch import Tensor
 from specctl.errors import CheckpointError
 from specctl.formats import llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Facts, Files, Head
+from specctl.formats.head import Files, Head, TargetFacts
 
 TO_VLLM = {r"(\d+)\.0\.linear\.(.+)": r"blocks.\1.layers.0.\2", r"(\d+)\.1\.weight": r"lm_heads.\1.weight"}
 FROM_VLLM = {r"blocks\.(\d+)\.layers\.0\.(.+)": r"\1.0.linear.\2", r"lm_heads\.(\d+)\.weight": r"\1.1.weight"}
 """Names of Medusa's tensors, published and in vLLM."""
 
 
-def write_medusa(head: Head, facts: Facts, tokens: int) -> Files:
+def write_medusa(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """Head K is the Sequential of a block, K.0, and a vocabulary matrix, K.1."""
     _check_whole(head)
     config = {
@@ -33,7 +33,7 @@ def write_medusa(head: Head, facts: Facts, tokens: int) -> Files:
     return Files(config, head.tensors, "medusa_lm_head.pt")
 
 
-def write_medusa_for_vllm(head: Head, facts: Facts, tokens: int) -> Files:
+def write_medusa_for_vllm(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """A configuration of vLLM's model type `medusa`, whose blocks have a bias where `medusa_fc_bias` says so.
 
     Its `token_map` for a smaller vocabulary goes with one head shared by all (`original_lm_head`), which ours have not.
@@ -66,7 +66,7 @@ def claims_medusa(found: Foreign) -> bool:
     )
 
 
-def read_medusa(found: Foreign, facts: Facts) -> Head:
+def read_medusa(found: Foreign, facts: TargetFacts) -> Head:
     """Heads of one layer. How many there are is counted: config.json of published ones is known to say 2 for 5."""
     prefix = "" if found.config.get("model_type") == "medusa" else "medusa_"  # vLLM's keys, or the repository's
     key = "medusa_num_layers" if prefix else "num_hidden_layers"
@@ -91,7 +91,7 @@ def read_medusa(found: Foreign, facts: Facts) -> Head:
     return Head("medusa", _shape(facts, heads, 1), fitted, tuple(notes))
 
 
-def write_hydra(head: Head, facts: Facts, tokens: int) -> Files:
+def write_hydra(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """The prefix-attention heads. Their layers 2 … n are one module, which the file repeats as K.3, K.5, …
 
     CheckpointError where the prefix layer is not shaped as the target's: the loader makes it from the target's config.
@@ -126,7 +126,7 @@ def claims_hydra(found: Foreign) -> bool:
     return "hydra_num_heads" in found.config or any(name.startswith("hydra_mlp.") for name in found.tensors)
 
 
-def read_hydra(found: Foreign, facts: Facts) -> Head:
+def read_hydra(found: Foreign, facts: TargetFacts) -> Head:
     """Grounded prefix-MLP heads (Hydra++). CheckpointError for the other architectures of that repository."""
     config = found.config
     for key, wanted, default in (
@@ -172,11 +172,11 @@ def _count(tensors: dict[str, Tensor], pattern: str) -> int:
     return len({match[1] for name in tensors if (match := re.match(pattern, name))})
 
 
-def _rows(found: Foreign, name: str, facts: Facts) -> int:
+def _rows(found: Foreign, name: str, facts: TargetFacts) -> int:
     return llama.rows(found, name) or facts.vocab_size
 
 
-def _fit(tensor: Tensor, vocab: int, facts: Facts) -> Tensor:
+def _fit(tensor: Tensor, vocab: int, facts: TargetFacts) -> Tensor:
     """A vocabulary matrix or bias without the rows of padding that the target has not.
 
     CheckpointError where it lacks some instead: these heads cannot leave tokens out.
@@ -189,7 +189,7 @@ def _fit(tensor: Tensor, vocab: int, facts: Facts) -> Tensor:
     return tensor[: facts.vocab_size]
 
 
-def _shape(facts: Facts, heads: int, layers: int) -> dict[str, Any]:
+def _shape(facts: TargetFacts, heads: int, layers: int) -> dict[str, Any]:
     return {
         "hidden_size": facts.hidden_size,
         "vocab_size": facts.vocab_size,
@@ -200,7 +200,7 @@ def _shape(facts: Facts, heads: int, layers: int) -> dict[str, Any]:
     }
 
 
-def _prefix_shape(facts: Facts) -> dict[str, Any]:
+def _prefix_shape(facts: TargetFacts) -> dict[str, Any]:
     """The prefix layer: one of the target's."""
     text = facts.text_config
     heads = text.num_attention_heads

@@ -13,14 +13,14 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.families import FAMILIES
 from specctl.formats import eagle1, eagle3_raw, engines, hf, reference, speculators
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Facts, Files, Head
+from specctl.formats.head import Files, Head, TargetFacts
 
 
 class Reader(NamedTuple):
     """Whether a directory is of this format, and the head that is in it."""
 
     claims: Callable[[Foreign], bool]
-    read: Callable[[Foreign, Facts], Head]
+    read: Callable[[Foreign, TargetFacts], Head]
 
 
 READERS: dict[str, Reader] = {
@@ -46,7 +46,7 @@ def detect(found: Foreign) -> str:
     )
 
 
-def write(head: Head, to: str, facts: Facts, tokens: int) -> Files:
+def write(head: Head, to: str, facts: TargetFacts, tokens: int) -> Files:
     """The files of `head` for an engine or repository, drafting `tokens` a round.
 
     Raises UsageError: it has no use for the family. CheckpointError: it could not feed this head.
@@ -64,12 +64,12 @@ def read_back(to: str, family: str) -> Reader:
     return READERS[FAMILIES[family].exports[to].read]
 
 
-def notes(to: str, family: str, facts: Facts) -> list[str]:
+def notes(to: str, family: str, facts: TargetFacts) -> list[str]:
     """Sentences about who serves a written directory, for people who are about to put it to use."""
     return [note for note in (engines.refusal(to, family, facts), FAMILIES[family].exports[to].note) if note]
 
 
-def commands(to: str, family: str, place: Path, facts: Facts, tokens: int) -> list[str]:
+def commands(to: str, family: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
     """How a written directory is put to use, as it stands on a command line or in Python: nothing where the engine
     would refuse it."""
     if engines.refusal(to, family, facts):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from specctl.formats import eagle3_raw, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Facts, Files, Head
+from specctl.formats.head import Files, Head, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
 
 
-def write(head: Head, facts: Facts, tokens: int) -> Files:
+def write(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """The directory of a head that is to draft `tokens` a round."""
     eagle3_raw.check_taps(head, facts)
     taps = list(head.architecture["taps"])
@@ -50,7 +50,7 @@ def claims(found: Foreign) -> bool:
     return TYPE in found.config
 
 
-def read(found: Foreign, facts: Facts) -> Head:
+def read(found: Foreign, facts: TargetFacts) -> Head:
     """A head of the type eagle3. CheckpointError where ours cannot represent it."""
     config = found.config
     if config.get(TYPE) != "eagle3":

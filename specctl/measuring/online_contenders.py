@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specctl import progress
 from specctl.adaptation.draft_length import AutoLength
-from specctl.adaptation.online_drafter import Lesson, Pupil
-from specctl.adaptation.remote import RemotePupil
+from specctl.adaptation.online_drafter import Lesson, OnlineDrafter
+from specctl.adaptation.remote import RemoteOnlineDrafter
 from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import Arrival
 from specctl.adaptation.updates.watchdog import Acceptance
@@ -74,7 +74,7 @@ class ChunkRow:
     untrained_mat: dict[str, float | None] = field(default_factory=dict)
 
 
-Learner = Pupil | Specialists
+Learner = OnlineDrafter | Specialists
 
 
 def static_name(recipe: OnlineRecipe, algo: str) -> str:
@@ -82,14 +82,14 @@ def static_name(recipe: OnlineRecipe, algo: str) -> str:
     return STATIC if len(recipe.families) < 2 else f"{STATIC}-{recipe.family_of(algo)}"
 
 
-class Stage:
+class OnlineContenders:
     """All contenders on one pass over a stream, of one seed."""
 
     def __init__(self, recipe: OnlineRecipe, target: Target, seed: int):
         """Raises CheckpointError where a drafter to start from cannot be used."""
         self.recipe, self.target, self.seed = recipe, target, seed
         self.chunks = self._turns = 0
-        kind = Specialists if recipe.pool else RemotePupil if recipe.asynchronous else Pupil
+        kind = Specialists if recipe.pool else RemoteOnlineDrafter if recipe.asynchronous else OnlineDrafter
         self.pupils: dict[str, Learner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
         static = STATIC in recipe.baselines
         self.fixed = self._load_fixed() if static and not recipe.pool else {}
@@ -158,7 +158,7 @@ class Stage:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
             with pupil.awake():
                 options = pupil.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
-                if isinstance(pupil, Pupil):
+                if isinstance(pupil, OnlineDrafter):
                     options |= self._drafting(name, options.pop("drafter"))
                 decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             return [{name: one} for one in decoded]
@@ -294,7 +294,9 @@ class Stage:
         self.refused = Counter(facts["refused"])
         for name, pupil in self.pupils.items():
             pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
-        drafters = self.fixed | {name: pupil.drafter for name, pupil in self.pupils.items() if isinstance(pupil, Pupil)}
+        drafters = self.fixed | {
+            name: pupil.drafter for name, pupil in self.pupils.items() if isinstance(pupil, OnlineDrafter)
+        }
         for name, kept in facts["lengths"].items():
             self._drafting(name, drafters[name])["controller"].restore(kept)
 

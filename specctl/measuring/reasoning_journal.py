@@ -19,10 +19,10 @@ from torch import Tensor
 from specctl.measuring.reasoning_rows import rows
 from specctl.measuring.records import Stamp, part_name
 from specctl.measuring.resumable import CHUNKS, Mark, States
-from specctl.reasoning.lookahead import Trace
+from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
-from specctl.reasoning.preferences import Lesson, table
-from specctl.reasoning.writer import Work
+from specctl.reasoning.preferences import PreferenceLesson, table
+from specctl.reasoning.writer import WritingWork
 from specctl.recipe import OnlineRecipe
 from specctl.recipe.lookahead import ReasoningMode
 from specctl.runs import Run, atomic_write
@@ -35,7 +35,7 @@ class ReasoningChunk:
     """A line of `chunks.jsonl`: one mode in one chunk, with the draft LM from before learning.
 
     Rates are those of `ModeRow`, without their intervals. `pairs`, `steps`, `loss`, `margin`, `refused` are those of
-    its `Lesson`; `judge` counts its `Tally`. A run that was resumed asks again about pairs from before.
+    its `PreferenceLesson`; `judge` counts its `Tally`. A run that was resumed asks again about pairs from before.
     """
 
     mode: ReasoningMode
@@ -69,7 +69,7 @@ def chunk_rows(record: ChunkRecord, seed: int, judged: Mapping[str, dict[str, in
     found = []
     for row in rows([record]):
         facts = {name: getattr(row, name) for name in SHARED} | {name: getattr(row, name).value for name in RATES}
-        lesson = record.lessons.get(row.mode, Lesson(0))
+        lesson = record.lessons.get(row.mode, PreferenceLesson(0))
         facts |= asdict(lesson) | {"judge": judged.get(row.mode, {})}
         found.append(ReasoningChunk(seed=seed, chunk=record.chunk, **facts))
     return found
@@ -109,18 +109,18 @@ class ReasoningJournal(States):
         """All chunks, in order."""
         return [ReasoningChunk(**row) for row in self.read(CHUNKS)]
 
-    def traces(self) -> dict[tuple[ReasoningMode, int], list[Trace]]:
+    def traces(self) -> dict[tuple[ReasoningMode, int], list[ReasoningTrace]]:
         """Traces by mode and seed, in the order of the prompts; without mismatches, which are in `pairs`."""
-        names = {field.name for field in fields(Trace)} - {"mismatches"}
-        found: dict[tuple[ReasoningMode, int], list[Trace]] = {}
+        names = {field.name for field in fields(ReasoningTrace)} - {"mismatches"}
+        found: dict[tuple[ReasoningMode, int], list[ReasoningTrace]] = {}
         for row in self.read(TRACES):
             facts = {name: row[name] for name in names}
-            works = {name: Work(**row[name]) for name in ("target", "draft")}
-            found.setdefault((row["mode"], row["seed"]), []).append(Trace(**facts | works))
+            works = {name: WritingWork(**row[name]) for name in ("target", "draft")}
+            found.setdefault((row["mode"], row["seed"]), []).append(ReasoningTrace(**facts | works))
         return found
 
 
-def _line(mode: str, seed: int, trace: Trace) -> dict[str, Any]:
+def _line(mode: str, seed: int, trace: ReasoningTrace) -> dict[str, Any]:
     facts = asdict(replace(trace, mismatches=[]))
     del facts["mismatches"]
     return {"mode": mode, "seed": seed, **facts}

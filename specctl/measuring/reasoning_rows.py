@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specctl.decoding.metrics import Interval, bootstrap, ratio, ratio_of_sums
 from specctl.reasoning.answers import same
-from specctl.reasoning.lookahead import Trace
+from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
 from specctl.recipe.lookahead import ReasoningMode
 
@@ -76,7 +76,9 @@ def rows(records: Sequence[ChunkRecord]) -> list[ModeRow]:
     return [row(mode, traces[mode], traces.get("target"), learning[mode]) for mode in modes]
 
 
-def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | None, learning_s: float) -> ModeRow:
+def row(
+    mode: ReasoningMode, traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] | None, learning_s: float
+) -> ModeRow:
     """The row of one mode. `alone`: the target's answers to the same prompts, in the same order."""
     written = sum(trace.target_steps for trace in traces)
     kept = sum(trace.own_steps for trace in traces)
@@ -107,7 +109,7 @@ def row(mode: ReasoningMode, traces: Sequence[Trace], alone: Sequence[Trace] | N
     )
 
 
-def acceptance_difference(ours: Sequence[Trace], theirs: Sequence[Trace]) -> Rate:
+def acceptance_difference(ours: Sequence[ReasoningTrace], theirs: Sequence[ReasoningTrace]) -> Rate:
     """Step acceptance of one mode less that of another one on the same prompts, and its paired interval."""
     prompts = [trace.prompt_id for trace in ours]
     if prompts != [trace.prompt_id for trace in theirs]:
@@ -120,7 +122,7 @@ def acceptance_difference(ours: Sequence[Trace], theirs: Sequence[Trace]) -> Rat
     return Rate(mine - others, bootstrap(lambda drawn: one(drawn) - other(drawn), len(set(prompts))))
 
 
-def _agreeing(traces: Sequence[Trace], alone: Sequence[Trace] | None) -> list[bool | None]:
+def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] | None) -> list[bool | None]:
     """Whether each answer is the target's; None where that has none."""
     if alone is None:
         return [None] * len(traces)
@@ -128,12 +130,12 @@ def _agreeing(traces: Sequence[Trace], alone: Sequence[Trace] | None) -> list[bo
     return [None if theirs.answer is None else same(mine.answer, theirs.answer) for mine, theirs in pairs]
 
 
-def _share(traces: Sequence[Trace], told: Sequence[bool | None]) -> Rate:
+def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Rate:
     """Share of those told True among those that are told."""
     return _rate(traces, [bool(one) for one in told], [one is not None for one in told])
 
 
-def _rate(traces: Sequence[Trace], tops: Sequence[float], bottoms: Sequence[float]) -> Rate:
+def _rate(traces: Sequence[ReasoningTrace], tops: Sequence[float], bottoms: Sequence[float]) -> Rate:
     prompts = [trace.prompt_id for trace in traces]
     value = ratio(sum(tops), sum(bottoms))
     if value is None:

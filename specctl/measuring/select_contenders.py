@@ -24,7 +24,7 @@ from specctl.measuring.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection.arms import make_arms, named
 from specctl.selection.assembly import make_selector
-from specctl.selection.controller import Round, Selector
+from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.guarded import Guarded, Together
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Array, Policy
@@ -73,7 +73,7 @@ Alone = Guarded | Together
 """A drafter that drafts all rounds by itself."""
 
 
-class Stage:
+class SelectContenders:
     """The contenders of one `select`, and what they do."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Stage:
         units = {"query": f"{domain} {id}", "session": self.session_of[domain, id], "stream": ""}
         return f"{repeat} {units[self.recipe.reset]}"
 
-    def _note(self, algo: str, entry: Round) -> None:
+    def _note(self, algo: str, entry: RoundLine) -> None:
         self.plays[algo].append((self.game_of(entry.domain, entry.query, entry.seed), entry.arm, entry.committed))
         if self._log is not None:
             self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")

@@ -54,7 +54,7 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-",
 
 
 @dataclass
-class Tally:
+class JudgeTally:
     """Counts of pairs: `identical` needed no judge, `cached` were asked before, `unanswered` of the `asked`
     had no ruling."""
 
@@ -73,7 +73,7 @@ class Judge:
     """Rules on pairs of steps, each pair asked about once. `tally` counts since the judge was made."""
 
     def __init__(self, ask: Ask):
-        self.ask, self.tally = ask, Tally()
+        self.ask, self.tally = ask, JudgeTally()
         self._cache: dict[Pair, bool] = {}
 
     def __call__(self, pairs: Sequence[Pair]) -> list[bool]:

@@ -26,7 +26,7 @@ from specctl.reasoning.answers import correct, extract
 from specctl.reasoning.auto_depth import AutoDepth
 from specctl.reasoning.judge import Judge
 from specctl.reasoning.step_splitter import Step, going_round
-from specctl.reasoning.writer import Draft, Proposal, Work, Writer
+from specctl.reasoning.writer import Draft, Proposal, Writer, WritingWork
 from specctl.recipe import LookaheadRecipe
 
 Stop = Literal["final", "budget", "loop"]
@@ -47,7 +47,7 @@ class Mismatch:
 
 
 @dataclass
-class Trace:
+class ReasoningTrace:
     """The answer to one prompt, and how it came about.
 
     Attributes:
@@ -78,8 +78,8 @@ class Trace:
     seconds: float = 0.0
     draft_s: float = 0.0
     judge_s: float = 0.0
-    target: Work = field(default_factory=Work)
-    draft: Work = field(default_factory=Work)
+    target: WritingWork = field(default_factory=WritingWork)
+    draft: WritingWork = field(default_factory=WritingWork)
     flops: float = 0.0
     answer: str | None = None
     right: bool | None = None
@@ -97,12 +97,12 @@ class Lookahead:
         self.transition = recipe.transition or ""
         self.auto = AutoDepth(recipe.longest) if draft is not None and recipe.depth == "auto" else None
 
-    def answer(self, arrival: Arrival) -> Trace:
+    def answer(self, arrival: Arrival) -> ReasoningTrace:
         """Think, then answer; a prompt that leaves little room in the context has a short answer, or none.
 
         Raises Interrupted, between steps.
         """
-        trace = Trace(arrival.prompt.id, arrival.prompt.domain)
+        trace = ReasoningTrace(arrival.prompt.id, arrival.prompt.domain)
         before = self._work()
         with _clock(trace, "seconds"):
             thought = self._think(arrival, trace)
@@ -134,12 +134,12 @@ class Lookahead:
         if self.draft is not None:
             self.draft.writer.forget()
 
-    def _work(self) -> tuple[Work, Work]:
+    def _work(self) -> tuple[WritingWork, WritingWork]:
         """Work of the target and of the draft LM until now."""
-        draft = Work() if self.draft is None else self.draft.writer.work
-        return self.target.work.since(Work()), draft.since(Work())
+        draft = WritingWork() if self.draft is None else self.draft.writer.work
+        return self.target.work.since(WritingWork()), draft.since(WritingWork())
 
-    def _think(self, arrival: Arrival, trace: Trace) -> list[int]:
+    def _think(self, arrival: Arrival, trace: ReasoningTrace) -> list[int]:
         """Steps until the text ends, goes round in circles, or the budget is spent. Whoever thinks enough by itself
         may spend what is kept for the answer, too: it is writing that."""
         room = self.target.model.context_length - len(arrival.ids)
@@ -167,7 +167,7 @@ class Lookahead:
         trace.stop = "budget"
         return thought
 
-    def _round(self, arrival: Arrival, thought: list[int], room: int, trace: Trace) -> tuple[list[Step], int]:
+    def _round(self, arrival: Arrival, thought: list[int], room: int, trace: ReasoningTrace) -> tuple[list[Step], int]:
         """The steps that one round adds: the longest aligned run of drafted ones, then the target's own; and how many
         of them were drafted."""
         seed, began = self._seed(arrival), time.perf_counter()
@@ -200,7 +200,7 @@ class Lookahead:
             self.auto.observe(len(drafted), accepted, accepted + rejected, time.perf_counter() - began)
         return drafted[:accepted] + own[accepted : accepted + 1], accepted
 
-    def _aligned(self, drafted: list[Step], own: list[Step], trace: Trace) -> list[bool]:
+    def _aligned(self, drafted: list[Step], own: list[Step], trace: ReasoningTrace) -> list[bool]:
         """Whether each drafted step means the same as the target's. Of two steps that do, both or none end the text."""
         pairs = list(zip(drafted, own, strict=False))
         alike = [(mine.text, theirs.text) for mine, theirs in pairs if _final(mine) == _final(theirs)]
@@ -211,7 +211,7 @@ class Lookahead:
             rulings = iter(self.judge(alike))
         return [_final(mine) == _final(theirs) and next(rulings) for mine, theirs in pairs]
 
-    def _note(self, arrival: Arrival, prefix: list[int], proposal: Proposal, own: Step, trace: Trace) -> None:
+    def _note(self, arrival: Arrival, prefix: list[int], proposal: Proposal, own: Step, trace: ReasoningTrace) -> None:
         """Keep what the draft LM can learn from, unless both steps are one."""
         assert self.draft is not None
         chosen, rejected = self.draft.as_written(own), proposal.own.ids
@@ -246,7 +246,7 @@ def _final(step: Step) -> bool:
 
 
 @contextmanager
-def _clock(trace: Trace, name: str) -> Iterator[None]:
+def _clock(trace: ReasoningTrace, name: str) -> Iterator[None]:
     """Add the seconds of the block to a field of the trace."""
     started = time.perf_counter()
     try:

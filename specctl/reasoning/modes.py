@@ -29,8 +29,8 @@ from specctl.drafters.pool import module, read_drafter, whole
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import LM
 from specctl.reasoning.judge import Judge, make_judge
-from specctl.reasoning.lookahead import Lookahead, Trace
-from specctl.reasoning.preferences import Lesson, PreferenceLearner
+from specctl.reasoning.lookahead import Lookahead, ReasoningTrace
+from specctl.reasoning.preferences import PreferenceLearner, PreferenceLesson
 from specctl.reasoning.writer import Draft, Writer
 from specctl.recipe import LookaheadRecipe
 from specctl.recipe.lookahead import LearningMode, ReasoningMode
@@ -54,8 +54,8 @@ class ChunkRecord:
     seconds that learning took."""
 
     chunk: int
-    traces: dict[ReasoningMode, list[Trace]]
-    lessons: dict[ReasoningMode, Lesson]
+    traces: dict[ReasoningMode, list[ReasoningTrace]]
+    lessons: dict[ReasoningMode, PreferenceLesson]
     learning_s: dict[ReasoningMode, float]
 
 
@@ -134,13 +134,13 @@ class Reasoning:
             self._warm = True
         for answering in self._answering.values():
             answering.forget()
-        traces: dict[ReasoningMode, list[Trace]] = {mode: [] for mode in self.modes}
+        traces: dict[ReasoningMode, list[ReasoningTrace]] = {mode: [] for mode in self.modes}
         for place, arrival in enumerate(arrivals):
             turn = place % len(self.modes)
             for mode in self.modes[turn:] + self.modes[:turn]:
                 traces[mode].append(self._answering[mode].answer(arrival))
             done()
-        lessons: dict[ReasoningMode, Lesson] = {}
+        lessons: dict[ReasoningMode, PreferenceLesson] = {}
         seconds: dict[ReasoningMode, float] = {}
         for mode, learner in self.learners.items():
             started = time.perf_counter()
@@ -183,5 +183,5 @@ class _DraftAlone(Lookahead):
         super().__init__(draft.writer, recipe)
         self._own = draft
 
-    def answer(self, arrival: Arrival) -> Trace:
+    def answer(self, arrival: Arrival) -> ReasoningTrace:
         return super().answer(Arrival(arrival.prompt, self._own.text(arrival, [])))

@@ -30,7 +30,7 @@ from specctl.recipe.lookahead import FULL_BELOW, LearningMode
 
 
 @dataclass(frozen=True)
-class Lesson:
+class PreferenceLesson:
     """The result of learning from a chunk.
 
     Attributes:
@@ -103,7 +103,7 @@ class PreferenceLearner:
         model: Any = copy.deepcopy(self.model)
         return model.merge_and_unload() if self.adapts else model
 
-    def learn(self, mismatches: Sequence[Mismatch]) -> Lesson:
+    def learn(self, mismatches: Sequence[Mismatch]) -> PreferenceLesson:
         """Several epochs over the pairs of a chunk.
 
         Raises Interrupted between two optimizer steps, with part of the chunk learnt: go on from a `state()`.
@@ -111,15 +111,17 @@ class PreferenceLearner:
         pairs = table(mismatches, self.recipe.learning.max_length)
         self.chunks += 1
         if len(pairs) == 0:
-            return Lesson(len(pairs))
+            return PreferenceLesson(len(pairs))
         interrupts.check()
         before = self.state()
         steps, losses, margins = self._train(pairs)
         sound = all(bool(weight.isfinite().all()) for weight in self._trainable().values())
         if not sound or not torch.tensor(losses).isfinite().all():
             self.restore(before)
-            return Lesson(len(pairs), refused=True)
-        return Lesson(len(pairs), steps, sum(losses) / len(losses), sum(margins) / len(margins) if margins else None)
+            return PreferenceLesson(len(pairs), refused=True)
+        return PreferenceLesson(
+            len(pairs), steps, sum(losses) / len(losses), sum(margins) / len(margins) if margins else None
+        )
 
     def _train(self, pairs: Any) -> tuple[int, list[float], list[float]]:
         """Run TRL's trainer; optimizer steps, losses of all and margins of the last epoch's."""

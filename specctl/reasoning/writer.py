@@ -17,15 +17,15 @@ from specctl.recipe import LookaheadRecipe
 
 
 @dataclass
-class Work:
+class WritingWork:
     """Work of a model: forwards (a batch's count once), rows of them, and texts it began."""
 
     passes: int = 0
     rows: int = 0
     texts: int = 0
 
-    def since(self, before: Work) -> Work:
-        return Work(self.passes - before.passes, self.rows - before.rows, self.texts - before.texts)
+    def since(self, before: WritingWork) -> WritingWork:
+        return WritingWork(self.passes - before.passes, self.rows - before.rows, self.texts - before.texts)
 
 
 class Writer:
@@ -41,7 +41,7 @@ class Writer:
         self.model, self.drafter = model, drafter
         self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty)
         self.stepper = Stepper(model, recipe.delimiter, recipe.step_tokens)
-        self.work = Work()
+        self.work = WritingWork()
         self._lines = recipe.longest + 1
         self.forget()
 

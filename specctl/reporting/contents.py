@@ -19,7 +19,7 @@ COMMON = ("schema_version", "command", "run_dir")
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """`name` is that of its CSV file, within the command's."""
 
     name: str
@@ -43,7 +43,7 @@ class Contents:
 
     headline: dict[str, Any] = field(default_factory=dict)
     pictures: list[Picture] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
+    tables: list[ReportTable] = field(default_factory=list)
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
@@ -51,10 +51,10 @@ def numbers(values: Iterable[Any]) -> list[float]:
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
-def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> ReportTable:
     """A table of objects: fields and their headings. A field that no row has is left out."""
     there = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
-    return Table(name, title, list(there.values()), [[marked(row, key) for key in there] for row in rows])
+    return ReportTable(name, title, list(there.values()), [[marked(row, key) for key in there] for row in rows])
 
 
 def generic(runs: Sequence[RunRecord]) -> Contents:
@@ -64,7 +64,9 @@ def generic(runs: Sequence[RunRecord]) -> Contents:
     ]
     keys = dict.fromkeys(key for found in scalars for key in found)
     heads = [run.named("value") for run in runs]
-    tables = [Table("result", "Result", ["", *heads], [[key, *(found.get(key) for found in scalars)] for key in keys])]
+    tables = [
+        ReportTable("result", "Result", ["", *heads], [[key, *(found.get(key) for found in scalars)] for key in keys])
+    ]
     for run in runs:
         for key, rows in flat(run.result):
             if _objects(rows):
@@ -74,7 +76,7 @@ def generic(runs: Sequence[RunRecord]) -> Contents:
     return Contents(tables=[table for table in tables if table.rows])
 
 
-def differing(runs: Sequence[RunRecord]) -> Table | None:
+def differing(runs: Sequence[RunRecord]) -> ReportTable | None:
     """Recipe keys in which runs of one command differ: the first thing to know of a comparison."""
     recipes = [run.keys() for run in runs]
     keys = dict.fromkeys(key for found in recipes for key in found)
@@ -82,7 +84,7 @@ def differing(runs: Sequence[RunRecord]) -> Table | None:
     if not unequal:
         return None
     heads = [f"#{run.number}" for run in runs]
-    return Table(
+    return ReportTable(
         "recipes", "Where the recipes differ", ["", *heads], [[k, *(r.get(k) for r in recipes)] for k in unequal]
     )
 

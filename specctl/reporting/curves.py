@@ -20,7 +20,7 @@ SMOOTHED = 0.02  # share of the points that a running mean looks at
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """y over x, NaN is a gap. A `noisy` line is drawn as its running mean, with itself behind."""
 
     name: str
@@ -35,7 +35,7 @@ class Panel:
     """Lines over one vertical axis; `reference` is a horizontal line and its meaning; a limit None follows the data."""
 
     label: str
-    lines: list[Line]
+    lines: list[Curve]
     reference: tuple[float, str] | None = None
     limits: tuple[float | None, float | None] | None = None
 
@@ -109,7 +109,7 @@ def _figure(panels: int, names: Sequence[str]) -> tuple[Figure, list[Any]]:
     return figure, list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
 
 
-def _draw(axes: Any, line: Line, alone: bool) -> Any:
+def _draw(axes: Any, line: Curve, alone: bool) -> Any:
     import numpy as np
 
     x, y = np.asarray(line.x, dtype=float), np.asarray(line.y, dtype=float)

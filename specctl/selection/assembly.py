@@ -9,9 +9,9 @@ from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
 from specctl.selection.arms import reach
-from specctl.selection.controller import Round, Selector
+from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.feedback import Scorer
-from specctl.selection.game.clock import Clock
+from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rules import rules_for
 from specctl.selection.guarded import Guarded
@@ -30,7 +30,7 @@ def make_selector(
     batch: int = 1,
     seed: int,
     within_query: bool,
-    on_round: Callable[[Round], None],
+    on_round: Callable[[RoundLine], None],
 ) -> Selector:
     """A `Selector` of the policy `name`.
 
@@ -43,7 +43,7 @@ def make_selector(
     rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
     if (rules.reward if learns == "reward" else rules.loss) == "throughput":
         rules = replace(rules, step=step_seconds(target, [1], batch)[0] / batch)
-    clock = Clock.of(len(arms))
+    clock = ArmClock.of(len(arms))
     drafters = list(dict.fromkeys(arm.drafter for arm in arms))
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
 

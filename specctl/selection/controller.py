@@ -16,7 +16,7 @@ from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
-from specctl.selection.game.clock import Clock
+from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.guarded import Guarded, Made, taps_of
@@ -39,7 +39,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundLine:
     """A line of `rounds.jsonl`. `learnt`: the reward of the arm, or the last losses of all arms, if there were any."""
 
     query: str
@@ -58,7 +58,7 @@ class Round:
 
 
 @dataclass
-class Play:
+class PlayedText:
     """A text that is being decoded."""
 
     label: Label
@@ -87,11 +87,11 @@ class Selector(Controller):
         arms: Sequence[Guarded],
         new_game: Callable[[Label], Game],
         scorer: Scorer | None,
-        clock: Clock,
+        clock: ArmClock,
         *,
         overlaps: bool,
         ends: bool,
-        on_round: Callable[[Round], None] | None = None,
+        on_round: Callable[[RoundLine], None] | None = None,
     ):
         self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
         self.overlaps, self.ends, self.on_round = overlaps, ends, on_round
@@ -105,7 +105,7 @@ class Selector(Controller):
         self.tally = Tally()
         self.clock.forget()
         self.games: OrderedDict[str, Game] = OrderedDict()  # by key, that of the last text last
-        self.plays: dict[Text, Play] = {}
+        self.plays: dict[Text, PlayedText] = {}
         for arm in self.arms:
             arm.forget()
         if self.scorer is not None:
@@ -129,7 +129,7 @@ class Selector(Controller):
             self.games[label.key] = game
             while len(self.games) > max(GAMES, len(self.plays) + 1):
                 self.games.popitem(last=False)
-        self.plays[text] = Play(label, game, game.dropped)
+        self.plays[text] = PlayedText(label, game, game.dropped)
 
     def end(self, text: Text) -> None:
         play = self.plays.pop(text)
@@ -231,7 +231,7 @@ class Selector(Controller):
             return
         learnt = entry.losses[-1][-1].tolist() if entry.losses else entry.reward
         self.on_round(
-            Round(
+            RoundLine(
                 label.query,
                 label.domain,
                 label.seed,

@@ -32,7 +32,7 @@ class Trainee:
     """A drafter being trained; subclasses make the batches of a kind of families, and run them.
 
     Attributes:
-        module: the family's module. What it holds besides, its family knows (`pool.Family`).
+        module: the family's module. What it holds besides, its family knows (`pool.FamilyModule`).
         store: target features, for families that read them.
     """
 

@@ -15,9 +15,8 @@ from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
-from specctl.drafters.tree import Shape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
+from specctl.drafters.tree import TreeShape
 from specctl.recipe import DataRecipe, DistillRecipe, DrafterRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import Corpus, load_distilled
@@ -102,9 +101,9 @@ def run(
 
 def drafter_of(name, target, texts, head):
     if name == "eagle3":
-        return Eagle3Drafter(head, target, Shape(3, 2, 8, 2, 0.0))
+        return Eagle3Drafter(head, target, TreeShape(3, 2, 8, 2, 0.0))
     if name == "ratio rule":
-        return LMDrafter(own_weights(target, 0.1), target, LMShape(4, 0.0, True))
+        return LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.0, True))
     script = {"chain": ragged, "tree": bushes}.get(name)
     return script(texts, 0, target.vocab_size) if script else None
 

@@ -7,8 +7,7 @@ import pytest
 from specctl.adaptation.draft_length import AutoLength, best_length, tokens_per_cost
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from tests.lossless.drafters import own_weights
 
 
@@ -37,7 +36,7 @@ def test_the_best_length():
 @pytest.fixture
 def drafter(target):
     """The target's own weights: every draft is accepted."""
-    return LMDrafter(own_weights(target, 0.0), target, LMShape(6, 0.0, False))
+    return LMDrafter(own_weights(target, 0.0), target, ChainShape(6, 0.0, False))
 
 
 @pytest.mark.parametrize(("alpha", "used"), [(0.0, {6}), (5.0, {0, 1, 6})])

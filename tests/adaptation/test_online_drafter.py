@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.adaptation.online_drafter import Pupil
+from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint
 from tests.adaptation.lessons import answered, taught
@@ -19,7 +19,7 @@ def test_tied_weights_are_played_and_saved_as_they_were_learnt(tmp_path, tiny, t
     """The vocabulary head of most small LMs is their embedding. Under its second name the old one would be loaded last,
     and what the embedding has learnt be gone."""
     tied = write_copy(tmp_path / "lm", tiny, tiny_directory("qwen2"), 0.0)
-    pupil = Pupil(recipe("unread.jsonl", tied, tiny, algo=["ogd"], baselines=[]), "ogd", tiny, 0)
+    pupil = OnlineDrafter(recipe("unread.jsonl", tied, tiny, algo=["ogd"], baselines=[]), "ogd", tiny, 0)
     taught(pupil, [answered(pupil, tiny)])
     learnt = pupil.objective.parameters(pupil.played())["model.model.embed_tokens.weight"]
     before, after = (checkpoint.load(place).tensors for place in (tied, pupil.save(tmp_path / "learnt", {"mat": {}})))
@@ -33,7 +33,7 @@ def test_all_texts_of_another_target_are_new(tmp_path, tiny):
     """Where older texts are replayed: a buffer begins anew with the target, and so do the numbers by which a text is
     known to be new. By the old count nothing would be learnt until as many texts had come as before."""
     head = write_head(tmp_path / "hydra", tiny, "hydra")
-    pupil = Pupil(recipe("unread.jsonl", head, tiny, algo=["ogd"], buffer={"replay": 1.0}), "ogd", tiny, 0)
+    pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], buffer={"replay": 1.0}), "ogd", tiny, 0)
     taught(pupil, [answered(pupil, tiny)])
     pupil.retarget(tiny)
     (lesson,), _ = taught(pupil, [answered(pupil, tiny)])
@@ -43,7 +43,9 @@ def test_all_texts_of_another_target_are_new(tmp_path, tiny):
 def test_the_judges_of_an_update_are_learnt_from_with_the_next_chunk(tmp_path, tiny):
     """Every text is learnt from once, and none before it has judged; then it is forgotten, as nothing is replayed."""
     head = write_head(tmp_path / "hydra", tiny, "hydra")
-    pupil = Pupil(recipe("unread.jsonl", head, tiny, algo=["ogd"], learner={"holdout": 0.4, "rest": 0}), "ogd", tiny, 0)
+    pupil = OnlineDrafter(
+        recipe("unread.jsonl", head, tiny, algo=["ogd"], learner={"holdout": 0.4, "rest": 0}), "ogd", tiny, 0
+    )
     chunks = [answered(pupil, tiny) for _ in range(3)]
     learnt, batches = [], pupil._batches
 
@@ -62,7 +64,7 @@ def test_the_judges_of_an_update_are_learnt_from_with_the_next_chunk(tmp_path, t
 def test_no_text_is_learnt_from_while_learning_rests(tmp_path, tiny):
     """`texts` counted those that were offered."""
     head = write_head(tmp_path / "hydra", tiny, "hydra")
-    pupil = Pupil(recipe("unread.jsonl", head, tiny, algo=["ogd"]), "ogd", tiny, 0)
+    pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"]), "ogd", tiny, 0)
     chunk = answered(pupil, tiny)
     pupil.watchdog._rest = 1
     (lesson,), _ = taught(pupil, [chunk])
@@ -74,6 +76,6 @@ def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
     """Learners are in fp32 there, without the autocast that would take features of any precision."""
     half = load_target(tiny.name, device="cpu", dtype="fp16")
     head = write_head(tmp_path / family, half, family)
-    pupil = Pupil(recipe("unread.jsonl", head, half, algo=["ogd"]), "ogd", half, 0)
+    pupil = OnlineDrafter(recipe("unread.jsonl", head, half, algo=["ogd"]), "ogd", half, 0)
     (lesson,), _ = taught(pupil, [answered(pupil, half)])
     assert lesson.outcome.status == "updated"

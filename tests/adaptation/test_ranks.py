@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specctl.adaptation import ranks as group
-from specctl.adaptation.online_drafter import Pupil
+from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.ranks import Group
 from specctl.adaptation.updates.objective import Objective
 from specctl.errors import RecipeError
@@ -48,7 +48,7 @@ def heads(tmp_path_factory, tiny):
 
 def pupil_of(made, target, **options):
     """A pupil that learns in several batches a chunk."""
-    pupil = Pupil(made, made.algo[0], target, 0, **options)
+    pupil = OnlineDrafter(made, made.algo[0], target, 0, **options)
     pupil.training = pupil.training.model_copy(update={"batch_tokens": 40})
     return pupil
 
@@ -85,7 +85,9 @@ def test_ranks_learn_what_one_process_learns(tiny, heads, family, algo, size, op
 
 def test_dropout_differs_by_rank(tiny, heads):
     """The same masks for every share would be half as many draws."""
-    pupil = Pupil(recipe("unread.jsonl", heads["hydra"], tiny, algo=["ogd"], learner={"dropout": 0.5}), "ogd", tiny, 0)
+    pupil = OnlineDrafter(
+        recipe("unread.jsonl", heads["hydra"], tiny, algo=["ogd"], learner={"dropout": 0.5}), "ogd", tiny, 0
+    )
     answered(pupil, tiny).into(pupil.buffer)
     (batch,) = pupil._batches(pupil.buffer.examples())
     module, run, w = pupil.trainee.module, pupil.trainee.loss, pupil.objective.start()

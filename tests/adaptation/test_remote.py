@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specctl.adaptation import remote
-from specctl.adaptation.online_drafter import Pupil
-from specctl.adaptation.remote import RemotePupil
+from specctl.adaptation.online_drafter import OnlineDrafter
+from specctl.adaptation.remote import RemoteOnlineDrafter
 from specctl.adaptation.worker import Learnt, Parcel, Ready
 from specctl.errors import Interrupted, SpecctlError
 from specctl.progress import interrupts
@@ -101,7 +101,7 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     made = recipe(
         "unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"], asynchronous=True
     )
-    pupil = RemotePupil(made, "ogd", tiny, 0)
+    pupil = RemoteOnlineDrafter(made, "ogd", tiny, 0)
     first, *others = chunks = [answered(pupil, tiny) for _ in range(6)]
     limit = pupil.buffer.max_bytes = int(2.5 * first.bytes)
     hand_over(pupil, first)
@@ -117,10 +117,10 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     assert (lesson.dropped, lesson.behind) == (3 * len(QUESTIONS), 3)
     assert capsys.readouterr().err.count("slower than the stream") == 1
 
-    again = RemotePupil(made, "ogd", tiny, 0)
+    again = RemoteOnlineDrafter(made, "ogd", tiny, 0)
     again.restore(*pupil.state())
     assert again.behind == 3 and again.sit(ACCEPTANCE).dropped == 3 * len(QUESTIONS)
-    facts, tensors = Pupil.state(pupil)
+    facts, tensors = OnlineDrafter.state(pupil)
     pupil._outbox.put(Learnt(lesson, pupil.played(), facts, Parcel.of(tensors)))
     with pupil.awake():
         pass
@@ -141,14 +141,14 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     head = write_head(tmp_path / "eagle3", tiny, "eagle3")
     fields = {"asynchronous": True, "learner_device": "cpu,cpu", "learner": {"rest": 0}}
     made = recipe("unread.jsonl", head, tiny, algo=["ensemble"], **fields)
-    here = Pupil(made, "ensemble", tiny, 0)
+    here = OnlineDrafter(made, "ensemble", tiny, 0)
     asked = (QUESTIONS, QUESTIONS, ["Why?"], QUESTIONS)
     start, (*chunks, last) = here.played(), [answered(here, tiny, questions) for questions in asked]
     taught(here, chunks[:1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
     threads = [4]
-    there = RemotePupil(made, "ensemble", tiny, 0)
+    there = RemoteOnlineDrafter(made, "ensemble", tiny, 0)
     with there.awake():
         assert threads == [4, 2]
     assert threads == [4, 2, 4]

@@ -19,14 +19,13 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Prompt, Rejections
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.measuring.contenders import Case
 from specctl.measuring.policy_rows import Stream
-from specctl.measuring.select_contenders import Stage, sessions, turns
+from specctl.measuring.select_contenders import SelectContenders, sessions, turns
 from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
@@ -52,7 +51,7 @@ def prompts(tmp_path):
 @pytest.fixture(scope="module")
 def pool(target):
     return {
-        "good": LMDrafter(own_weights(target, 0.0), target, LMShape(4, 0.0, False)),
+        "good": LMDrafter(own_weights(target, 0.0), target, ChainShape(4, 0.0, False)),
         "lookup": Lookup(4),
         "suffix": Suffix(depth=4, nodes=8, children=2),
     }
@@ -565,7 +564,7 @@ class Oracle:
 def test_the_router_plays_what_it_says(tmp_path, prompts, target, pool):
     made = recipe(prompts, algo=["router", "hedgespec"], router_dir=tmp_path, warm_start=True, baselines=["fixed"])
     cases = [[Case(Prompt("ab" * 16, [{"role": "user", "content": "Hi"}], "sql", ""), [1, 5], 8)]]
-    stage = Stage(made, target, cases, pool, Oracle([*pool], "lookup"))
+    stage = SelectContenders(made, target, cases, pool, Oracle([*pool], "lookup"))
     with open(tmp_path / "log", "w") as log:
         stage.play(log, lambda records: tmp_path)
     assert {arm for _, arm, _ in stage.plays["router"]} == {"lookup"}

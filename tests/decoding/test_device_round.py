@@ -26,7 +26,7 @@ from specctl.drafters import eagle, lm
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.head import HeadConfig
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 HOT = Sampling(1.0, 0, 1.0)
@@ -37,10 +37,10 @@ WORDS = [3, 40, 41, 42, 43, 44, 45]  # the first ends a text
 EOS_BIAS = -2.0  # in some texts soon, in one after a while, in others never
 MIXED = [HOT, FILTERED, HOT, GREEDY, HOT]
 SHAPES = {
-    "chain": Shape(depth=4, width=1, nodes=4, children=1, stop_below=0.0),
-    "comb": Shape(depth=4, width=1, nodes=12, children=4, stop_below=0.0),
-    "tree": Shape(depth=4, width=5, nodes=20, children=4, stop_below=0.0),
-    "wide": Shape(depth=3, width=8, nodes=62, children=6, stop_below=0.0),  # fewer children than places for them
+    "chain": TreeShape(depth=4, width=1, nodes=4, children=1, stop_below=0.0),
+    "comb": TreeShape(depth=4, width=1, nodes=12, children=4, stop_below=0.0),
+    "tree": TreeShape(depth=4, width=5, nodes=20, children=4, stop_below=0.0),
+    "wide": TreeShape(depth=3, width=8, nodes=62, children=6, stop_below=0.0),  # fewer children than places for them
 }
 """None stops early: the device cannot."""
 

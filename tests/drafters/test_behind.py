@@ -6,7 +6,7 @@ import torch
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.lm_drafter import LMDrafter, Shape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.medusa import MedusaDrafter
 from tests.drafters.test_depth_drafter import built
@@ -19,7 +19,7 @@ def drafters(target):
     """With what each has to read of a text of n committed tokens."""
     return {
         "eagle3": (Eagle3Drafter(eagle3_head(target, 0), target, SHAPE), lambda n: n - 1),  # the last one is not cached
-        "lm": (LMDrafter(own_weights(target, 0.3), target, Shape(2, 0.0, False)), lambda n: n),
+        "lm": (LMDrafter(own_weights(target, 0.3), target, ChainShape(2, 0.0, False)), lambda n: n),
         "lookup": (Lookup(), lambda n: 0),
     }
 

@@ -8,7 +8,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import eagle
 from specctl.drafters.eagle import EagleDrafter
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 from specctl.training.example import Example
@@ -48,7 +48,7 @@ def test_the_feature_is_the_state_behind_the_target_s_head(target, head, example
 
 def test_drafting_computes_what_training_computes(target, head, example):
     """The score of depth 1 gives the logits whose losses training reports; depth 2 is fed by the head itself."""
-    drafter = EagleDrafter(head, target, Shape(3, 1, 3, 1, 0.0))
+    drafter = EagleDrafter(head, target, TreeShape(3, 1, 3, 1, 0.0))
     found = []
     decode(
         target, [example.tokens[: example.prompt_length]], sampling=GREEDY, seeds=[0], taps=drafter.taps,
@@ -86,7 +86,7 @@ def test_noise_is_for_training_only(target, head, example):
     assert not torch.allclose(plain, noisy)
 
 
-@pytest.mark.parametrize("shape", [Shape(3, 1, 3, 1, 0.0), Shape(4, 2, 8, 2, 0.0)])
+@pytest.mark.parametrize("shape", [TreeShape(3, 1, 3, 1, 0.0), TreeShape(4, 2, 8, 2, 0.0)])
 def test_lossless(target, head, prompts, shape):
     drafter = EagleDrafter(head, target, shape)
     options = dict(sampling=GREEDY, max_new_tokens=16, seeds=[0] * 3)

@@ -12,7 +12,7 @@ from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import eagle3
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.recipe import DrafterRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
@@ -56,7 +56,7 @@ def training_logits(head, target, examples, stride=1):
 def test_every_step_of_training_equals_drafting(target, head, examples):
     """Catches an off-by-one in layers, tokens, positions or the diagonal keys of later steps."""
     seen = training_logits(head, target, examples)
-    drafter = Eagle3Drafter(head, target, Shape(STEPS, 1, STEPS, 1, 0.0))
+    drafter = Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0))
     offset = 0
     for example in examples:
         asked = example.response_length - 1
@@ -150,7 +150,7 @@ def scored(drafter, target, example, depths):
 def test_score_is_the_training_time_test(target, head, examples):
     """At every committed position and depth, the row that training saw there; in the middle of a response, too."""
     seen = training_logits(head, target, examples[1:])
-    drafter = Eagle3Drafter(head, target, Shape(STEPS, 1, STEPS, 1, 0.0))
+    drafter = Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0))
     compared = 0
     for score in scored(drafter, target, examples[1], STEPS):
         assert torch.equal(score.ids, head.draft_ids)
@@ -165,7 +165,7 @@ def test_score_is_the_training_time_test(target, head, examples):
 
 def test_score_of_a_batch_is_that_of_each(target, head, prompts):
     """Ragged prompts and spans of different lengths, one of them empty."""
-    drafter = Eagle3Drafter(head, target, Shape(STEPS, 1, STEPS, 1, 0.0))
+    drafter = Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0))
     found = {}
 
     def ask(state, draft, verdict):
@@ -210,14 +210,15 @@ def test_drafts_stay_in_the_draft_vocabulary(target, head, prompts):
     proposed = []
     decode(
         target, prompts, sampling=GREEDY, max_new_tokens=8, seeds=[0] * 3,
-        drafter=Eagle3Drafter(head, target, Shape(4, 2, 6, 2, 0.0)),
+        drafter=Eagle3Drafter(head, target, TreeShape(4, 2, 6, 2, 0.0)),
         on_round=lambda state, draft, verdict: proposed.extend(draft.tokens[draft.parents != -2].tolist()),
     )  # fmt: skip
     assert proposed and set(proposed) <= allowed
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(3, 1, 3, 1, 0.0), Shape(5, 1, 7, 3, 0.0), Shape(4, 3, 9, 2, 0.0), Shape(6, 1, 6, 1, 0.3)]
+    "shape",
+    [TreeShape(3, 1, 3, 1, 0.0), TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0), TreeShape(6, 1, 6, 1, 0.3)],
 )
 def test_lossless(target, head, prompts, shape):
     """Greedy text is plain decoding's, for chains, trees with leaves, and wide trees, alone and batched (fp32)."""
@@ -231,7 +232,7 @@ def test_lossless(target, head, prompts, shape):
 
 def test_same_seed_same_text_at_temperature_one(target, head, prompts):
     """Exact mode: a speculative chain and plain decoding draw the same tokens from the same seed."""
-    drafter = Eagle3Drafter(head, target, Shape(5, 1, 5, 1, 0.0))
+    drafter = Eagle3Drafter(head, target, TreeShape(5, 1, 5, 1, 0.0))
     options = dict(sampling=Sampling(1.0, 0, 1.0), max_new_tokens=24, seeds=[3], exact=True)
     for prompt in prompts:
         plain = decode(target, [prompt], **options)[0]

@@ -190,7 +190,7 @@ def truth(target, prompts, sampling, seeds):
 @pytest.mark.parametrize("stop_below", [0.0, 0.3])
 def test_drafts_are_those_of_the_plain_model(target, model, prompts, stop_below):
     """Idle for some rounds, in a ragged and shrinking batch: a stale or misplaced cache row would change a draft."""
-    drafter = Watched(model, target, lm_drafter.Shape(4, stop_below, False))
+    drafter = Watched(model, target, lm_drafter.ChainShape(4, stop_below, False))
     texts = truth(target, prompts, GREEDY, [0, 0, 0])
     others = ragged(texts, 0, target.vocab_size)
     decode(
@@ -207,7 +207,7 @@ def test_drafts_are_those_of_the_plain_model(target, model, prompts, stop_below)
 def test_accepted_drafts_are_not_read_again(target, prompts):
     """A drafter that is often right keeps the cache rows of its accepted tokens, and they are right."""
     close = own_weights(target, 0.1)
-    drafter = Watched(close, target, lm_drafter.Shape(4, 0.0, False))
+    drafter = Watched(close, target, lm_drafter.ChainShape(4, 0.0, False))
     read, forward = [], drafter.model.forward
 
     def counted(tokens, *rest):
@@ -225,7 +225,7 @@ def test_accepted_drafts_are_not_read_again(target, prompts):
 
 
 def test_sampled_rows_are_those_sampled_from(target, model, prompts):
-    drafter = Watched(model, target, lm_drafter.Shape(4, 0.01, True))
+    drafter = Watched(model, target, lm_drafter.ChainShape(4, 0.01, True))
     decode(
         target,
         prompts,
@@ -240,7 +240,7 @@ def test_sampled_rows_are_those_sampled_from(target, model, prompts):
 
 def test_sampled_proposals_are_greedy_where_the_target_is(target, model, prompts):
     """One-hot rows would be accepted in the same places, at the price of the ratio rule."""
-    drafter = Watched(model, target, lm_drafter.Shape(3, 0.0, True))
+    drafter = Watched(model, target, lm_drafter.ChainShape(3, 0.0, True))
     decode(
         target,
         prompts[:1],
@@ -257,7 +257,7 @@ def _is(found, expected):
 
 
 def test_invalidate_recomputes(target, model, prompts):
-    drafter = Watched(model, target, lm_drafter.Shape(3, 0.0, False))
+    drafter = Watched(model, target, lm_drafter.ChainShape(3, 0.0, False))
     decode(
         target,
         prompts,
@@ -273,7 +273,7 @@ def test_invalidate_recomputes(target, model, prompts):
 def test_training_on_does_not_change_a_drafter(target, prompts):
     """The drafter measured during training holds a copy of its weights."""
     model = lm_of(lm.architecture(DrafterRecipe(preset="tiny"), target))
-    drafter = lm_drafter.LMDrafter(model, target, lm_drafter.Shape(3, 0.0, False))
+    drafter = lm_drafter.LMDrafter(model, target, lm_drafter.ChainShape(3, 0.0, False))
     options = {"sampling": GREEDY, "max_new_tokens": 4, "seeds": [0]}
     drafts = []
     for _ in range(2):
@@ -289,7 +289,7 @@ def test_training_on_does_not_change_a_drafter(target, prompts):
 def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch):
     """A finished sequence with a long prompt waits while the others grow past the spare room of the cache."""
     monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink
-    drafter = Watched(model, target, lm_drafter.Shape(2, 0.0, False))
+    drafter = Watched(model, target, lm_drafter.ChainShape(2, 0.0, False))
     nobody = Scripted(lambda row, budget: ([], []))
     rounds = iter(range(1000))
 
@@ -373,8 +373,11 @@ def test_an_adapter_drafts_as_its_merged_weights(target, model, prompts):
             pairs[name.removesuffix(".weight")] = (0.1 * down, 0.1 * up)
     merged = lm_of(model.model.config)
     merged.model.load_state_dict(Adapter(pairs).merge(lm.published(model.state_dict())))
-    base = lm_drafter.LMDrafter(model, target, lm_drafter.Shape(3, 0.0, False))
-    adapted, whole = base.adapted(Adapter(pairs)), lm_drafter.LMDrafter(merged, target, lm_drafter.Shape(3, 0.0, False))
+    base = lm_drafter.LMDrafter(model, target, lm_drafter.ChainShape(3, 0.0, False))
+    adapted, whole = (
+        base.adapted(Adapter(pairs)),
+        lm_drafter.LMDrafter(merged, target, lm_drafter.ChainShape(3, 0.0, False)),
+    )
     assert adapted.model.layers[0].qkv.base is base.model.layers[0].qkv
     options = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0])
     seen = {}

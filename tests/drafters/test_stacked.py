@@ -14,12 +14,12 @@ from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.drafters.stacked import Stacked, teams
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.drafters.test_lora import random_adapter
 
-SHAPE = Shape(3, 1, 3, 1, 0.0)
+SHAPE = TreeShape(3, 1, 3, 1, 0.0)
 
 
 def eagle3_head(target, seed, vocabulary=512):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specctl.drafters.static_tree import StaticTree, Trees, best_paths
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 
 CPU = torch.device("cpu")
 VOCAB = 7
@@ -15,19 +15,19 @@ VOCAB = 7
 
 def test_the_paths_most_often_accepted():
     """0.6, 0.36, 0.3, 0.216, 0.18 twice, 0.1296, 0.108 three times, 0.09: by hand."""
-    paths = best_paths(Shape(depth=4, width=9, nodes=6, children=2, stop_below=0.0), (0.6, 0.3))
+    paths = best_paths(TreeShape(depth=4, width=9, nodes=6, children=2, stop_below=0.0), (0.6, 0.3))
     assert paths[:4] == [(0,), (0, 0), (1,), (0, 0, 0)]
     assert set(paths[4:]) == {(0, 1), (1, 0)}
 
 
 def test_width_children_and_depth_bound_the_tree():
-    paths = best_paths(Shape(depth=3, width=1, nodes=50, children=3, stop_below=0.0), (0.5, 0.2, 0.1, 0.1))
+    paths = best_paths(TreeShape(depth=3, width=1, nodes=50, children=3, stop_below=0.0), (0.5, 0.2, 0.1, 0.1))
     assert sorted(paths) == sorted([(0,) * d + (rank,) for d in range(3) for rank in range(3)])
 
 
 def test_a_parent_comes_before_its_children():
     """Also where a child is as likely as its parent: any beginning of the list must be a tree."""
-    paths = best_paths(Shape(depth=5, width=3, nodes=30, children=2, stop_below=0.0), (1.0, 1.0))
+    paths = best_paths(TreeShape(depth=5, width=3, nodes=30, children=2, stop_below=0.0), (1.0, 1.0))
     assert all(len(path) == 1 or path[:-1] in paths[:place] for place, path in enumerate(paths))
 
 
@@ -91,7 +91,7 @@ def test_unlikely_levels_are_left_out():
 )
 def test_a_tree_for_the_room_there_is(room, budget, exact, sizes):
     """(levels, nodes); chains alone in exact mode; a finished row does not count."""
-    trees = Trees(Shape(depth=3, width=1, nodes=4, children=2, stop_below=0.0), (0.6, 0.3), CPU)
+    trees = Trees(TreeShape(depth=3, width=1, nodes=4, children=2, stop_below=0.0), (0.6, 0.3), CPU)
     state = SimpleNamespace(rows=[SimpleNamespace(room=room), SimpleNamespace(room=0)], exact_rows=exact)
     tree = trees.of(state, budget)
     assert (len(tree.levels), len(tree.paths)) == sizes
@@ -99,5 +99,5 @@ def test_a_tree_for_the_room_there_is(room, budget, exact, sizes):
 
 
 def test_no_room():
-    trees = Trees(Shape(3, 1, 4, 2, 0.0), (0.6, 0.3), CPU)
+    trees = Trees(TreeShape(3, 1, 4, 2, 0.0), (0.6, 0.3), CPU)
     assert trees.of(SimpleNamespace(rows=[SimpleNamespace(room=0)], exact_rows=0), 62) is None

@@ -9,8 +9,8 @@ from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.hydra import HydraDrafter
-from specctl.drafters.lm_drafter import LMDrafter, Shape
-from specctl.drafters.tree import Shape as TreeShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
+from specctl.drafters.tree import TreeShape
 from tests.drafters.test_depth_drafter import built
 from tests.drafters.test_stacked import SHAPE, eagle3_head, eagle_drafter
 from tests.lossless.drafters import own_weights
@@ -30,7 +30,7 @@ MAKE = {
     "eagle3 tree": lambda target, own: Eagle3Drafter(eagle3_head(target, 0), target, TREE),
     "eagle": lambda target, own: eagle_drafter(target, 0),
     "hydra": lambda target, own: HydraDrafter(built(target, "hydra"), target, SHAPE),
-    "lm": lambda target, own: LMDrafter(own, target, Shape(3, 0.0, False)),
+    "lm": lambda target, own: LMDrafter(own, target, ChainShape(3, 0.0, False)),
 }
 
 
@@ -94,7 +94,7 @@ def test_behind_is_what_is_read(target, prompts, own, name, monkeypatch):
 
 def test_an_lm_reads_as_transformers_does(target, prompts, own):
     """The whole model, over sink and window alone at their places in the text; then over what has been added."""
-    drafter, since = LMDrafter(own, target, Shape(3, 0.0, False)), []
+    drafter, since = LMDrafter(own, target, ChainShape(3, 0.0, False)), []
 
     def ask(state):
         drafter.advance(state)

@@ -7,8 +7,8 @@ from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.datastore import Datastore
-from specctl.drafters.suffix import Suffix, Text
-from specctl.drafters.trie import Shape, first_level, grow
+from specctl.drafters.suffix import Suffix, SuffixText
+from specctl.drafters.trie import TextTreeShape, first_level, grow
 
 DEPTH, NODES, CHILDREN = 6, 9, 3
 
@@ -35,7 +35,7 @@ class Watched(Suffix):
         for row, tokens, parents in zip(state.rows, draft.tokens.tolist(), draft.parents.tolist(), strict=True):
             room = row.limit - len(row.ids) - 1 if row.stop is None else 0
             count = sum(parent >= -1 for parent in parents)
-            shape = Shape(max(0, min(DEPTH, room)), min(NODES, budget), CHILDREN)
+            shape = TextTreeShape(max(0, min(DEPTH, room)), min(NODES, budget), CHILDREN)
             assert (tokens[:count], parents[:count]) == scratch(row.ids, self.corpus, shape)
             self.idle += row.stop is not None
         self.rounds += 1
@@ -44,7 +44,7 @@ class Watched(Suffix):
 
     def _check_scores(self, state):
         """Spans go on where the last ended, step back, and are empty."""
-        shape = Shape(DEPTH, NODES, CHILDREN)
+        shape = TextTreeShape(DEPTH, NODES, CHILDREN)
         first = 2 if self.rounds % 3 == 0 else 6
         spans = [range(max(2, len(row.ids) - first), len(row.ids) - (i == 1) * 1) for i, row in enumerate(state.rows)]
         spans[-1] = range(0)
@@ -91,7 +91,7 @@ def test_exact_mode_takes_chains_only(target, prompts):
 
 def test_a_scored_position_further_back():
     """The trailing automaton cannot unread; it starts again."""
-    text, ids = Text(), [1, 2, 1, 2, 3, 1]
+    text, ids = SuffixText(), [1, 2, 1, 2, 3, 1]
     for end in (4, 6, 2, 2, 5):
         assert text.before(end, ids).size == end
     text.automaton.extend(ids)

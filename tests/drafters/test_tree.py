@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.drafters.tree import Shape, default_shape
+from specctl.drafters.tree import TreeShape, default_shape
 
 GPU = default_shape(torch.device("cuda"))
 
@@ -19,5 +19,5 @@ def test_a_batch_expands_no_more_than_it_verifies(budget, width, nodes):
 
 
 def test_a_shape_that_fits_is_what_was_asked_for():
-    asked = Shape(depth=6, width=8, nodes=20, children=4, stop_below=0.0)
+    asked = TreeShape(depth=6, width=8, nodes=20, children=4, stop_below=0.0)
     assert asked.within(20) is asked

@@ -14,7 +14,7 @@ from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import registry, roundtrip
-from specctl.formats.head import Facts, Head
+from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import ExportRecipe
 from tests.formats import consumers
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
@@ -87,7 +87,7 @@ def test_medusa_as_vllm_computes_it(make, ours, model, text, tmp_path):
 @pytest.mark.parametrize("value", [None, [256]])
 def test_a_target_that_is_not_described_is_no_riddle(target, key, value):
     with pytest.raises(CheckpointError, match=rf"target\.{key} is "):
-        Facts.of_identity({**target.identity, key: value})
+        TargetFacts.of_identity({**target.identity, key: value})
 
 
 def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
@@ -95,7 +95,7 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
     shape = {"hidden_size": 256, "vocab_size": 4096, "draft_vocab_size": 64, "taps": [10], "draft_heads": 1}
     head = Head("medusa", {**shape, "num_layers": 1}, {})
     with pytest.raises(CheckpointError, match="draft vocabulary of 64"):
-        registry.write(head, "vllm", Facts.of_target(target), 3)
+        registry.write(head, "vllm", TargetFacts.of_target(target), 3)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
 )
 def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, family, architecture, refused):
     """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
-    facts = replace(Facts.of_target(target), architectures=[architecture])
+    facts = replace(TargetFacts.of_target(target), architectures=[architecture])
     notes, commands = registry.notes(to, family, facts), registry.commands(to, family, Path("/out"), facts, 3)
     assert any(architecture in note for note in notes) == refused
     assert bool(commands) != refused
 
 
 def test_an_export_for_a_refused_target(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting.Facts, "of_identity", of_gemma(Facts.of_identity))
+    monkeypatch.setattr(exporting.Facts, "of_identity", of_gemma(TargetFacts.of_identity))
     result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
     assert result.commands == [] and "does not serve EAGLE-3 heads for Gemma2ForCausalLM" in result.notes[0]
     assert (tmp_path / "out/model.safetensors").is_file()

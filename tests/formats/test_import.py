@@ -17,7 +17,7 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.drafters import checkpoint, pool
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import foreign, registry
-from specctl.formats.head import Facts
+from specctl.formats.head import TargetFacts
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
 from tests.formats.conftest import CUSTOM, STEPS
 
@@ -131,13 +131,13 @@ def test_absolute_d2t_is_converted_where_t2d_proves_it(head, make, target, tmp_p
 @pytest.mark.parametrize("more", [64, -64])
 def test_a_vocabulary_padded_otherwise(head, target, tmp_path, monkeypatch, draft_vocab, more):
     """Only rows that no token uses may differ: here the tokenizer is said to use all but the last hundred."""
-    original = Facts.of_target
+    original = TargetFacts.of_target
 
     def padded(target):
         facts = original(target)
-        return Facts(**{**vars(facts), "num_tokens": facts.vocab_size - 100})
+        return TargetFacts(**{**vars(facts), "num_tokens": facts.vocab_size - 100})
 
-    monkeypatch.setattr(Facts, "of_target", padded)
+    monkeypatch.setattr(TargetFacts, "of_target", padded)
 
     def change(config, tensors):
         config["vocab_size"] += more

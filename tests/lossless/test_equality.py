@@ -18,11 +18,10 @@ from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.head import HeadConfig
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.drafters.tree import Shape as Eagle3Shape
+from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, full_tree, own_weights, perfect, ragged
 
@@ -96,15 +95,15 @@ DRAFTERS = {
     "lookup": lambda target, texts: Lookup(),
     "suffix": lambda target, texts: Suffix(),
     "retrieval": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
-    "lm": lambda target, texts: LMDrafter(own_weights(target, 0.1), target, LMShape(4, 0.1, False)),
-    "lm itself": lambda target, texts: LMDrafter(own_weights(target), target, LMShape(5, 0.0, False)),
-    "eagle": lambda target, texts: random_eagle(target, Eagle3Shape(4, 2, 8, 2, 0.0)),
-    "eagle3 chain": lambda target, texts: random_eagle3(target, Eagle3Shape(4, 1, 4, 1, 0.0)),
+    "lm": lambda target, texts: LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)),
+    "lm itself": lambda target, texts: LMDrafter(own_weights(target), target, ChainShape(5, 0.0, False)),
+    "eagle": lambda target, texts: random_eagle(target, TreeShape(4, 2, 8, 2, 0.0)),
+    "eagle3 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0)),
     "hydra": lambda target, texts: random_heads("hydra", target),
     "hydra tree": lambda target, texts: random_heads("hydra", target, width=3, nodes=20, children=3),
     "medusa": lambda target, texts: random_heads("medusa", target),
     "medusa tree": lambda target, texts: random_heads("medusa", target, width=3, nodes=20, children=3),
-    "eagle3 tree": lambda target, texts: random_eagle3(target, Eagle3Shape(3, 2, 7, 2, 0.0)),
+    "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
 }
 
 
@@ -241,7 +240,7 @@ class Learning(Rotate):
 def test_weights_that_change_between_rounds(target, prompts, plain, sampling):
     """A cache of the weights before would draft on, unseen but for acceptance: those of the target are never wrong."""
     noises = [1.0, 0.1, 0.0]
-    controller = Learning([LMDrafter(own_weights(target, n), target, LMShape(2, 0.0, False)) for n in noises])
+    controller = Learning([LMDrafter(own_weights(target, n), target, ChainShape(2, 0.0, False)) for n in noises])
     accepted = {0: [], 1: [], 2: []}
 
     def watch(state, draft, verdict):
@@ -305,7 +304,7 @@ def test_one_sampling_per_sequence(target, prompts, plain):
 @pytest.mark.parametrize(("noise", "rule"), [(0.0, "token"), (0.1, "token"), (0.0, "block"), (0.1, "block")])
 def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
     """Its law is proved elsewhere; here it runs in a ragged batch, ends, and counts. With q = p nothing is rejected."""
-    drafter = LMDrafter(own_weights(target, noise), target, LMShape(4, 0.05, True, rule))
+    drafter = LMDrafter(own_weights(target, noise), target, ChainShape(4, 0.05, True, rule))
     seen = []
 
     def watch(state, draft, verdict):

@@ -20,7 +20,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, SpecctlError
-from specctl.measuring.online_contenders import Stage
+from specctl.measuring.online_contenders import OnlineContenders
 from specctl.recipe import OnlineRecipe
 from specctl.runs import to_json
 from tests.measuring.streams import (
@@ -84,7 +84,11 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], buffer={"replay": 1.0}, baselines=[])
     chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
     remote = made.model_copy(update={"asynchronous": True})
-    here, there, again = Stage(made, tiny, 0), Stage(remote, tiny, 0), Stage(remote, tiny, 0)
+    here, there, again = (
+        OnlineContenders(made, tiny, 0),
+        OnlineContenders(remote, tiny, 0),
+        OnlineContenders(remote, tiny, 0),
+    )
     try:
         for stage in (here, there):
             stage.learn(chunk, stage.answer(chunk, lambda *args: None))

@@ -22,7 +22,7 @@ from specctl.distillation.prompts import Rejections
 from specctl.drafters import checkpoint as checkpoints
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import online_contenders, online_journal
-from specctl.measuring.online_contenders import Stage
+from specctl.measuring.online_contenders import OnlineContenders
 from specctl.measuring.resumable import Saved
 from specctl.recipe import DataRecipe
 from specctl.recipe.train import CheckpointRecipe
@@ -154,7 +154,7 @@ def test_it_warms_up_again_without_a_trace(tmp_path, make, tiny, whole, stop, mo
 
 def test_a_finished_run_says_the_same_again(tmp_path, make, tiny, whole, monkeypatch):
     place = shutil.copytree(whole(**TWICE)[0], tmp_path / "run")
-    monkeypatch.setattr(Stage, "answer", lambda *args: pytest.fail("everything is answered"))
+    monkeypatch.setattr(OnlineContenders, "answer", lambda *args: pytest.fail("everything is answered"))
     found, document = again(place, make(**TWICE), tiny)
     assert found.learners == whole(**TWICE)[1].learners and found.lossless == whole(**TWICE)[1].lossless
     assert document["drafters"] == {name: str(place / "drafters" / name) for name in ALGO}
@@ -439,7 +439,7 @@ def test_what_a_slowed_learner_plays_is_drafted_with(make, tiny):
     """η has its part in what an optimistic learner plays, so a refused chunk changes it: a run that was resumed would
     draft with other weights than the one that went on."""
     made = make(algo=["optimistic"], buffer={}, learner={"lr": 1e-3})
-    stage = Stage(made, tiny, 0)
+    stage = OnlineContenders(made, tiny, 0)
     pupil = stage.pupils["optimistic"]
     chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
     for gradient in (pupil.objective.gradient, lambda w, batch, draw: (torch.tensor(torch.nan), torch.tensor(1.0), w)):

@@ -17,7 +17,7 @@ from specctl.reasoning.auto_depth import TRIED
 from specctl.reasoning.judge import Judge
 from specctl.reasoning.lookahead import Lookahead
 from specctl.reasoning.step_splitter import Step
-from specctl.reasoning.writer import Draft, Proposal, Work, Writer
+from specctl.reasoning.writer import Draft, Proposal, Writer, WritingWork
 from specctl.recipe import LookaheadRecipe
 from tests.conftest import write_tiny
 
@@ -49,7 +49,7 @@ class Script:
     """Writes what it is told: `says(text so far) -> step`."""
 
     def __init__(self, says):
-        self.says, self.model, self.work = says, Letters(), Work()
+        self.says, self.model, self.work = says, Letters(), WritingWork()
         self.stepper = SimpleNamespace(text=Letters.text)
         self.batches = []
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specctl.reporting import bars, curves, plots
 from specctl.reporting.bars import Bar
-from specctl.reporting.curves import Line, Panel, running_mean
+from specctl.reporting.curves import Curve, Panel, running_mean
 from specctl.reporting.style import COLOURS, Looks, beside, short
 
 
@@ -19,7 +19,7 @@ def drawn(figure):
 
 def test_a_legend_only_where_there_is_something_to_tell_apart():
     looks = Looks()
-    one, two = (Line(name, [1, 2], [1.0, 2.0], looks[name]) for name in ("_a", "b"))
+    one, two = (Curve(name, [1, 2], [1.0, 2.0], looks[name]) for name in ("_a", "b"))
     assert curves.lines([Panel("y", [one])], "x").legends == []
     (legend,) = curves.lines([Panel("y", [one, two]), Panel("z", [two])], "x").legends
     assert [text.get_text() for text in legend.get_texts()] == ["_a", "b"], "matplotlib drops names that begin with _"
@@ -28,8 +28,8 @@ def test_a_legend_only_where_there_is_something_to_tell_apart():
 @pytest.mark.parametrize("name", ["$a_b", "a$^{$", "", "\n", "模型", "x" * 500])
 def test_any_name_is_drawn(name):
     looks = Looks()
-    line, bar = Line(name, [1], [1.0], looks[name]), Bar(name, 1.0, (0.5, 1.5), looks[name])
-    other = Line("other", [1], [math.nan], looks["other"])
+    line, bar = Curve(name, [1], [1.0], looks[name]), Bar(name, 1.0, (0.5, 1.5), looks[name])
+    other = Curve("other", [1], [math.nan], looks["other"])
     for figure in (
         curves.lines([Panel("y", [line, other])], "x"),
         curves.stacked([1], [[0.5], [0.5]], [name, "other"], [line.look, other.look], "x", "y"),
@@ -45,21 +45,21 @@ def test_long_names_keep_both_ends():
 
 def test_batches_stand_at_their_powers_of_two():
     look = Looks()["a"]
-    axes = curves.lines([Panel("y", [Line("a", [1, 8], [1.0, 2.0], look)])], "batch", powers_of_two=True).axes[0]
+    axes = curves.lines([Panel("y", [Curve("a", [1, 8], [1.0, 2.0], look)])], "batch", powers_of_two=True).axes[0]
     assert list(axes.get_xticks()) == [1, 8]
 
 
 def test_noise_is_behind_one_line_and_left_out_of_several():
     looks = Looks()
     x, y = list(range(100)), list(np.random.default_rng(0).random(100))
-    noisy = [Line(name, x, y, looks[name], noisy=True) for name in "ab"]
+    noisy = [Curve(name, x, y, looks[name], noisy=True) for name in "ab"]
     assert len(drawn(curves.lines([Panel("y", noisy[:1])], "x"))) == 2
     assert len(drawn(curves.lines([Panel("y", noisy)], "x"))) == 2
 
 
 def test_a_line_of_many_points_is_thinned():
     look = Looks()["a"]
-    (line,) = drawn(curves.lines([Panel("y", [Line("a", range(100_000), np.zeros(100_000), look)])], "x"))
+    (line,) = drawn(curves.lines([Panel("y", [Curve("a", range(100_000), np.zeros(100_000), look)])], "x"))
     assert len(line.get_xdata()) <= curves.MOST_POINTS
 
 

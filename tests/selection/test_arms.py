@@ -7,7 +7,7 @@ from specctl.drafters import eagle3
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.lookup import DEPTH, Lookup
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, SelectRecipe
 from specctl.selection.arms import load_pool, make_arms, members, reach
@@ -79,7 +79,7 @@ def test_arms_by_name(target):
 
 def head(target):
     made = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=64), target))
-    return Eagle3Drafter(made, target, Shape(5, 1, 5, 1, 0.0))
+    return Eagle3Drafter(made, target, TreeShape(5, 1, 5, 1, 0.0))
 
 
 def test_arms_of_sizes_and_shapes(target):
@@ -89,7 +89,7 @@ def test_arms_of_sizes_and_shapes(target):
     assert [arm.name for arm in arms] == ["no draft", "a ×3", "a width=2 nodes=6"]
     assert isinstance(arms[0].drafter, NoDraft) and arms[1].nodes == 3
     shaped = arms[2].drafter
-    assert shaped.shape == Shape(5, 2, 6, 1, 0.0) and drafter.shape == Shape(5, 1, 5, 1, 0.0)
+    assert shaped.shape == TreeShape(5, 2, 6, 1, 0.0) and drafter.shape == TreeShape(5, 1, 5, 1, 0.0)
     assert shaped.key is drafter.key  # one memory: switching shapes costs no prefill
     with pytest.raises(UsageError, match="no shape to choose"):
         make_arms(recipe, target, {"lookup": Lookup()})

@@ -2,11 +2,11 @@
 
 import pytest
 
-from specctl.selection.game.clock import MEMORY, Clock
+from specctl.selection.game.clock import MEMORY, ArmClock
 
 
 def test_who_has_not_played_is_as_cheap_as_the_cheapest():
-    clock = Clock.of(3)
+    clock = ArmClock.of(3)
     assert clock.costs() == [1.0] * 3
     for seconds in (1.0, 3.0):
         clock.took(0, seconds)
@@ -15,7 +15,7 @@ def test_who_has_not_played_is_as_cheap_as_the_cheapest():
 
 
 def test_slow_first_rounds_are_forgotten():
-    clock = Clock.of(1)
+    clock = ArmClock.of(1)
     clock.took(0, 1000.0)
     for _ in range(20 * MEMORY):
         clock.took(0, 1.0)

@@ -6,18 +6,17 @@ import pytest
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.assembly import make_selector
 from specctl.selection.controller import Selector
 from specctl.selection.feedback import Scorer
-from specctl.selection.game.clock import Clock
+from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rules import rules_for
-from specctl.selection.game.scoring import Schedule
+from specctl.selection.game.scoring import ScoringSchedule
 from specctl.selection.guarded import Guarded, taps_of
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms
@@ -32,7 +31,7 @@ GAME = GameRecipe(
 @pytest.fixture(scope="module")
 def pool(target):
     return {
-        "good": LMDrafter(own_weights(target, 0.0), target, LMShape(DEPTH, 0.0, False)),
+        "good": LMDrafter(own_weights(target, 0.0), target, ChainShape(DEPTH, 0.0, False)),
         "lookup": Lookup(DEPTH),
         "suffix": Suffix(depth=DEPTH, nodes=6, children=2),
     }
@@ -50,7 +49,7 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
 
     guarded = [Guarded(name, drafter) for name, drafter in pool.items()]
     on_round = None if log is None else log.append
-    return Selector(guarded, new_game, scorer, Clock.of(len(pool)), overlaps=bd, ends=ends, on_round=on_round)
+    return Selector(guarded, new_game, scorer, ArmClock.of(len(pool)), overlaps=bd, ends=ends, on_round=on_round)
 
 
 def played(target, controller, prompts, keys):
@@ -102,7 +101,7 @@ def test_the_round_that_ends_a_text_is_one_of_the_schedule(target, pool, prompts
     controller = selector(target, pool, "hedgespec", game, ends=True, log=log)
     for prompt in prompts:
         played(target, controller, [prompt], ["session"])
-    schedule, due = Schedule(rules_for("hedgespec", game, DEPTH)), []
+    schedule, due = ScoringSchedule(rules_for("hedgespec", game, DEPTH)), []
     for _ in log:
         schedule.rounds += 1
         due.append(schedule.due())

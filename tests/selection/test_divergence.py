@@ -9,11 +9,10 @@ from specctl.decoding.records import DraftTree, first_chain
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.verify import verify
 from specctl.drafters import eagle3
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe
 from specctl.selection.divergence import overlap, overlaps
 from tests.lossless.drafters import own_weights
@@ -24,12 +23,12 @@ from tests.selection.test_feedback import head, law, standing, trained
 def drafters(target):
     small = DraftingRecipe(stop_below=0.0, children=2, nodes=6, width=2, depth=3)
     return {
-        "chain": eagle3.Eagle3Drafter(head(target, 1, 3000), target, Shape(4, 1, 4, 1, 0.0)),
-        "leaves": eagle3.Eagle3Drafter(head(target, 2, 3000), target, Shape(4, 1, 9, 3, 0.0)),
-        "tree": eagle3.Eagle3Drafter(head(target, 3, 3000), target, Shape(4, 3, 12, 3, 0.0)),
+        "chain": eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 4, 1, 0.0)),
+        "leaves": eagle3.Eagle3Drafter(head(target, 2, 3000), target, TreeShape(4, 1, 9, 3, 0.0)),
+        "tree": eagle3.Eagle3Drafter(head(target, 3, 3000), target, TreeShape(4, 3, 12, 3, 0.0)),
         "hydra": trained(target, "hydra", small, draft_heads=3),
         "medusa": trained(target, "medusa", small, draft_heads=3, vocab_size=2000),
-        "lm": LMDrafter(own_weights(target, 0.3), target, LMShape(5, 0.0, False)),
+        "lm": LMDrafter(own_weights(target, 0.3), target, ChainShape(5, 0.0, False)),
         "lookup": Lookup(4),
         "suffix": Suffix(depth=4, nodes=8, children=3),
         "none": NoDraft(),

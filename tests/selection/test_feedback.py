@@ -13,11 +13,10 @@ from specctl.decoding.state import DecodeState
 from specctl.drafters import eagle3, pool
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.selection import feedback
 from specctl.selection.feedback import Scorer
@@ -59,12 +58,12 @@ def drafters(target, prompts):
     texts = decode(target, prompts, sampling=GREEDY, max_new_tokens=12, seeds=[0] * 3)
     store = Datastore.of([one.prompt_ids[-4:] + one.output_ids for one in texts])
     return {
-        "eagle3": eagle3.Eagle3Drafter(head(target, 1, 3000), target, Shape(4, 1, 4, 1, 0.0)),
+        "eagle3": eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 4, 1, 0.0)),
         "eagle": trained(target, "eagle", chain),
         "hydra": trained(target, "hydra", chain, draft_heads=3),
         "medusa": trained(target, "medusa", chain, draft_heads=3, vocab_size=2000),
-        "lm": LMDrafter(own, target, LMShape(5, 0.0, False)),
-        "sampled": LMDrafter(own, target, LMShape(3, 0.0, True)),
+        "lm": LMDrafter(own, target, ChainShape(5, 0.0, False)),
+        "sampled": LMDrafter(own, target, ChainShape(3, 0.0, True)),
         "lookup": Lookup(4),
         "suffix": Suffix(depth=4, nodes=60, children=3),
         "retrieval": Suffix(depth=3, nodes=60, children=2, corpus=store),
@@ -153,7 +152,7 @@ def test_realised_lengths_are_those_of_the_drafts(target, drafters, prompts, sam
     """At every start, to the token: of chains, of chains with runners-up as leaves, and of static trees of few nodes.
     With hits that do not know leaves, lengths of drafts were too large by what would have stood behind a runner-up."""
     heads = {name: drafters[name] for name in ("eagle3", "hydra", "medusa", "lookup")}
-    heads["leaves"] = eagle3.Eagle3Drafter(head(target, 1, 3000), target, Shape(4, 1, 60, 15, 0.0))
+    heads["leaves"] = eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 60, 15, 0.0))
     few = DraftingRecipe(stop_below=0.0, children=3, nodes=6, width=1, depth=3)
     heads["static"] = trained(target, "hydra", few, draft_heads=3)
     prompt = prompts[1] + prompts[1][-30:]
@@ -267,7 +266,7 @@ def test_a_broken_drafter_spoils_nothing_else(target, drafters, prompts):
     """NaN of one drafter's rows are its own."""
     made = head(target, 1, 3000)
     made.lm_head.weight.data[7] = float("nan")
-    broken = eagle3.Eagle3Drafter(made, target, Shape(4, 1, 4, 1, 0.0))
+    broken = eagle3.Eagle3Drafter(made, target, TreeShape(4, 1, 4, 1, 0.0))
     output = decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=6, seeds=[0])[0].output_ids
     found = table(target, [drafters["eagle3"], broken, drafters["lookup"]], prompts[0], output, 1, GREEDY)
     assert np.isnan(found.gamma[1]).all() and not found.hit[1].any()

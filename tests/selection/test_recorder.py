@@ -15,11 +15,10 @@ from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import eagle3
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.errors import Interrupted, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe
@@ -59,12 +58,12 @@ def pool(target, prompts):
     eagle3.initialise(head, target)
     plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=20, seeds=[0] * 3)
     return {
-        "eagle3 chain": eagle3.Eagle3Drafter(head, target, Shape(5, 1, 5, 1, 0.0)),
-        "eagle3 tree": eagle3.Eagle3Drafter(head, target, Shape(4, 2, 9, 3, 0.0)),
-        "eagle": random_eagle(target, Shape(4, 2, 8, 2, 0.0)),
+        "eagle3 chain": eagle3.Eagle3Drafter(head, target, TreeShape(5, 1, 5, 1, 0.0)),
+        "eagle3 tree": eagle3.Eagle3Drafter(head, target, TreeShape(4, 2, 9, 3, 0.0)),
+        "eagle": random_eagle(target, TreeShape(4, 2, 8, 2, 0.0)),
         "hydra": random_heads("hydra", target, width=3, nodes=20, children=3),
         "medusa": random_heads("medusa", target),
-        "lm": LMDrafter(own_weights(target, 0.1), target, LMShape(DEPTH, 0.1, False)),
+        "lm": LMDrafter(own_weights(target, 0.1), target, ChainShape(DEPTH, 0.1, False)),
         "lookup": Lookup(5),
         "suffix": Suffix(DEPTH, 8, 3),
         "retrieval": Suffix(DEPTH, 8, 3, corpus=Datastore.of(one.output_ids[3:] for one in plain)),

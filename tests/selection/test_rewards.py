@@ -10,11 +10,10 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import eagle3
-from specctl.drafters.lm_drafter import LMDrafter
-from specctl.drafters.lm_drafter import Shape as LMShape
+from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
-from specctl.drafters.tree import Shape
+from specctl.drafters.tree import TreeShape
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import assembly
 from specctl.selection.game import game
@@ -74,12 +73,12 @@ def slow(drafter, seconds, now, fails=lambda ids: False):
 def members(target):
     """Drafters that miss at times, of every kind of q̄."""
     return {
-        "lm": LMDrafter(own_weights(target, 0.05), target, LMShape(4, 0.0, False)),
-        "worse": LMDrafter(own_weights(target, 0.3), target, LMShape(3, 0.2, False)),
-        "head": eagle3.Eagle3Drafter(head(target, 1, 3000), target, Shape(4, 2, 9, 3, 0.0)),
+        "lm": LMDrafter(own_weights(target, 0.05), target, ChainShape(4, 0.0, False)),
+        "worse": LMDrafter(own_weights(target, 0.3), target, ChainShape(3, 0.2, False)),
+        "head": eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 2, 9, 3, 0.0)),
         "lookup": Lookup(3),
         "suffix": Suffix(depth=DEPTH, nodes=8, children=3),
-        "failing": LMDrafter(own_weights(target, 0.0), target, LMShape(3, 0.0, False)),
+        "failing": LMDrafter(own_weights(target, 0.0), target, ChainShape(3, 0.0, False)),
     }
 
 

@@ -16,7 +16,7 @@ from specctl.recipe import RouterRecipe
 from specctl.selection.recorded.hindsight import walk
 from specctl.selection.recorded.trace import Table, Trace
 from specctl.selection.routing.labels import (
-    Example,
+    RouterExample,
     label_by_domain,
     label_by_hindsight,
     perturb_all,
@@ -34,7 +34,7 @@ SMALL = RouterRecipe(
 
 def generated(count, split="train"):
     return [
-        Example(text, domain, arm)
+        RouterExample(text, domain, arm)
         for arm, domain in enumerate(DOMAINS)
         for text in data_prep.get(domain).generate(count, 0, split)
     ]
@@ -227,16 +227,16 @@ def test_defaults_follow_the_model():
 
 def test_one_arm_and_one_label(target):
     recipe = SMALL.model_copy(update={"epochs": 1})
-    one, report = train_router(recipe, [Example(f"prompt {n}", "sql", 0) for n in range(8)], ["only"], target)
+    one, report = train_router(recipe, [RouterExample(f"prompt {n}", "sql", 0) for n in range(8)], ["only"], target)
     np.testing.assert_array_equal(one.probabilities(["x", ""]), [[1.0], [1.0]])
     assert report.accuracy == 1 and report.perturbed["wrap"] == 1
-    unused, _ = train_router(recipe, [Example(f"prompt {n}", "sql", 1) for n in range(8)], ARMS, target)
+    unused, _ = train_router(recipe, [RouterExample(f"prompt {n}", "sql", 1) for n in range(8)], ARMS, target)
     assert unused.probabilities(["x"]).shape == (1, 3)
 
 
 def test_too_few_prompts(target):
     with pytest.raises(DataError, match="too few"):
-        train_router(SMALL, [Example("a", "sql", 0), Example("b", "math", 1)], ARMS, target)
+        train_router(SMALL, [RouterExample("a", "sql", 0), RouterExample("b", "math", 1)], ARMS, target)
 
 
 def test_a_loss_that_is_not_finite_stops(target):
@@ -252,7 +252,7 @@ def test_split_holds_out_of_every_domain():
 
 
 def test_strays_are_of_another_domain():
-    examples = [Example("a b", "x", 0), Example("c d", "y", 1)]
+    examples = [RouterExample("a b", "x", 0), RouterExample("c d", "y", 1)]
     assert perturb_all(examples, "prefix", 1.0, 0) == ["c d\n\na b", "a b\n\nc d"]
 
 

@@ -21,7 +21,7 @@ COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
 
 @dataclass(frozen=True)
-class Play:
+class EnsemblePlay:
     """Weights to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
 
     weights: tuple[float, ...]
@@ -29,7 +29,7 @@ class Play:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UpdateOutcome:
     """The effect of a chunk on a learner.
 
     Attributes:
@@ -90,18 +90,18 @@ class Ensemble:
         """η of every member."""
         return tuple(member.eta for member in self.members)
 
-    def play(self) -> Play:
+    def play(self) -> EnsemblePlay:
         """The weights for the chunk to come, by `combine`: their mean, one member drawn, or all with their shares."""
         p, vectors, combine = self.p, [member.w for member in self.members], self._options.combine
         if combine == "weights":
-            return Play((1.0,), (formulas.mean_of(p, vectors),))
+            return EnsemblePlay((1.0,), (formulas.mean_of(p, vectors),))
         if combine == "sample":
             generator = torch.Generator().manual_seed(seed_of(self._seed, self._t))
-            return Play((1.0,), (vectors[int(torch.multinomial(p, 1, generator=generator))],))
+            return EnsemblePlay((1.0,), (vectors[int(torch.multinomial(p, 1, generator=generator))],))
         shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
-        return Play(*zip(*shares, strict=True))
+        return EnsemblePlay(*zip(*shares, strict=True))
 
-    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:
+    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
         """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch.
 
         `held` are texts, a batch each, of which nothing is learnt here: they decide how far every member goes on the
@@ -122,7 +122,7 @@ class Ensemble:
         if moved and losses is not None:
             self._weigh(losses)
         nothing = not moved and not refused
-        return Outcome(
+        return UpdateOutcome(
             status="empty" if nothing else "updated" if moved else "refused",
             loss=None if nothing else descents[0].loss if losses is None else _suffered(p, losses),
             losses=() if nothing or losses is None else tuple(losses.tolist()),

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from specctl.adaptation.updates.ensemble import Ensemble, Outcome, Play
+from specctl.adaptation.updates.ensemble import Ensemble, EnsemblePlay, UpdateOutcome
 from specctl.adaptation.updates.member import Member
 from specctl.adaptation.updates.objective import Objective
 from specctl.recipe.learner import Algo, LearnerRecipe
@@ -21,11 +21,11 @@ class Learner(Protocol):
         """η of every member."""
         ...
 
-    def play(self) -> Play:
+    def play(self) -> EnsemblePlay:
         """The weights that the next chunk is decoded with."""
         ...
 
-    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:
+    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
         """Learn from what was decoded: the batches of a chunk, iterable again for every epoch. Texts that are `held`
         out, a batch each, judge what came of that.
 
@@ -52,13 +52,13 @@ class Static:
     rates: tuple[float, ...] = ()
 
     def __init__(self, start: Tensor):
-        self._play = Play((1.0,), (start,))
+        self._play = EnsemblePlay((1.0,), (start,))
 
-    def play(self) -> Play:
+    def play(self) -> EnsemblePlay:
         return self._play
 
-    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> Outcome:
-        return Outcome("static")
+    def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
+        return UpdateOutcome("static")
 
     def slow(self, factor: float) -> None:
         pass

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specctl.adaptation.updates.ensemble import Outcome
+from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.objective import Objective
 from specctl.adaptation.updates.registry import Learner
 from specctl.recipe.learner import LearnerRecipe
@@ -101,7 +101,7 @@ class Watchdog:
         chunk: Sequence[Any],
         acceptance: Acceptance,
         held: Sequence[Any] = (),
-    ) -> tuple[Ruling, Outcome]:
+    ) -> tuple[Ruling, UpdateOutcome]:
         """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
         the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
 
@@ -113,7 +113,7 @@ class Watchdog:
             self._rest -= 1
             known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
             self._before = min(known, key=lambda one: one.rate, default=acceptance)
-            return "keep", Outcome("rested")
+            return "keep", UpdateOutcome("rested")
         whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
         if ruling == "rollback":
@@ -136,7 +136,7 @@ class Watchdog:
             learner.slow(self._options.backoff)
         return ruling, outcome
 
-    def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> Outcome:
+    def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> UpdateOutcome:
         """Learn from the chunk with the weights from before the last update, more slowly."""
         learner.restore(self._kept)
         learner.slow(self._options.backoff)

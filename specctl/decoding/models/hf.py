@@ -67,7 +67,7 @@ class ShardedCache(KVCache):
         self._views()
 
 
-class _Layer(CacheLayerMixin):
+class _CacheLayer(CacheLayerMixin):
     """Hands a layer's new keys and values to the KVCache and returns the slots that attention reads.
 
     The store is as wide as the widest layer's keys or values; where they are narrower, the rest of a row stays zero.
@@ -222,7 +222,7 @@ class HFModel:
     ) -> tuple[Tensor, Tensor | None]:
         """As `LeanModel.forward`."""
         batch, rows = tokens.shape
-        layers: list[Any] = [_Layer(cache, index, plan) for index in range(self.num_layers)]
+        layers: list[Any] = [_CacheLayer(cache, index, plan) for index in range(self.num_layers)]
         output = self.body(
             input_ids=tokens,
             position_ids=plan.positions.expand(batch, -1).clamp(max=self.last_position),

@@ -41,7 +41,7 @@ def why_not(config) -> str | None:
     return None
 
 
-class _Layer:
+class _LeanLayer:
     def __init__(self, layer, config, dtype: torch.dtype):
         attention, mlp, eps = layer.self_attn, layer.mlp, config.rms_norm_eps
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -87,7 +87,7 @@ class LeanModel:
         self.embedding = body.embed_tokens.weight.detach()
         self.layers = []
         for layer in body.layers:
-            self.layers.append(_Layer(layer, config, self.dtype))
+            self.layers.append(_LeanLayer(layer, config, self.dtype))
             for parameter in layer.parameters() if consume else ():
                 parameter.data = parameter.new_empty(0)
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)

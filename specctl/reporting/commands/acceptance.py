@@ -6,22 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specctl.reporting import curves
-from specctl.reporting.contents import Picture, Table, numbers
-from specctl.reporting.curves import Line, Panel
+from specctl.reporting.contents import Picture, ReportTable, numbers
+from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 
 
 def picture(positions: Mapping[str, Sequence[Any]], looks: Looks, of: str) -> Picture:
     """Accepted share over draft depth, of several drafters; `of` says on which texts."""
     lines = [
-        Line(name, list(range(1, len(values) + 1)), numbers(values), looks[name]) for name, values in positions.items()
+        Curve(name, list(range(1, len(values) + 1)), numbers(values), looks[name]) for name, values in positions.items()
     ]
     panel = Panel("accepted share", lines, limits=(0, 1.03))
     caption = f"Share of the draft tokens at each depth that the target accepts, where all before it were: {of}."
     return Picture("acceptance", caption, curves.lines([panel], "draft depth (tokens)", whole=True))
 
 
-def by_position(positions: Mapping[str, Sequence[Any]]) -> Table:
+def by_position(positions: Mapping[str, Sequence[Any]]) -> ReportTable:
     depth = max(map(len, positions.values()))
     rows = [[name, *values, *[None] * (depth - len(values))] for name, values in positions.items()]
-    return Table("acceptance", "Acceptance by draft depth", ["drafter", *map(str, range(1, depth + 1))], rows)
+    return ReportTable("acceptance", "Acceptance by draft depth", ["drafter", *map(str, range(1, depth + 1))], rows)

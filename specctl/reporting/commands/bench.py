@@ -9,7 +9,7 @@ from specctl.reporting import bars, curves
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, Picture, numbers, records
-from specctl.reporting.curves import Line, Panel
+from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 from specctl.reporting.tables import usable
 
@@ -99,11 +99,11 @@ def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
     return curves.lines(panels, "batch (sequences)", powers_of_two=True)
 
 
-def _lines(rows: Sequence[Row], names: Mapping[str, Any], key: str, looks: Looks) -> list[Line]:
+def _lines(rows: Sequence[Row], names: Mapping[str, Any], key: str, looks: Looks) -> list[Curve]:
     found = []
     for name in names:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["batch"])
-        found.append(Line(name, numbers(r["batch"] for r in mine), numbers(usable(r, key) for r in mine), looks[name]))
+        found.append(Curve(name, numbers(r["batch"] for r in mine), numbers(usable(r, key) for r in mine), looks[name]))
     return found
 
 
@@ -113,7 +113,7 @@ def _steps(rows: Sequence[Row]) -> Figure:
         for label in dict.fromkeys(row["label"] for row in rows):
             mine = [row for row in rows if row["label"] == label]
             full = label.replace("step", name, 1)
-            lines.append(Line(full, numbers(r["rows"] for r in mine), numbers(r.get(key) for r in mine), looks[full]))
+            lines.append(Curve(full, numbers(r["rows"] for r in mine), numbers(r.get(key) for r in mine), looks[full]))
     return curves.lines(
         [Panel("milliseconds", lines, limits=(0, None))], "rows of the step (tokens)", powers_of_two=True
     )

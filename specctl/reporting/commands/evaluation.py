@@ -10,7 +10,7 @@ from specctl.reporting import bars, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance
-from specctl.reporting.contents import Contents, Picture, Table, records
+from specctl.reporting.contents import Contents, Picture, ReportTable, records
 from specctl.reporting.style import BASELINES, Looks, is_baseline
 from specctl.reporting.tables import usable
 
@@ -82,7 +82,7 @@ def _rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (domains.index(row["domain"]), drafters.index(row["drafter"])))
 
 
-def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[Table]:
+def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]:
     found = [records("rows", "Drafters and domains", [{**row, "drafter": row["label"]} for row in rows], COLUMNS)]
     if len(runs) > 1:
         found.append(_side_by_side(runs, rows))
@@ -102,11 +102,11 @@ def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[Table]:
         )
         if (run.result.get(key) or {}).get("sequences")
     ]
-    found.append(Table("lossless", "Texts compared", ["", "sequences", "mismatches", "ties"], verdicts))
+    found.append(ReportTable("lossless", "Texts compared", ["", "sequences", "mismatches", "ties"], verdicts))
     return [table for table in found if table.rows]
 
 
-def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> Table:
+def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable:
     """mat of each drafter in each domain, a column per run."""
     found = {(row["drafter"], row["domain"], row["label"]): row.get("mat") for row in rows}
     cases = dict.fromkeys((drafter, domain) for drafter, domain, _ in found)
@@ -114,7 +114,7 @@ def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> Table:
         [drafter, domain, *(found.get((drafter, domain, run.named(drafter))) for run in runs)]
         for drafter, domain in cases
     ]
-    return Table("mat", "mat side by side", ["drafter", "domain", *(f"#{run.number}" for run in runs)], lines)
+    return ReportTable("mat", "mat side by side", ["drafter", "domain", *(f"#{run.number}" for run in runs)], lines)
 
 
 def _headline(rows: Sequence[Row]) -> dict[str, Any]:

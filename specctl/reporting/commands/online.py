@@ -10,7 +10,7 @@ from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import reasoning
 from specctl.reporting.contents import Contents, Picture, numbers, records
-from specctl.reporting.curves import Line, Panel
+from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks, grey
 from specctl.reporting.tables import usable
 
@@ -100,15 +100,15 @@ def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{key: f"{low:.3g} to {high:.3g}" for key, (low, high) in ends.items()}}
 
 
-def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners: Looks) -> list[Line]:
+def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners: Looks) -> list[Curve]:
     return [
-        Line(name, list(range(1, len(found) + 1)), numbers(chunk.get(key) for chunk in found), learners[name])
+        Curve(name, list(range(1, len(found) + 1)), numbers(chunk.get(key) for chunk in found), learners[name])
         for name, found in chunks.items()
         if any(chunk.get(key) is not None for chunk in found)
     ]
 
 
-def _untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Line]:
+def _untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
     """mat without learning, once for learners that start from the same drafter, and of drafters without weights."""
     once = {tuple(line.y): line for line in _lines(chunks, "static_mat", Looks())}.values()
     found = [replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning") for line in once]
@@ -117,7 +117,7 @@ def _untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Line]:
         for name in rivals:
             y = numbers((chunk.get("untrained_mat") or {}).get(name) for chunk in run)
             if all(line.y != y for line in found):
-                found.append(Line(name, list(range(1, len(run) + 1)), y, grey(0)))
+                found.append(Curve(name, list(range(1, len(run) + 1)), y, grey(0)))
     return [replace(line, look=grey(n)) for n, line in enumerate(found)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, Picture, numbers, records
-from specctl.reporting.curves import Line, Panel
+from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 
 CHUNK = {
@@ -83,11 +83,11 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _lines(names: Sequence[str], chunks: Sequence[Mapping[str, Any]], key: str, colours: Looks) -> list[Line]:
+def _lines(names: Sequence[str], chunks: Sequence[Mapping[str, Any]], key: str, colours: Looks) -> list[Curve]:
     found = []
     for name in names:
         rows = [row for row in chunks if row["label"] == name]
         if any(row.get(key) is not None for row in rows):
             values = numbers(row.get(key) for row in rows)
-            found.append(Line(name, [row["chunk"] for row in rows], values, colours[name]))
+            found.append(Curve(name, [row["chunk"] for row in rows], values, colours[name]))
     return found

@@ -13,8 +13,8 @@ from specctl.reporting import bars, curves
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord, flat
 from specctl.reporting.commands.rounds import Rounds, read
-from specctl.reporting.contents import Contents, Picture, Table, numbers, records
-from specctl.reporting.curves import Line, Panel
+from specctl.reporting.contents import Contents, Picture, ReportTable, numbers, records
+from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 
 SUMMARY = {
@@ -102,9 +102,9 @@ def _curves(runs: Sequence[RunRecord], key: str) -> dict[str, Sequence[Any]]:
     return found
 
 
-def _lines(found: Mapping[str, Sequence[Any]], policies: Looks) -> list[Line]:
+def _lines(found: Mapping[str, Sequence[Any]], policies: Looks) -> list[Curve]:
     return [
-        Line(name, list(range(1, len(values) + 1)), numbers(values), policies[name]) for name, values in found.items()
+        Curve(name, list(range(1, len(values) + 1)), numbers(values), policies[name]) for name, values in found.items()
     ]
 
 
@@ -160,7 +160,7 @@ def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
     if not found:
         return None
     lines = [
-        Line(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
+        Curve(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
         for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in found.items())
     ]
     figure = curves.lines([Panel("mat (tokens per target pass)", lines)], "drafters in the pool, N", whole=True)
@@ -205,7 +205,7 @@ def _pulls(rounds: Rounds) -> dict[str, list[int]]:
     return {domain: [pulls[arm] for arm in range(len(rounds.arms))] for domain, pulls in rounds.pulls.items()}
 
 
-def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
+def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportTable]:
     policies = _rows(runs, "policies", "algo")
     for row in policies:
         row["mat_low"], row["mat_high"] = _interval(row) or (None, None)
@@ -230,7 +230,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[Table]:
     for run, rounds in zip(runs, played, strict=True):
         name = f"pulls-{run.number}" if run.number else "pulls"
         rows = [[domain, *pulls] for domain, pulls in _pulls(rounds).items()]
-        found.append(Table(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
+        found.append(ReportTable(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
     return [table for table in found if table.rows]
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands.acceptance import by_position, picture
-from specctl.reporting.contents import Contents, Picture, Table, numbers, records
-from specctl.reporting.curves import Line, Panel
+from specctl.reporting.contents import Contents, Picture, ReportTable, numbers, records
+from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 
 COLUMNS = {
@@ -70,7 +70,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         made.tables.append(by_position(positions))
     checks = [[one.name, check.get("step"), check["mat"]] for one in trainings for check in one.checks]
     if checks:
-        made.tables.append(Table("checks", "Acceptance checks", ["drafter", "step", "mat"], checks))
+        made.tables.append(ReportTable("checks", "Acceptance checks", ["drafter", "step", "mat"], checks))
     return made
 
 
@@ -100,8 +100,8 @@ def _so_far(recipe: Mapping[str, Any], losses: list[dict[str, Any]], checks: lis
     }
 
 
-def _line(name: str, lines: list[dict[str, Any]], key: str, looks: Looks, noisy: bool = False) -> Line:
-    return Line(
+def _line(name: str, lines: list[dict[str, Any]], key: str, looks: Looks, noisy: bool = False) -> Curve:
+    return Curve(
         name, numbers(line.get("step") for line in lines), numbers(line[key] for line in lines), looks[name], noisy
     )
 

@@ -11,7 +11,7 @@ MEMORY = 64  # rounds of an arm, about, that its mean remembers: the first are s
 
 
 @dataclass
-class Clock:
+class ArmClock:
     """Seconds of a round of each arm: a machine's, not a text's, so games that follow each other share one.
 
     Attributes:

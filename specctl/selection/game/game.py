@@ -8,13 +8,13 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from specctl.selection.game.clock import Clock
+from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.delay import Delay
 from specctl.selection.game.drift import Drift
 from specctl.selection.game.losses import at_success, per_second, usable
 from specctl.selection.game.rewards import Outcome, reward
 from specctl.selection.game.rules import Rules
-from specctl.selection.game.scoring import Schedule
+from specctl.selection.game.scoring import ScoringSchedule
 from specctl.selection.policies.policy import AnyArray, Arms, Array, Numbers, Policy
 
 RECENT = 4  # rounds of an arm, about, that the share of its failures is taken over
@@ -49,7 +49,7 @@ class Game:
     A round is `choose`, `played`, then `scored` with the tokens that `due` asks for; `ended` closes a text.
     """
 
-    def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: Clock | None = None):
+    def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: ArmClock | None = None):
         """`clock`: what games before this one have measured."""
         if arms.depth != rules.depth or (rules.costs and len(rules.costs) != arms.count):
             raise ValueError(f"rules for other arms: {rules} and {arms}")
@@ -59,13 +59,13 @@ class Game:
         self.log: list[Round] = []
         self.dropped = 0  # rewards, and vectors of losses, that were not finite throughout
         self.unscored = 0  # committed tokens that no `scored` has covered
-        self._schedule = Schedule(rules)
+        self._schedule = ScoringSchedule(rules)
         self._drift = Drift(arms.count, rules.drift) if rules.drift and policy.learns == "losses" else None
         self._stale = 0  # so many of the next vectors are older than the change that was noticed
         self._delay = Delay(arms.count, rules)
         self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
         self._update: list[Numbers] = []  # vectors that wait to become one update
-        self._clock = clock or Clock.of(arms.count)
+        self._clock = clock or ArmClock.of(arms.count)
         self._cost = np.zeros(arms.count)  # Σ losses of each arm
         self._own_cost = 0.0
         self._played = [0] * arms.count  # rounds of each arm

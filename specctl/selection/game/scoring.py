@@ -5,7 +5,7 @@ from __future__ import annotations
 from specctl.selection.game.rules import Rules
 
 
-class Schedule:
+class ScoringSchedule:
     """Rounds of a game, and which of them are scored: all of the warm-up, then some after ever longer intervals.
 
     HedgeSpec's intervals (B.5) stay the same: `batch_growth` 1.

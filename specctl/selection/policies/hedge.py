@@ -83,7 +83,7 @@ def adanormalhedge_weights(R: Numbers, C: Numbers) -> Numbers:
     return normalized(weights) if any(weights) else [1 / len(R)] * len(R)
 
 
-class Learner(Weighted):
+class HedgeLearner(Weighted):
     """Base of the learners: they begin with nothing learnt, and can begin again."""
 
     learns: ClassVar[Learns] = "losses"
@@ -97,7 +97,7 @@ class Learner(Weighted):
         """Begin again with nothing learnt."""
 
 
-class FollowTheLeader(Learner):
+class FollowTheLeader(HedgeLearner):
     """`ftl`: the honest ablation of all that follows."""
 
     def forget(self) -> None:
@@ -112,7 +112,7 @@ class FollowTheLeader(Learner):
         return leader_weights(self.L)
 
 
-class Hedge(Learner):
+class Hedge(HedgeLearner):
     """`hedge`: exponential weights, with the rate that needs no horizon unless `eta` is given."""
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
@@ -133,7 +133,7 @@ class Hedge(Learner):
         return exponential_weights(self.L, self._eta or hedge_rate(self.t + 1, self.arms.count))
 
 
-class NormalHedge(Learner):
+class NormalHedge(HedgeLearner):
     """`normalhedge`, the learner of `hedgespec`: no rate to choose."""
 
     def forget(self) -> None:
@@ -151,7 +151,7 @@ class NormalHedge(Learner):
         return weights
 
 
-class AdaNormalHedge(Learner):
+class AdaNormalHedge(HedgeLearner):
     """`adanormalhedge`: as NormalHedge, and adapts to how large each arm's regrets are."""
 
     def forget(self) -> None:

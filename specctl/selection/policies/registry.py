@@ -12,10 +12,10 @@ from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
 from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving
 from specctl.selection.policies.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
 from specctl.selection.policies.policy import Arms, Learns, Policy
-from specctl.selection.policies.unlearnt import Fixed, Random
+from specctl.selection.policies.unlearnt import FixedArm, Random
 
 _POLICIES: dict[str, Any] = {
-    "fixed": Fixed,
+    "fixed": FixedArm,
     "random": Random,
     "ucbspec": UcbSpec,
     "exp3spec": Exp3Spec,

@@ -7,7 +7,7 @@ from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.policy import Arms, Numbers, Weighted, one_hot
 
 
-class Fixed(Weighted):
+class FixedArm(Weighted):
     """`fixed`: always the same arm."""
 
     def __init__(self, arms: Arms, options: PolicyRecipe):

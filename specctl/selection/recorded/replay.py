@@ -8,7 +8,7 @@ import numpy as np
 
 from specctl.errors import CheckpointError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.game.clock import Clock
+from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import Rules, rules_for
@@ -59,7 +59,7 @@ def replay(
     table = hindsight.table
     rules = rules_on(table, name, game)
     parts = games(table.traces, reset, session)
-    clock, played = Clock.of(len(table.arms)), []
+    clock, played = ArmClock.of(len(table.arms)), []
     for queries in parts:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
         made = Game(build(name, arms, policy), rules, arms, clock)

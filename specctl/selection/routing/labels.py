@@ -29,7 +29,7 @@ TIMED = 20  # prompts that the latency is the median of
 
 
 @dataclass(frozen=True)
-class Example:
+class RouterExample:
     """A prompt and the arm that is right for it."""
 
     text: str
@@ -98,7 +98,7 @@ def label_by_hindsight(table: Table, arms: Sequence[str]) -> dict[str, int]:
 
 
 def train_router(
-    recipe: RouterRecipe, examples: Sequence[Example], arms: list[str], target: Target
+    recipe: RouterRecipe, examples: Sequence[RouterExample], arms: list[str], target: Target
 ) -> tuple[Router, RouterReport]:
     """A router for the pool whose arms have these names, fitted to a share of the examples and measured on the rest.
 
@@ -116,10 +116,10 @@ def train_router(
     return router, measure(router, held, recipe, trained=len(kept), seconds=seconds)
 
 
-def split(examples: Sequence[Example], recipe: RouterRecipe) -> tuple[list[Example], list[Example]]:
+def split(examples: Sequence[RouterExample], recipe: RouterRecipe) -> tuple[list[RouterExample], list[RouterExample]]:
     """To train on, and held out: a share of each domain drawn with the recipe's seed. DataError where one is empty."""
-    kept: list[Example] = []
-    held: list[Example] = []
+    kept: list[RouterExample] = []
+    held: list[RouterExample] = []
     for domain in dict.fromkeys(example.domain for example in examples):
         own = [example for example in examples if example.domain == domain]
         Random(f"{recipe.seed}/{domain}").shuffle(own)
@@ -135,7 +135,7 @@ def split(examples: Sequence[Example], recipe: RouterRecipe) -> tuple[list[Examp
 
 
 def measure(
-    router: Router, held: Sequence[Example], recipe: RouterRecipe, *, trained: int, seconds: float
+    router: Router, held: Sequence[RouterExample], recipe: RouterRecipe, *, trained: int, seconds: float
 ) -> RouterReport:
     """The accuracy of a router on these prompts, as they are and perturbed as the recipe says."""
     right = np.array([example.arm for example in held])
@@ -161,7 +161,7 @@ def measure(
     )
 
 
-def perturb_all(examples: Sequence[Example], kind: Perturbation, strength: float, seed: int) -> list[str]:
+def perturb_all(examples: Sequence[RouterExample], kind: Perturbation, strength: float, seed: int) -> list[str]:
     """Every prompt changed by a generator of its own; what is foreign to it are the prompts of the other domains."""
     foreign = {
         domain: [example.text for example in examples if example.domain != domain]
@@ -173,7 +173,7 @@ def perturb_all(examples: Sequence[Example], kind: Perturbation, strength: float
     ]
 
 
-def _fit(router: Router, examples: Sequence[Example], recipe: RouterRecipe) -> None:
+def _fit(router: Router, examples: Sequence[RouterExample], recipe: RouterRecipe) -> None:
     """AdamW on the cross-entropy of the arms, in batches whose order is drawn with the recipe's seed."""
     from transformers import get_linear_schedule_with_warmup
 
