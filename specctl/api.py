@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from specctl.distillation.generate import DistillResult
     from specctl.training.outcome import TrainResult
 
-FUNCTIONS = {name: row.function for name, row in SUBCOMMANDS.items() if row.function is not None}
+FUNCTIONS = {name: f"specctl.{row.function}" for name, row in SUBCOMMANDS.items() if row.function is not None}
 
 
 def distill(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> DistillResult:

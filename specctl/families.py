@@ -82,7 +82,15 @@ class Family:
 
 ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-EAGLE = "EaModel.from_pretrained(use_eagle3={}, base_model_path={{target!r}}, ea_model_path={{place!r}})"
+EAGLE = (
+    "EaModel.from_pretrained(use_eagle3={}, base_model_path={{target!r}}, ea_model_path={{place!r}})"
+    "  # python, eagle.model.ea_model"
+)
+HYDRA = "HydraModel.from_pretrained({place!r})  # python, hydra.model.hydra_model"
+MEDUSA = "MedusaModel.from_pretrained({place!r})  # python, medusa.model.medusa_model"
+UNTIL_VLLM_33 = (
+    "vLLM up to 0.32 serves Medusa heads (0.33 has dropped them): the most probable token of each, without a tree"
+)
 NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for the repository that it comes from"
 
 FAMILIES: dict[str, Family] = {
@@ -94,9 +102,7 @@ FAMILIES: dict[str, Family] = {
         exports={
             "vllm": Export("specctl.formats.eagle1:write", "eagle", "eagle"),
             "sglang": Export("specctl.formats.eagle1:write_for_sglang", "EAGLE", "eagle"),
-            "eagle": Export(
-                "specctl.formats.eagle1:write", f"{EAGLE.format(False)}  # python, eagle.model.ea_model", "eagle"
-            ),
+            "eagle": Export("specctl.formats.eagle1:write", EAGLE.format(False), "eagle"),
         },
     ),
     "eagle3": Family(
@@ -109,11 +115,7 @@ FAMILIES: dict[str, Family] = {
             "vllm": Export("specctl.formats.eagle3_raw:write", "eagle3", "eagle3"),
             "sglang": Export("specctl.formats.eagle3_raw:write", "EAGLE3", "eagle3"),
             "speculators": Export("specctl.formats.speculators:write", "eagle3", "speculators"),
-            "eagle": Export(
-                "specctl.formats.eagle3_raw:write_for_reference",
-                f"{EAGLE.format(True)}  # python, eagle.model.ea_model",
-                "eagle3",
-            ),
+            "eagle": Export("specctl.formats.eagle3_raw:write_for_reference", EAGLE.format(True), "eagle3"),
         },
     ),
     "hydra": Family(
@@ -123,14 +125,7 @@ FAMILIES: dict[str, Family] = {
         strides=False,
         adaptable=(*LAYER, "linear"),
         learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
-        exports={
-            "hydra": Export(
-                "specctl.formats.reference:write_hydra",
-                "HydraModel.from_pretrained({place!r})  # python, hydra.model.hydra_model",
-                "hydra",
-                NOT_SERVED,
-            ),
-        },
+        exports={"hydra": Export("specctl.formats.reference:write_hydra", HYDRA, "hydra", NOT_SERVED)},
     ),
     "medusa": Family(
         "specctl.drafters.medusa",
@@ -138,18 +133,9 @@ FAMILIES: dict[str, Family] = {
         strides=False,
         learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
         exports={
-            "vllm": Export(
-                "specctl.formats.reference:write_medusa_for_vllm",
-                "medusa",
-                "medusa",
-                "vLLM up to 0.32 serves Medusa heads (0.33 has dropped them): the most probable token of each, without "
-                "a tree",
-            ),
+            "vllm": Export("specctl.formats.reference:write_medusa_for_vllm", "medusa", "medusa", UNTIL_VLLM_33),
             "medusa": Export(
-                "specctl.formats.reference:write_medusa",
-                "MedusaModel.from_pretrained({place!r})  # python, medusa.model.medusa_model",
-                "medusa",
-                f"{NOT_SERVED}; --to vllm is served",
+                "specctl.formats.reference:write_medusa", MEDUSA, "medusa", f"{NOT_SERVED}; --to vllm is served"
             ),
         },
     ),
@@ -199,7 +185,7 @@ def targets() -> list[str]:
     return list(dict.fromkeys([*ENGINES, *(to for family in FAMILIES.values() for to in family.exports)]))
 
 
-def listed(names: list[str], last: str = "or") -> str:
+def listed(names: list[str]) -> str:
     """`eagle3, hydra or lm`: the names as help texts say them, the default family first."""
     *first, end = sorted(names, key=lambda name: name != DEFAULT)
-    return f"{', '.join(first)} {last} {end}" if first else end
+    return f"{', '.join(first)} or {end}" if first else end

@@ -82,6 +82,6 @@ __all__ = [
 ]
 
 RECIPES: dict[str, type[CommandRecipe]] = {
-    name: pkgutil.resolve_name(row.recipe) for name, row in SUBCOMMANDS.items() if row.recipe is not None
+    name: pkgutil.resolve_name(f"specctl.{row.recipe}") for name, row in SUBCOMMANDS.items() if row.recipe is not None
 }
 """The recipe model of each command."""

@@ -72,7 +72,7 @@ def library(monkeypatch):
     """`library("eval", function)` puts `function(recipe, run)` in the place of what the command calls."""
 
     def replace(command: str, function) -> None:
-        module = types.ModuleType(f"replaced_{command}")
+        module = types.ModuleType(f"replaced_{command.replace('-', '_')}")
         module.function = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(api.FUNCTIONS, command, f"{module.__name__}:function")

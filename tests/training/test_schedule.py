@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specctl.families import FAMILIES
 from specctl.recipe import TrainRecipe
 from specctl.recipe.resolve import resolve
-from specctl.training.schedule import CPU_TOKENS, Schedule
+from specctl.training.schedule import Schedule
 
 
 def schedule(shape="cosine", seconds=math.inf):
@@ -32,7 +33,7 @@ def test_a_time_limit_finishes_the_schedule_early():
 @pytest.mark.parametrize(
     "options,per_epoch,steps",
     [
-        ({}, 400, CPU_TOKENS // 384),  # as many passes as fill the token budget of a CPU
+        ({}, 400, FAMILIES["eagle3"].cpu_tokens // 384),  # as many passes as fill the token budget of a CPU
         ({}, 5000, 5000),  # but every response once
         ({"epochs": 2}, 400, 800),
         ({"max_steps": 7}, 400, 7),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pkgutil
+import importlib
 from collections.abc import Callable, Sequence
 
 from specctl.reporting.collect import RunRecord
@@ -18,5 +18,5 @@ def contents(command: str, runs: Sequence[RunRecord], looks: Looks) -> Contents:
     row = SUBCOMMANDS.get(command)  # a run may be of a command that is no more
     if row is None or row.report is None:
         return generic(runs)
-    maker: Maker = pkgutil.resolve_name(row.report)
+    maker: Maker = importlib.import_module(f"specctl.reporting.commands.{row.report}").contents
     return maker(runs, looks)
