@@ -301,7 +301,7 @@ class Decoded:
     @property
     def decoded_tokens(self) -> int:
         """Tokens of the decode phase: mat = Σ decoded_tokens ÷ Σ target_passes."""
-        return len(self.output_ids) - 1
+        return max(len(self.output_ids) - 1, 0)  # a cancelled text may have none
 
 
 @dataclass(frozen=True)
