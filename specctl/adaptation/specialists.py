@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from specctl.drafters import checkpoint, pool
 from specctl.families import learning
 from specctl.recipe import OnlineRecipe
 from specctl.selection.arms import named
-from specctl.selection.assembly import make_selector
+from specctl.selection.assembly import make_selector, plain_step
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overruled
 from specctl.selection.guarded import Guarded
@@ -74,6 +75,7 @@ class Specialists:
     def retarget(self, target: Target) -> None:
         """Draft for, and learn from, another target from now on. CheckpointError where the drafters do not fit it."""
         self.target = target
+        vars(self).pop("_step", None)
         for pupil in self.pupils.values():
             pupil.retarget(target)
         paths = {name: path for path, name in named([str(path) for path in pool.find_pool(self._pool)]).items()}
@@ -83,6 +85,10 @@ class Specialists:
 
     def _drafters(self) -> dict[str, Drafter]:
         return {name: pupil.drafter for name, pupil in self.pupils.items()} | self.fixed
+
+    @cached_property
+    def _step(self) -> float:
+        return plain_step(self.target, self.recipe.batch)
 
     def _select(self) -> Selector:
         """A selector among the drafters as they are now."""
@@ -94,6 +100,7 @@ class Specialists:
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
             batch=self.recipe.batch,
+            step=lambda: self._step,
             seed=self.recipe.sampling.seed + self.seed,
             within_query=policy.reset == "query",
             on_round=self._note,

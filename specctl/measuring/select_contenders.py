@@ -23,7 +23,7 @@ from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.measuring.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection.arms import make_arms, named
-from specctl.selection.assembly import make_selector
+from specctl.selection.assembly import make_selector, plain_step
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.guarded import Guarded, Together
 from specctl.selection.policies import registry
@@ -100,6 +100,10 @@ class SelectContenders:
         self.alone = self._alone()
         self._log: IO[str] | None = None
 
+    @functools.cached_property
+    def _step(self) -> float:
+        return plain_step(self.target, self.recipe.batch)
+
     def _selector(self, name: str) -> Selector:
         return make_selector(
             self.target,
@@ -108,6 +112,7 @@ class SelectContenders:
             self.recipe.game,
             functools.partial(self._policy, self.algo[name]),
             batch=self.recipe.batch,
+            step=lambda: self._step,
             seed=self.recipe.sampling.seed,
             within_query=self.recipe.reset == "query",
             on_round=functools.partial(self._note, name),

@@ -28,6 +28,7 @@ def make_selector(
     new_policy: Callable[[Arms, Label], Policy],
     *,
     batch: int = 1,
+    step: Callable[[], float],
     seed: int,
     within_query: bool,
     on_round: Callable[[RoundLine], None],
@@ -37,12 +38,14 @@ def make_selector(
     Args:
         new_policy: a fresh one for the game that begins with this text; `seed` and the text decide its draws.
         batch: texts that are decoded at a time.
+        step: `plain_step` of such a batch, asked where tokens a second are played for. All selectors of a run are given
+            the same figure, so that they play for one unit.
         within_query: every game is one text.
     """
     learns = registry.learns(name)
     rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
-    if (rules.reward if learns == "reward" else rules.loss) == "throughput":
-        rules = replace(rules, step=step_seconds(target, [1], batch)[0] / batch)
+    if {"reward": rules.reward, "losses": rules.loss}.get(learns) == "throughput":
+        rules = replace(rules, step=step())
     clock = ArmClock.of(len(arms))
     drafters = list(dict.fromkeys(arm.drafter for arm in arms))
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
@@ -54,6 +57,11 @@ def make_selector(
     ends = not within_query and rules.score_ends
     overlaps = learns == "reward" and rules.reward == "bd"
     return Selector(arms, new_game, scorer, clock, overlaps=overlaps, ends=ends, on_round=on_round)
+
+
+def plain_step(target: Target, batch: int) -> float:
+    """Seconds of a step of plain decoding for each text of a batch: the unit of throughput."""
+    return step_seconds(target, [1], batch)[0] / batch
 
 
 def _reach(arm: Guarded) -> int:

@@ -49,7 +49,6 @@ def ticking(monkeypatch):
 
     verify = engine.verify
     monkeypatch.setattr(engine, "verify", verified)
-    monkeypatch.setattr(assembly, "step_seconds", lambda target, rows, batch: [STEP * batch])
     monkeypatch.setattr(recorder, "step_seconds", lambda target, rows: [STEP] * len(rows))
     return now
 
@@ -126,6 +125,7 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
             name,
             recipe,
             lambda arms, text, name=name: registry.build(name, arms, PolicyRecipe()),
+            step=lambda: STEP,
             seed=0,
             within_query=False,
             on_round=lambda line: None,
@@ -167,6 +167,7 @@ def test_a_drafter_that_always_raises_is_left(target, prompts, name):
         name,
         GameRecipe(),
         lambda arms, text: registry.build(name, arms, PolicyRecipe()),
+        step=lambda: STEP,
         seed=1,
         within_query=False,
         on_round=lambda line: played.append(line.arm),
@@ -204,7 +205,7 @@ def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, promp
     arms = [Guarded("slow", slow(Lookup(3), 6.0, ticking)), Guarded("fast", slow(Suffix(3, 6, 2), 1.0, ticking))]
     policies = {"a": Set(0, 2), "b": Set(1, 2), "c": Set(0, 2)}
     recipe = GameRecipe(reward="throughput")
-    options = dict(batch=3, seed=0, within_query=True)
+    options = dict(batch=3, step=lambda: STEP, seed=0, within_query=True)
     rounds = []
     controller = assembly.make_selector(
         target, arms, "metasd-ucb", recipe, lambda own, text: policies[text.key], on_round=rounds.append, **options
@@ -238,6 +239,7 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
         "random",
         GameRecipe(loss="throughput"),
         lambda own, text: registry.build("random", own, PolicyRecipe()),
+        step=lambda: STEP,
         seed=3,
         within_query=True,
         on_round=lambda line: None,
