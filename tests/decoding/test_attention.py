@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding import cache as caches
+from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import attend
 from specctl.decoding.plan import plan_rows
@@ -21,11 +21,11 @@ def tree(rows):
 
 
 @pytest.mark.parametrize("gaps", [(), (range(0), range(2, 30), range(1, 17))])
-@pytest.mark.parametrize("padded", [caches.PADDED, 0])
+@pytest.mark.parametrize("padded", [plans.PADDED, 0])
 @pytest.mark.parametrize(("rows", "shape"), [(1, "chain"), (5, "chain"), (5, "tree")])
 def test_it_is_the_formula(monkeypatch, padded, rows, shape, gaps):
     """`padded` = 0 makes every sequence a call of its own. Of `gaps`, what the slots hold plays no part."""
-    monkeypatch.setattr(caches, "PADDED", padded)
+    monkeypatch.setattr(plans, "PADDED", padded)
     torch.manual_seed(0)
     cache = KVCache(2, 3, KV, 64, DIM, dtype=torch.float32, device="cpu")
     cache.store.normal_()

@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_the_old_drafter(drafter, limit):
     """The limit bites in the weights, or in the JSON files behind them."""
     code = (
         "import resource, sys, torch\n"
-        "from specctl.formats import checkpoint\nfrom specctl.errors import SpecctlError\n"
+        "from specctl.drafters import checkpoint\nfrom specctl.errors import SpecctlError\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         "try:\n"
         f"    new = dict(config={CONFIG!r}, info={INFO!r}, tensors={{'a': torch.ones(2)}})\n"

@@ -123,7 +123,7 @@ def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, 
 
 
 def test_an_export_for_a_refused_target(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting.Facts, "of_identity", of_gemma(TargetFacts.of_identity))
+    monkeypatch.setattr(exporting.TargetFacts, "of_identity", of_gemma(TargetFacts.of_identity))
     result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
     assert result.commands == [] and "does not serve EAGLE-3 heads for Gemma2ForCausalLM" in result.notes[0]
     assert (tmp_path / "out/model.safetensors").is_file()
