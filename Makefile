@@ -37,9 +37,10 @@ demo: $(VENV)/.run
 	$(BIN)/specctl train-drafter --recipe demo/train --overwrite
 	$(BIN)/specctl eval --recipe demo/eval --overwrite
 
-# Files of tests go to as many processes as there are cores: each computes with one thread.
+# Files of tests go to as many processes as there are cores: each computes with one thread. In the order of their names:
+# by the number of their tests the longest ones, of a single test each, would come last.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
