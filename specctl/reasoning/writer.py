@@ -61,6 +61,7 @@ class Writer:
 
     def _decode(self, texts: list[list[int]], limits: list[int], seed: int, ends: frozenset[int]) -> list[list[int]]:
         options: dict[str, Any] = {"sampling": self.sampling, "seeds": [seed] * len(texts), "drafter": self.drafter}
+        ends = frozenset(id for id in ends if id < self.model.vocab_size)  # a tokenizer may know more than its model
         read = self._prefixes.read
         found = decode(self.model, texts, max_new_tokens=limits, ends=ends, prefixes=self._prefixes, **options)
         self.work.passes += 1 + max(one.target_passes for one in found)
