@@ -208,6 +208,7 @@ class Engine:
             self.texts[text.index] = text
             try:
                 self._controller(text).begin(text)
+                text.begun = True
             except Exception as error:  # of a text that it cannot take
                 text.fail(error)
         self.clock.decoded()  # that somebody chooses is no cost of the prompts
@@ -231,7 +232,9 @@ class Engine:
         first = draws.draw(logits, positions)
         state.begin(slots, [row[0] for row in first.tolist()], tapped)
         for place, error in failed.items():
-            state.rows[slots[place]].fail(error)
+            row = state.rows[slots[place]]
+            del row.ids[row.prompt_length :]  # a token of no distribution is nobody's
+            row.fail(error)
 
     def _choose(self, controllers: list[Controller]) -> Proposer:
         """Ask the controllers for their texts' proposers; returns them as one."""
@@ -288,7 +291,7 @@ class Engine:
                     yield Event(text.index, tokens)
                 continue
             del self.texts[text.index]
-            if text.output:  # it has begun
+            if text.begun:
                 self._controller(text).end(text)
             self._controllers.pop(text.index, None)
             yield Event(text.index, tokens, self._decoded(text), text.error)

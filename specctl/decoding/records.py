@@ -61,6 +61,7 @@ class Sequence:
     eos_ids: frozenset[int]
     stop: str | None = None  # "eos", "length", "cancelled" or "failed" once finished
     error: Exception | None = None  # why it failed
+    begun: bool = False  # its controller knows of it
     told: int = 0  # tokens that events have told, prompt included
     target_passes: int = 0
     accepted: int = 0
