@@ -31,23 +31,6 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class Export:
-    """How drafters are written for an engine or a repository, which finds the directory at `place`.
-
-    Attributes:
-        write: function (head, facts, tokens) → `formats.head.Files`.
-        use: what the engine calls the method; for a repository a line of Python with {target!r} and {place!r}.
-        read: name in `formats.registry.READERS` of what reads it back.
-        note: what people should know who are about to put it to use.
-    """
-
-    write: str
-    use: str
-    read: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Family:
     """Drafters that are kept in directories.
 
@@ -63,7 +46,6 @@ class Family:
         is_lm: a language model by itself: it also learns from any text, and writes whole steps of reasoning.
         adaptable: projections of its module that a LoRA adapter may update.
         learning: None = it does not learn along a stream.
-        exports: by name of the engine or repository.
     """
 
     module: str
@@ -77,21 +59,10 @@ class Family:
     is_lm: bool = False
     adaptable: tuple[str, ...] = ()
     learning: Learning | None = None
-    exports: Mapping[str, Export] = field(default_factory=dict)
 
 
 ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-EAGLE = (
-    "EaModel.from_pretrained(use_eagle3={}, base_model_path={{target!r}}, ea_model_path={{place!r}})"
-    "  # python, eagle.model.ea_model"
-)
-HYDRA = "HydraModel.from_pretrained({place!r})  # python, hydra.model.hydra_model"
-MEDUSA = "MedusaModel.from_pretrained({place!r})  # python, medusa.model.medusa_model"
-UNTIL_VLLM_33 = (
-    "vLLM up to 0.32 serves Medusa heads (0.33 has dropped them): the most probable token of each, without a tree"
-)
-NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for the repository that it comes from"
 
 FAMILIES: dict[str, Family] = {
     "eagle": Family(
@@ -99,11 +70,6 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         adaptable=LAYER,  # not the fusion, half of which is tabulated
         learning=Learning(adam=3e-5, epochs=5, clip=0.5, mixes=True),
-        exports={
-            "vllm": Export("specctl.formats.eagle1:write", "eagle", "eagle"),
-            "sglang": Export("specctl.formats.eagle1:write_for_sglang", "EAGLE", "eagle"),
-            "eagle": Export("specctl.formats.eagle1:write", EAGLE.format(False), "eagle"),
-        },
     ),
     "eagle3": Family(
         "specctl.drafters.eagle3",
@@ -111,12 +77,6 @@ FAMILIES: dict[str, Family] = {
         unrolls=True,
         adaptable=("fc", *LAYER, "lm_head"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
-        exports={
-            "vllm": Export("specctl.formats.eagle3_raw:write", "eagle3", "eagle3"),
-            "sglang": Export("specctl.formats.eagle3_raw:write", "EAGLE3", "eagle3"),
-            "speculators": Export("specctl.formats.speculators:write", "eagle3", "speculators"),
-            "eagle": Export("specctl.formats.eagle3_raw:write_for_reference", EAGLE.format(True), "eagle3"),
-        },
     ),
     "hydra": Family(
         "specctl.drafters.hydra",
@@ -125,19 +85,12 @@ FAMILIES: dict[str, Family] = {
         strides=False,
         adaptable=(*LAYER, "linear"),
         learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
-        exports={"hydra": Export("specctl.formats.reference:write_hydra", HYDRA, "hydra", NOT_SERVED)},
     ),
     "medusa": Family(
         "specctl.drafters.medusa",
         rates={"adamw": 1e-3, "muon": 1e-3},
         strides=False,
         learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
-        exports={
-            "vllm": Export("specctl.formats.reference:write_medusa_for_vllm", "medusa", "medusa", UNTIL_VLLM_33),
-            "medusa": Export(
-                "specctl.formats.reference:write_medusa", MEDUSA, "medusa", f"{NOT_SERVED}; --to vllm is served"
-            ),
-        },
     ),
     "lm": Family(
         "specctl.drafters.lm",
@@ -149,11 +102,6 @@ FAMILIES: dict[str, Family] = {
         is_lm=True,
         adaptable=LAYER,
         learning=Learning(adam=2e-5, epochs=1, clip=1.0),
-        exports={
-            "vllm": Export("specctl.formats.hf:write", "draft_model", "hf"),
-            "sglang": Export("specctl.formats.hf:write", "STANDALONE", "hf"),
-            "hf": Export("specctl.formats.hf:write", "", "hf"),  # the other two read it
-        },
     ),
     "retrieval": Family("specctl.drafters.retrieval", trainee=None),
 }
@@ -162,7 +110,6 @@ LM = "lm"  # that lookahead reasoning trains
 UNTRAINED = {"lookup": "specctl.drafters.lookup:drafter", "suffix": "specctl.drafters.suffix:drafter"}
 """Drafters that a name is enough for: function of a `DraftingRecipe` → drafter."""
 NAMED = {"none": "specctl.decoding.plain:drafter", **UNTRAINED}
-ENGINES = ("vllm", "sglang", "speculators", "hf")  # read what several families write
 
 
 def trained() -> list[str]:
@@ -178,11 +125,6 @@ def learning() -> dict[str, Learning]:
 def mixing() -> list[str]:
     """Families whose drafters can draft as one."""
     return [name for name, how in learning().items() if how.mixes]
-
-
-def targets() -> list[str]:
-    """Engines and repositories that drafters are written for."""
-    return list(dict.fromkeys([*ENGINES, *(to for family in FAMILIES.values() for to in family.exports)]))
 
 
 def listed(names: list[str]) -> str:

@@ -1,33 +1,29 @@
-"""A row of the table is all that a family needs outside of its own module."""
+"""A row of its table is all that a family or a format needs outside of its own module."""
 
 import json
 import pkgutil
+from inspect import signature
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from specctl import api, families
 from specctl.cli.main import app
 from specctl.decoding.models.loading import builtin_path
-from specctl.families import FAMILIES, NAMED, Export, Family
+from specctl.drafters import checkpoint
+from specctl.families import FAMILIES, NAMED, Family
 from specctl.formats import registry
-from specctl.recipe import DraftingRecipe, ExportRecipe, OnlineRecipe, TrainRecipe
+from specctl.formats.registry import FORMATS, Format
+from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe, OnlineRecipe, TrainRecipe
 
 TOYS = {
-    "follower": Family(
-        "tests.toys.follower",
-        trainee=None,
-        exports={"paper": Export("tests.toys.follower:write", "Follower({place!r}, {target!r})", "")},
-    ),
-    "head": Family(
-        "tests.toys.head",
-        rates={"adamw": 1e-3, "muon": 1e-3},
-        strides=False,
-        exports={"paper": Export("tests.toys.head:write", "Head({place!r}, {target!r})", "")},
-    ),
+    "follower": Family("tests.toys.follower", trainee=None),
+    "head": Family("tests.toys.head", rates={"adamw": 1e-3, "muon": 1e-3}, strides=False),
 }
+CHECKED = ("head",)  # a family without gradients has no forward to compare
 PROMPTS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Name the days of the week."]
 
 
@@ -60,16 +56,35 @@ def test_a_new_family_goes_the_whole_way(toys, distilled, name, tmp_path, monkey
     assert row.mat >= 1
     chosen = api.select(**short, drafters=[made.drafter, "lookup"], algo=["hedgespec"], baselines=[])
     assert chosen.arms == ["toy", "lookup"]
-    written = api.export(drafter=made.drafter, to="paper")
-    place, target = Path(written.output).absolute(), str(builtin_path())
-    assert (written.family, written.commands) == (name, [f"{name.title()}({str(place)!r}, {target!r})"])
-    assert json.loads((place / "config.json").read_text()) == {"made_for": target, "depth": 3}
+    goes_through_paper(made.drafter, name, monkeypatch)
+
+
+def goes_through_paper(drafter, family, monkeypatch):
+    """Export and import by a format that is one file and one row."""
+    monkeypatch.setitem(FORMATS, "paper", Format("tests.toys.paper", (family,), ("origami",)))
+    written = document(["export", str(drafter), "--to", "origami", "--check" if family in CHECKED else "--overwrite"])
+    place, target = Path(written["output"]).absolute(), str(builtin_path())
+    assert written["commands"] == [f"origami {place} {target} 3"] and written["notes"] == ["origami is made of paper"]
+    few = ["probe.prompts=1", "probe.max_new_tokens=8", "target.device=cpu", "target.dtype=fp32"]
+    for form in ("auto", "paper"):
+        read = document(["import", str(place), "--format", form, "--output-dir", f"back-{form}", *few])
+        assert (read["format"], read["family"]) == ("paper", family)
+        assert read["notes"] == [f"made for {target}"] and read["probe"]["tokens"] == 8
+        before, after = checkpoint.load(drafter), checkpoint.load(Path(f"back-{form}"))
+        assert before.config["architecture"] == after.config["architecture"]
+        assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+
+
+def document(arguments):
+    """The JSON document of a command line."""
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_recipes_take_what_is_in_the_table(toys):
     assert TrainRecipe(arch="follower").name == "sql-follower"
     assert "head" in TrainRecipe.model_json_schema()["properties"]["arch"]["enum"]
-    assert "paper" in ExportRecipe.model_json_schema()["properties"]["to"]["enum"]
     for recipe, wrong in ((TrainRecipe, "os"), (TrainRecipe, 3), (OnlineRecipe, "follower")):
         with pytest.raises(ValidationError, match=r"Input should be 'eagle', 'eagle3', .* or '"):
             recipe(arch=wrong)
@@ -83,9 +98,33 @@ def test_the_paths_of_a_row_exist(name):
     if family.trainee is not None:
         pkgutil.resolve_name(family.trainee)
         assert set(family.rates) == {"adamw", "muon"}
-    for export in family.exports.values():
-        pkgutil.resolve_name(export.write)
-        assert export.read in registry.READERS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_has_what_its_protocol_says(name):
+    """Were a function missing or misspelt, one command in a hundred would find out."""
+    row = FORMATS[name]
+    assert {*row.families} <= {*FAMILIES} and row.readers
+    functions = [function for function in vars(registry.FormatModule) if not function.startswith("_")]
+    assert len(functions) == 5
+    for function in functions:
+        told = signature(getattr(registry.load(name), function)).parameters
+        assert [*signature(getattr(registry.FormatModule, function)).parameters][1:] == [*told]
+
+
+def test_options_and_recipes_take_the_formats_of_the_table(monkeypatch):
+    monkeypatch.setitem(FORMATS, "paper", Format("tests.toys.paper", ("eagle",), ("origami",)))
+    assert ExportRecipe(to="origami").to == "origami" and ImportRecipe(format="paper").format == "paper"
+    with pytest.raises(ValidationError, match=r"Input should be 'vllm', 'sglang', .* or 'origami'"):
+        ExportRecipe(to="glue")
+    with pytest.raises(ValidationError, match=r"Input should be 'auto', 'speculators', .* or 'paper'"):
+        ImportRecipe(format="glue")
+
+
+def test_one_format_writes_a_family_for_a_reader():
+    """Of two, one would win by the order of the table, and nobody would know which."""
+    pairs = [(family, to) for row in FORMATS.values() for family in row.families for to in row.readers]
+    assert len(set(pairs)) == len(pairs)
 
 
 def test_drafters_by_name_exist():

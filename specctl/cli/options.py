@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from specctl.errors import UsageError
-from specctl.families import FAMILIES, UNTRAINED, listed, targets
+from specctl.families import FAMILIES, UNTRAINED, listed
+from specctl.formats.registry import readers
 
 SWITCH = " "  # where help names the kind of a value: a switch takes none
 
@@ -138,7 +139,7 @@ FLAGS: dict[str, Flag] = {
     "seeds": Flag(("seeds",), str, "Repeats, for intervals: 0,1,2.", _comma_ints),
     "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
     "log": Flag(("log",), list[str], "tensorboard, wandb or trackio; repeatable.", _names),
-    "to": Flag(("to",), str, listed(targets()) + "."),
+    "to": Flag(("to",), str, listed(readers()) + "."),
     "check": Flag(("check",), bool, "Read the result back and compare logits."),
     "format": Flag(("format",), str, "Format of the head; auto recognises it."),
     "no_probe": Flag(("probe.enabled",), bool, "Do not try the head on a few prompts.", lambda given: not given),

@@ -61,18 +61,19 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     )
     if run is not None:
         run.target = facts.name
-    files = registry.write(head, recipe.to, facts, recipe.tokens)
+    form = registry.writer(head.family, recipe.to)
+    files = form.write(head, facts, recipe.tokens, recipe.to)
     place = recipe.output.absolute()
     check_free(place, recipe.overwrite)
     tokens = min(recipe.tokens, head.architecture.get("draft_heads", recipe.tokens))  # one a head, no more
-    commands = registry.commands(recipe.to, head.family, place, facts, tokens)
+    commands = form.commands(recipe.to, place, facts, tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
         record = {"drafter": str(recipe.drafter.absolute()), "to": recipe.to, "target": found.config["target"]}
         atomic_write(draft / RECORD, to_json(record | {"commands": commands}, indent=2) + "\n")
-        difference = (
-            roundtrip.check(head, read_back(draft, recipe.to, head, facts), recipe.tokens) if recipe.check else None
-        )
+        difference = None
+        if recipe.check:
+            difference = roundtrip.check(head, form.read(foreign.read(draft), facts), recipe.tokens)
     return ExportResult(
         drafter=str(recipe.drafter),
         family=head.family,
@@ -83,7 +84,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         tokens=tokens,
         max_difference=difference,
         commands=commands,
-        notes=registry.notes(recipe.to, head.family, facts),
+        notes=form.notes(recipe.to, facts),
     )
 
 
@@ -95,11 +96,6 @@ def check_free(place: Path, overwrite: bool) -> None:
         raise UsageError(f"{place} exists and was not written by specctl export", hint="choose another --output-dir")
     if not overwrite:
         raise UsageError(f"{place} exists", hint="--overwrite replaces it")
-
-
-def read_back(directory: Path, to: str, head: Head, facts: TargetFacts) -> Head:
-    """The head as the importer understands what was written."""
-    return registry.read_back(to, head.family).read(foreign.read(directory), facts)
 
 
 def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code: bool) -> None:

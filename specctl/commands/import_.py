@@ -58,7 +58,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     target = target or load_target(**recipe.target.loading)
     if run is not None:
         run.annotate(target=target.identity)
-    head = registry.READERS[name].read(found, TargetFacts.of_target(target))
+    head = registry.load(name).read(found, TargetFacts.of_target(target))
     for note in head.notes:
         progress.warn(f"{recipe.head}: {note}")
     with located(recipe.head):

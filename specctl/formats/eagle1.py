@@ -6,16 +6,20 @@ reference code (SafeAILab/EAGLE) has one unless config.json says `bias: false`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from specctl.formats import llama
+from specctl.formats import engines, llama
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, TargetFacts
 
+METHODS = {"vllm": "eagle", "sglang": "EAGLE"}
 
-def write(head: Head, facts: TargetFacts, tokens: int, *, sglang: bool = False) -> Files:
+
+def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The directory of a head, for SGLang or for the others."""
-    weight = head.tensors["fc.weight"]
+    weight, sglang = head.tensors["fc.weight"], to == "sglang"
     config = {
         "architectures": ["LlamaForCausalLMEagle" if sglang else "LlamaForCausalLM"],
         **llama.write_config(head.architecture, facts, weight.dtype),
@@ -23,11 +27,6 @@ def write(head: Head, facts: TargetFacts, tokens: int, *, sglang: bool = False) 
     # SGLang makes an fc.bias in any case and would leave it as its memory was.
     bias = {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype)} if sglang else {}
     return Files(config, head.tensors | bias)
-
-
-def write_for_sglang(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    """The directory of a head for SGLang."""
-    return write(head, facts, tokens, sglang=True)
 
 
 def claims(found: Foreign) -> bool:
@@ -47,3 +46,15 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     tensors = llama.take(found, {"fc.weight": (size, 2 * size), **{f"layers.0.{name}": s for name, s in layer.items()}})
     whole = {"draft_vocab_size": facts.vocab_size, "taps": [facts.num_layers]}
     return Head("eagle", shape | whole, tensors, tuple(notes))
+
+
+def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+    """The command line of an engine, or the line of Python of the repository."""
+    if to == "eagle":
+        return engines.eagle_repository(place, facts, eagle3=False)
+    return engines.commands(to, METHODS[to], place, facts, tokens)
+
+
+def notes(to: str, facts: TargetFacts) -> list[str]:
+    """Whether an engine refuses heads for this target."""
+    return engines.notes(to, METHODS.get(to, ""), facts)

@@ -11,24 +11,31 @@ both collect in the order of the layers, whatever order the list has.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specctl.errors import CheckpointError
-from specctl.formats import llama
+from specctl.formats import engines, llama
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, TargetFacts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+METHODS = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
 
-def write(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    """The directory of a head. CheckpointError where an engine could not feed it."""
-    check_taps(head, facts, count=3)
+def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
+    """The directory of a head. CheckpointError where its reader could not feed it."""
     taps = tuple(head.architecture["taps"])
+    if to == "eagle" and taps != facts.default_taps:  # the reference code taps fixed layers: it has no key for others
+        raise CheckpointError(
+            f"the head taps hidden_states {list(taps)}, the reference code always {list(facts.default_taps)}",
+            hint="--to vllm or --to sglang can serve it",
+        )
+    check_taps(head, facts, count=3)
     config = {
         "architectures": [ARCHITECTURE],
         **llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype),
@@ -37,17 +44,6 @@ def write(head: Head, facts: TargetFacts, tokens: int) -> Files:
     if taps != facts.default_taps:
         config |= {LAYERS: list(taps), "eagle_config": {LAYERS: [tap - 1 for tap in taps]}}
     return Files(config, without_mapping_of_all(head))
-
-
-def write_for_reference(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    """The same for the reference code, which taps fixed layers: it has no key for others."""
-    taps = tuple(head.architecture["taps"])
-    if taps != facts.default_taps:
-        raise CheckpointError(
-            f"the head taps hidden_states {list(taps)}, the reference code always {list(facts.default_taps)}",
-            hint="--to vllm or --to sglang can serve it",
-        )
-    return write(head, facts, tokens)
 
 
 def check_taps(head: Head, facts: TargetFacts, count: int | None = None) -> None:
@@ -114,6 +110,18 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
     architecture = shape | {"draft_vocab_size": len(ids), "taps": list(taps)}
     return Head("eagle3", architecture, tensors, (*notes, *more))
+
+
+def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+    """The command line of an engine, or the line of Python of the repository."""
+    if to == "eagle":
+        return engines.eagle_repository(place, facts, eagle3=True)
+    return engines.commands(to, METHODS[to], place, facts, tokens)
+
+
+def notes(to: str, facts: TargetFacts) -> list[str]:
+    """Whether an engine refuses heads for this target."""
+    return engines.notes(to, METHODS.get(to, ""), facts)
 
 
 def _taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:

@@ -1,10 +1,15 @@
-"""Targets that engines draft for, by the class that they run them with: read from the sources of `VERSIONS`.
+"""How engines are told to draft with a directory, and the targets that they draft for, by the class that runs these.
 
 An EAGLE-3 head reads hidden states of layers on the way, and a class has to hand them out; SGLang's EAGLE-1 asks the
-class for its embedding and head. Where it does neither, the engine stops at start.
+class for its embedding and head. Where it does neither, the engine stops at start. Classes are of the sources of
+`VERSIONS`.
 """
 
 from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
 
 from specctl.formats.head import TargetFacts
 
@@ -47,20 +52,48 @@ _SGLANG_EAGLE3 = _names("""
 """)
 
 
-def refusal(to: str, family: str, facts: TargetFacts) -> str | None:
-    """Why the engine that a directory is written for does not draft with this family for this target; None where it
-    does, or where the target does not name its architecture."""
-    engine = "vllm" if to == "speculators" else to
+def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
+    """Why an engine does not draft for this target by what it calls `method`; None where it does, or where the target
+    does not name its architecture."""
     refused = {
         ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
-        ("sglang", "eagle3"): lambda name: name not in _SGLANG_EAGLE3,
-        ("sglang", "eagle"): lambda name: name not in _SGLANG_EAGLE,
-    }.get((engine, family), lambda name: False)
+        ("sglang", "EAGLE3"): lambda name: name not in _SGLANG_EAGLE3,
+        ("sglang", "EAGLE"): lambda name: name not in _SGLANG_EAGLE,
+    }.get((engine, method), lambda name: False)
     wrong = [name for name in facts.architectures if refused(name)]
     if not wrong:
         return None
-    what = "EAGLE-3" if family == "eagle3" else "EAGLE"
+    what = "EAGLE-3" if method.lower() == "eagle3" else "EAGLE"
     return (
         f"{VERSIONS[engine]} does not serve {what} heads for {', '.join(wrong)} ({facts.text_config.model_type}): its "
         f"class for it lacks the interface. The files are what a version with it would read"
     )
+
+
+def notes(engine: str, method: str, facts: TargetFacts) -> list[str]:
+    """The refusal, where there is one."""
+    return [note for note in (refusal(engine, method, facts),) if note]
+
+
+def commands(engine: str, method: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+    """The command line that serves the target with the drafter at `place`; none where the engine would refuse it."""
+    if refusal(engine, method, facts):
+        return []
+    target, head = shlex.quote(facts.name), shlex.quote(str(place))
+    revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
+    if engine == "vllm":
+        spec = json.dumps({"method": method, "model": str(place), "num_speculative_tokens": tokens})
+        return [f"vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"]
+    return [
+        f"python -m sglang.launch_server --model-path {target}{revision} --speculative-algorithm {method} "
+        f"--speculative-draft-model-path {head} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {tokens + 1}"
+    ]
+
+
+def eagle_repository(place: Path, facts: TargetFacts, *, eagle3: bool) -> list[str]:
+    """The line of Python with which SafeAILab/EAGLE loads a head."""
+    return [
+        f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={facts.name!r}, ea_model_path={str(place)!r})"
+        "  # python, eagle.model.ea_model"
+    ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specctl.drafters.blueprint import guarded, located
 from specctl.drafters.lm_config import check_plain, configuration, stored
+from specctl.formats import engines
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, TargetFacts
 
 FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map")
 """Keys that are about the file, not about the model."""
+METHODS = {"vllm": "draft_model", "sglang": "STANDALONE"}
 
 
-def write(head: Head, facts: TargetFacts, tokens: int) -> Files:
+def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """Loads with AutoModelForCausalLM and AutoTokenizer."""
     config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -42,3 +46,14 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     if config.tie_word_embeddings and embedding is not None:  # files have one of the two names, modules both
         tensors.setdefault("lm_head.weight", embedding.clone())
     return Head("lm", stored(config), tensors)
+
+
+def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+    """The command line of an engine; of `hf`, that of both which read it."""
+    engines_asked = METHODS if to == "hf" else (to,)
+    return [line for name in engines_asked for line in engines.commands(name, METHODS[name], place, facts, tokens)]
+
+
+def notes(to: str, facts: TargetFacts) -> list[str]:
+    """Nothing: every target is drafted for by a language model."""
+    return []

@@ -5,7 +5,10 @@ Its layer ids are indices of hidden_states, as vLLM's. Where `norm_before_residu
 
 from __future__ import annotations
 
-from specctl.formats import eagle3_raw, llama
+import shlex
+from pathlib import Path
+
+from specctl.formats import eagle3_raw, engines, llama
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, TargetFacts
 
@@ -13,7 +16,7 @@ VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
 
 
-def write(head: Head, facts: TargetFacts, tokens: int) -> Files:
+def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The directory of a head that is to draft `tokens` a round."""
     eagle3_raw.check_taps(head, facts)
     taps = list(head.architecture["taps"])
@@ -67,3 +70,15 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     llama.check_types(found, config)
     taps = tuple(config.get(eagle3_raw.LAYERS) or facts.default_taps)
     return eagle3_raw.read_parts(found.renamed(kept), {**layer, **flags}, taps, facts)
+
+
+def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+    """vLLM's command lines: the target with the head, and the head, which names its target."""
+    lines = engines.commands("vllm", "eagle3", place, facts, tokens)
+    # vLLM refuses a verifier that is a local path when such a directory is served by itself.
+    return lines + [f"vllm serve {shlex.quote(str(place))}"] * bool(lines and not Path(facts.name).is_dir())
+
+
+def notes(to: str, facts: TargetFacts) -> list[str]:
+    """Whether vLLM, which reads this format, refuses heads for this target."""
+    return engines.notes("vllm", "eagle3", facts)

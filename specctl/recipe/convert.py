@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import PositiveInt
 
-from specctl.families import targets
+from specctl.formats.registry import FORMATS, readers
 from specctl.recipe.sections import CommandRecipe, DataRecipe, Fraction, LocalPath, OneOf, Section
 
 
@@ -21,7 +21,7 @@ class ExportRecipe(ConverterRecipe):
     """`specctl export`; output_dir None = ./exported/<drafter>-<to>. The target is the drafter's own unless named."""
 
     drafter: LocalPath | None = None
-    to: Annotated[str, OneOf(targets)] = "vllm"
+    to: Annotated[str, OneOf(readers)] = "vllm"
     tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
 
@@ -44,7 +44,7 @@ class ImportRecipe(ConverterRecipe):
     """`specctl import`; output_dir None = ./drafters/<head>. The probe reads the prompts or the domain of `data`."""
 
     head: LocalPath | None = None
-    format: Literal["auto", "speculators", "hydra", "medusa", "eagle3", "eagle", "hf"] = "auto"
+    format: Annotated[str, OneOf(lambda: ("auto", *FORMATS))] = "auto"
     data: DataRecipe = DataRecipe()
     probe: ProbeRecipe = ProbeRecipe()
 

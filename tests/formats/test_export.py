@@ -95,7 +95,7 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
     shape = {"hidden_size": 256, "vocab_size": 4096, "draft_vocab_size": 64, "taps": [10], "draft_heads": 1}
     head = Head("medusa", {**shape, "num_layers": 1}, {})
     with pytest.raises(CheckpointError, match="draft vocabulary of 64"):
-        registry.write(head, "vllm", TargetFacts.of_target(target), 3)
+        registry.writer("medusa", "vllm").write(head, TargetFacts.of_target(target), 3, "vllm")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
 def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, family, architecture, refused):
     """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
     facts = replace(TargetFacts.of_target(target), architectures=[architecture])
-    notes, commands = registry.notes(to, family, facts), registry.commands(to, family, Path("/out"), facts, 3)
+    form = registry.writer(family, to)
+    notes, commands = form.notes(to, facts), form.commands(to, Path("/out"), facts, 3)
     assert any(architecture in note for note in notes) == refused
     assert bool(commands) != refused
 

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 import torch
 
 from specctl.decoding.records import DraftTree, Score
-from specctl.formats.head import Files
 
 DEPTH = 3
 
@@ -79,7 +78,3 @@ def restore(config, tensors):
 def drafter(module, target, drafting):
     known = module.after.tolist()
     return Follower(known + [-1] * (target.vocab_size - len(known)), drafting.depth or DEPTH)
-
-
-def write(head, facts, tokens):
-    return Files({"made_for": facts.name, "depth": tokens}, head.tensors)

@@ -1,0 +1,56 @@
+"""The common part of Medusa's and Hydra's formats: lists of heads that take every shape from the target's configuration."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from specctl.errors import CheckpointError
+from specctl.formats import llama
+from specctl.formats.foreign import Foreign
+from specctl.formats.head import Head, TargetFacts
+
+NOT_SERVED = "neither vLLM nor SGLang serves this format: it is for the repository that it comes from"
+
+
+def check_whole(head: Head) -> None:
+    if head.architecture["draft_vocab_size"] != head.architecture["vocab_size"]:
+        raise CheckpointError(
+            f"the {head.family} heads have a draft vocabulary of {head.architecture['draft_vocab_size']}",
+            hint="the published format knows only the target's whole vocabulary: train without drafter.vocab_size",
+        )
+
+
+def count(tensors: dict[str, Tensor], pattern: str) -> int:
+    """How many heads the names speak of."""
+    return len({match[1] for name in tensors if (match := re.match(pattern, name))})
+
+
+def rows(found: Foreign, name: str, facts: TargetFacts) -> int:
+    return llama.rows(found, name) or facts.vocab_size
+
+
+def fit(tensor: Tensor, vocab: int, facts: TargetFacts) -> Tensor:
+    """A vocabulary matrix or bias without the rows of padding that the target has not.
+
+    CheckpointError where it lacks some instead: these heads cannot leave tokens out.
+    """
+    if vocab < facts.vocab_size:
+        raise CheckpointError(
+            f"the heads know {vocab} tokens, target {facts.name} has {facts.vocab_size}",
+            hint="import them for the target that they were trained with",
+        )
+    return tensor[: facts.vocab_size]
+
+
+def shape(facts: TargetFacts, heads: int, layers: int) -> dict[str, Any]:
+    return {
+        "hidden_size": facts.hidden_size,
+        "vocab_size": facts.vocab_size,
+        "draft_vocab_size": facts.vocab_size,
+        "draft_heads": heads,
+        "num_layers": layers,
+        "taps": [facts.num_layers],
+    }

@@ -1,0 +1,112 @@
+"""Hydra heads as their own repository (zankner/Hydra) reads them: one pickle, `hydra_lm_head.pt`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from specctl.errors import CheckpointError
+from specctl.formats import head_lists, llama
+from specctl.formats.foreign import Foreign
+from specctl.formats.head import Files, Head, TargetFacts
+
+
+def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
+    """The prefix-attention heads. Their layers 2 … n are one module, which the file repeats as K.3, K.5, …
+
+    CheckpointError where the prefix layer is not shaped as the target's: the loader makes it from the target's config.
+    """
+    head_lists.check_whole(head)
+    for key, value in _prefix_shape(facts).items():
+        if head.architecture[key] != value:
+            raise CheckpointError(
+                f"the prefix layer has {key} {head.architecture[key]}, the target's layers {value}",
+                hint="Hydra's loader shapes it as the target's layers: train without overriding it",
+            )
+    layers = head.architecture["num_layers"]
+    tensors = {}
+    for name, tensor in head.tensors.items():
+        repeated = re.fullmatch(r"(hydra_mlp\.\d+)\.3\.(.+)", name)
+        if not repeated:
+            tensors[name] = tensor
+        else:
+            tensors |= {f"{repeated[1]}.{2 * layer + 1}.{repeated[2]}": tensor for layer in range(1, layers)}
+    config = {
+        "hydra_num_heads": head.architecture["draft_heads"],
+        "hydra_num_layers": layers,
+        "hydra_head_arch": "prefix-mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": facts.name,
+    }
+    return Files(config, tensors, "hydra_lm_head.pt")
+
+
+def claims(found: Foreign) -> bool:
+    return "hydra_num_heads" in found.config or any(name.startswith("hydra_mlp.") for name in found.tensors)
+
+
+def read(found: Foreign, facts: TargetFacts) -> Head:
+    """Grounded prefix-MLP heads (Hydra++). CheckpointError for the other architectures of that repository."""
+    config = found.config
+    for key, wanted, default in (
+        ("hydra_head_arch", "prefix-mlp", "mlp"),
+        ("grounded_heads", True, False),
+        ("hidden_state_offset", 0, 0),
+    ):
+        if config.get(key, default) != wanted:
+            raise found.refuse(key, config.get(key, default), f"{wanted}: no other Hydra heads can be imported")
+    heads, layers = head_lists.count(found.tensors, r"hydra_mlp\.(\d+)\."), config.get("hydra_num_layers", 1)
+    if type(layers) is not int or layers < 2:
+        raise found.refuse("hydra_num_layers", layers, "2 or more: our heads have a layer that is repeated")
+    unused = re.compile(
+        r"hydra_mlp\.\d+\.(?:[5-9]|\d\d+)\..*|.*\.inv_freq|(?:input_embed_fn|prefix_embeding_layer\.embed_tokens)\..*"
+    )
+    found = found.renamed({name: tensor for name, tensor in found.tensors.items() if not unused.fullmatch(name)})
+    size, vocab, prefix = (
+        facts.hidden_size,
+        head_lists.rows(found, "hydra_lm_head.0.1.weight", facts),
+        _prefix_shape(facts),
+    )
+    layer = llama.layer_shapes(prefix | {"hidden_size": size}, size) | {"input_layernorm.weight": (size,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"prefix_embeding_layer.layers.0.{name}": shape for name, shape in layer.items()
+    }
+    shapes["prefix_embeding_layer.norm.weight"] = (size,)
+    for k in range(heads):
+        for part, columns in (("1.linear", (k + 2) * size), ("1.res_connection", (k + 2) * size), ("3.linear", size)):
+            shapes |= {f"hydra_mlp.{k}.{part}.weight": (size, columns), f"hydra_mlp.{k}.{part}.bias": (size,)}
+        shapes |= {f"hydra_lm_head.{k}.1.weight": (vocab, size), f"hydra_lm_head.{k}.1.bias": (vocab,)}
+    notes = llama.check_vocabulary(found, vocab, facts)
+    tensors = llama.take(found, shapes)
+    fitted = {
+        name: head_lists.fit(t, vocab, facts) if name.startswith("hydra_lm_head.") else t for name, t in tensors.items()
+    }
+    return Head("hydra", head_lists.shape(facts, heads, layers) | prefix, fitted, tuple(notes))
+
+
+def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+    """The line of Python of the repository."""
+    return [f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"]
+
+
+def notes(to: str, facts: TargetFacts) -> list[str]:
+    """The warning that it is for the repository alone."""
+    return [head_lists.NOT_SERVED]
+
+
+def _prefix_shape(facts: TargetFacts) -> dict[str, Any]:
+    """The prefix layer: one of the target's."""
+    text = facts.text_config
+    heads = text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    return {
+        "intermediate_size": text.intermediate_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or facts.hidden_size // heads,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "rope_theta": float(rope.get("rope_theta", 10_000.0)),
+        "max_position_embeddings": facts.context_length,
+    }

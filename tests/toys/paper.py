@@ -1,0 +1,27 @@
+"""A format of its own file and row: what a directory of ours holds, under other names."""
+
+from specctl.formats.head import Files, Head
+
+
+def claims(found):
+    return "paper" in found.config
+
+
+def read(found, facts):
+    kept = found.config["paper"]
+    tensors = {name.removeprefix("paper."): tensor for name, tensor in found.tensors.items()}
+    return Head(kept["family"], kept["architecture"], tensors, (f"made for {kept['made_for']}",))
+
+
+def write(head, facts, tokens, to):
+    kept = {"family": head.family, "architecture": head.architecture, "made_for": facts.name}
+    tensors = {f"paper.{name}": tensor for name, tensor in head.tensors.items()}
+    return Files({"paper": kept, "to": to, "tokens": tokens}, tensors)
+
+
+def commands(to, place, facts, tokens):
+    return [f"{to} {place} {facts.name} {tokens}"]
+
+
+def notes(to, facts):
+    return [f"{to} is made of paper"]
