@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import threads
-from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe
+from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe, model_for
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run, naming
@@ -118,7 +118,7 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
 
 def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:
     if isinstance(recipe, CommandRecipe):
-        if not isinstance(recipe, RECIPES[command]):
+        if not isinstance(recipe, (RECIPES[command], model_for(command, dict(recipe)))):
             raise TypeError(f"{command} takes a {RECIPES[command].__name__}, not a {type(recipe).__name__}")
         if overrides:
             raise TypeError("overrides go with a recipe file or name; a recipe object is used as it is")

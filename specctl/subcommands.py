@@ -34,7 +34,7 @@ DECODING = ("sampling.max_new_tokens", "target.dtype=bf16", SPREAD)
 BENCH = ("batches", "vocabularies", "context")
 TRAINING = ("batch_tokens", "max_length", "gradient_checkpointing=true", "zero_stage=2", "features.mode=online", SPREAD)
 SUBCOMMANDS = {
-    "generate": Subcommand("generate", "recipe.decode:GenerateRecipe", "commands.generate:generate", DECODING, None),
+    "generate": Subcommand("generate", "recipe.generate:GenerateRecipe", "commands.generate:generate", DECODING, None),
     "distill": Subcommand("distill", "recipe.distill:DistillRecipe", "distillation.generate:distill", DISTILLING, None),
     "train-drafter": Subcommand(
         "train_drafter", "recipe.train:TrainRecipe", "training.loop:train_drafter", TRAINING, "training"
@@ -43,12 +43,12 @@ SUBCOMMANDS = {
         "online", "recipe.online:OnlineRecipe", "commands.online:online", ("batch", *DECODING), "online"
     ),
     "select": Subcommand(
-        "select", "recipe.decode:SelectRecipe", "commands.select:select", ("batch", *DECODING), "selection"
+        "select", "recipe.select:SelectRecipe", "commands.select:select", ("batch", *DECODING), "selection"
     ),
-    "eval": Subcommand("eval", "recipe.decode:EvalRecipe", "commands.eval:evaluate", DECODING, "evaluation"),
-    "bench": Subcommand("bench", "recipe.decode:BenchRecipe", "commands.bench:bench", BENCH, "bench"),
-    "export": Subcommand("export", "recipe.convert:ExportRecipe", "commands.export:export", (), None),
-    "import": Subcommand("import_", "recipe.convert:ImportRecipe", "commands.import_:import_head", (), None),
+    "eval": Subcommand("eval", "recipe.eval:EvalRecipe", "commands.eval:evaluate", DECODING, "evaluation"),
+    "bench": Subcommand("bench", "recipe.bench:BenchRecipe", "commands.bench:bench", BENCH, "bench"),
+    "export": Subcommand("export", "recipe.export:ExportRecipe", "commands.export:export", (), None),
+    "import": Subcommand("import_", "recipe.import_:ImportRecipe", "commands.import_:import_head", (), None),
     "report": Subcommand("report", None, None, (), None),
     "recipes": Subcommand("recipes", None, None, (), None),
     "domains": Subcommand("domains", None, None, (), None),

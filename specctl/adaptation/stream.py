@@ -21,7 +21,7 @@ from specctl.distillation.plan import render
 from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts, warn
-from specctl.recipe import DataRecipe, OnlineRecipe, StreamRecipe
+from specctl.recipe import DataRecipe, LearningRecipe, StreamRecipe
 
 JUDGED = 100  # lines from which on the share of rejected ones says something
 
@@ -100,7 +100,7 @@ class PromptStream:
         self._left = self._arrivals()
 
     @classmethod
-    def of_pass(cls, recipe: OnlineRecipe, target: Target, rejections: Rejections, seed: int) -> PromptStream:
+    def of_pass(cls, recipe: LearningRecipe, target: Target, rejections: Rejections, seed: int) -> PromptStream:
         """The stream of one of the `seeds` of `specctl online`."""
         data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
         options = recipe.target.chat_template_kwargs

@@ -17,7 +17,7 @@ from specctl.errors import Interrupted, UsageError
 from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
-    from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
+    from specctl.recipe import DistillRecipe, LearningRecipe, OnlineRecipe, ReasonRecipe, TrainRecipe
 
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
     recipe_command(app, "online", FLAGS, EXAMPLE)(online)
 
 
-def online(recipe: OnlineRecipe, dry_run: bool) -> None:
+def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
     """Decode a stream with drafters that keep learning from what verification says about their drafts.
 
     lr, osd-lr and online-lr draft whole reasoning steps with a small LM: not lossless, so answers are compared.
@@ -54,25 +54,23 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     from specctl import api
     from specctl.adaptation import ranks
     from specctl.cli import plan
-    from specctl.decoding.models.loading import check_within_reach
-    from specctl.selection.policies import registry
+    from specctl.recipe import ReasonRecipe
 
     plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
-    recipe = of_init(recipe)
-    registry.check([recipe.policy.name])
-    if recipe.reasons:
+    if isinstance(recipe, ReasonRecipe):
         online_reasoning.check(recipe)
-    if recipe.pool is not None:
-        plan.pool_members(recipe.pool)
+    else:
+        recipe = checked(recipe)
     if recipe.output_dir:
         plan.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
     data = {path: found for one in first for path, found in distil_first(one).items()}
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
-    ranks.check(recipe.learner_device)
-    if recipe.reasons and recipe.reasoning.draft is not None:
-        check_within_reach(recipe.reasoning.draft)  # before the target takes its time
+    if isinstance(recipe, ReasonRecipe):
+        online_reasoning.check_draft(recipe)
+    else:
+        ranks.check(recipe.learner_device)
     with library_output():
         for one in first:
             progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
@@ -87,7 +85,21 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
                 f"{stop.message} while warming up", f"continue with --resume --output-dir {place}"
             ) from None
         _, document = api.execute("online", recipe)
-    output.result(document, online_reasoning.show if recipe.reasons else show, brief=document["run_dir"])
+    output.result(
+        document, online_reasoning.show if isinstance(recipe, ReasonRecipe) else show, brief=document["run_dir"]
+    )
+
+
+def checked(recipe: OnlineRecipe) -> OnlineRecipe:
+    """The recipe with the family of the drafter it starts from; drafters, policy and pool are there."""
+    from specctl.cli import plan
+    from specctl.selection.policies import registry
+
+    recipe = of_init(recipe)
+    registry.check([recipe.policy.name])
+    if recipe.pool is not None:
+        plan.pool_members(recipe.pool)
+    return recipe
 
 
 def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
@@ -111,7 +123,7 @@ def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
     return recipe
 
 
-def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
+def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
     """Trainings of the drafters that the stream should start from and that are not there. UsageError where they
     have no prompts."""
     from specctl import data_prep
@@ -143,14 +155,15 @@ def warm_ups(recipe: OnlineRecipe) -> list[TrainRecipe]:
     return trainings
 
 
-def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
+def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
     """The plan of `online`, in words."""
     from specctl.cli import plan
+    from specctl.recipe import ReasonRecipe
 
     found = [plan.check_target(recipe.target)]
     found += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
     found += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
-    if recipe.reasons:
+    if isinstance(recipe, ReasonRecipe):
         return [*found, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
@@ -166,7 +179,7 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
     ]
 
 
-def stream_of(recipe: OnlineRecipe) -> str:
+def stream_of(recipe: LearningRecipe) -> str:
     """The stream in words: prompts of each domain, and their order."""
     domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
     return f"{domains or 'those of ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"

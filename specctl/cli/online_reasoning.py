@@ -10,7 +10,7 @@ from specctl.errors import CheckpointError
 from specctl.families import LM
 
 if TYPE_CHECKING:
-    from specctl.recipe import OnlineRecipe
+    from specctl.recipe import ReasonRecipe
 
 COLUMNS = {
     "mode": "mode",
@@ -31,7 +31,7 @@ INTERVALS = {"speedup", *SHARES}
 """Rates that are shown with their intervals."""
 
 
-def check(recipe: OnlineRecipe) -> None:
+def check(recipe: ReasonRecipe) -> None:
     """The models that are named on this machine are there, and can do what they are named for.
 
     Raises UsageError, CheckpointError.
@@ -54,7 +54,15 @@ def check(recipe: OnlineRecipe) -> None:
         location(own.judge.name)
 
 
-def steps(recipe: OnlineRecipe) -> list[str]:
+def check_draft(recipe: ReasonRecipe) -> None:
+    """Raise CheckpointError where the draft LM is not here and cannot be fetched, before the target takes its time."""
+    from specctl.decoding.models.loading import check_within_reach
+
+    if recipe.reasoning.draft is not None:
+        check_within_reach(recipe.reasoning.draft)
+
+
+def steps(recipe: ReasonRecipe) -> list[str]:
     """The plan after the warm-up, in words."""
     from specctl.reasoning.modes import LEARNING
 

@@ -21,7 +21,7 @@ from specctl.measuring.online_journal import Journal
 from specctl.measuring.online_rows import DomainRow, LearnerRow, Passes, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
 from specctl.measuring.resumable import Mark
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import OnlineRecipe, ReasonRecipe
 from specctl.runs import Run
 
 OWN = (
@@ -65,7 +65,9 @@ class OnlineResult:
     rounds_on: Literal["host"] = "host"
 
 
-def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult | ReasoningResult:
+def online(
+    recipe: OnlineRecipe | ReasonRecipe, run: Run, *, target: Target | None = None
+) -> OnlineResult | ReasoningResult:
     """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
 
     Those of lookahead reasoning draft steps (`reason`), all others tokens.
@@ -77,7 +79,7 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
         Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
         SpecctlError: a learner learns nothing any more, or the disk is full.
     """
-    if recipe.reasons:
+    if isinstance(recipe, ReasonRecipe):
         return reason(recipe, run, target=target)
     target = target or load_target(**recipe.target.loading)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}

@@ -21,7 +21,7 @@ from specctl.measuring.resumable import Mark
 from specctl.reasoning.judge import Judge, make_judge
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import LEARNING, DraftLM, Reasoning, load_draft_lm
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import ReasonRecipe
 from specctl.recipe.lookahead import ReasoningMode
 from specctl.runs import Run
 
@@ -74,7 +74,7 @@ class ReasoningResult:
     rejected: int
 
 
-def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> ReasoningResult:
+def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> ReasoningResult:
     """Answer the stream in all modes, once for every seed; those that learn do so after every chunk.
 
     `target` is given by callers that hold it already.
@@ -95,7 +95,7 @@ def reason(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> R
     return _result(recipe, journal)
 
 
-def _fingerprints(recipe: OnlineRecipe) -> dict[str, str | None]:
+def _fingerprints(recipe: ReasonRecipe) -> dict[str, str | None]:
     """Fingerprints of the models in drafter directories. Raises CheckpointError where the domain has no draft LM."""
     if recipe.reasoning.draft is None:
         checkpoint.present(Path(recipe.draft))
@@ -110,7 +110,7 @@ def _directory(name: str) -> Path | None:
 
 
 def _pass(
-    recipe: OnlineRecipe,
+    recipe: ReasonRecipe,
     seed: int,
     target: Target,
     draft: DraftLM,
@@ -174,7 +174,7 @@ def _less(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
 
 
 def _save(
-    recipe: OnlineRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
+    recipe: ReasonRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
 ) -> None:
     """Write a learnt draft LM as what it was before: a drafter of family lm, or a model of `transformers`."""
     start = _directory(draft.name)
@@ -191,7 +191,7 @@ def _save(
     checkpoint.save(place, config=config, tensors=tensors, info=info, overwrite=True)
 
 
-def _result(recipe: OnlineRecipe, journal: ReasoningJournal) -> ReasoningResult:
+def _result(recipe: ReasonRecipe, journal: ReasoningJournal) -> ReasoningResult:
     chunks, traces, modes = journal.rows(), journal.traces(), recipe.modes
 
     def over(mode: ReasoningMode, seeds: Sequence[int]) -> list[ReasoningTrace]:

@@ -1,4 +1,4 @@
-"""The common part of Medusa's and Hydra's formats: lists of heads that take every shape from the target's configuration."""
+"""The common part of Medusa's and Hydra's formats: lists of heads, shaped by the target's configuration."""
 
 from __future__ import annotations
 

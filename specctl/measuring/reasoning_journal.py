@@ -23,7 +23,7 @@ from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
 from specctl.reasoning.preferences import PreferenceLesson, table
 from specctl.reasoning.writer import WritingWork
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import ReasonRecipe
 from specctl.recipe.lookahead import ReasoningMode
 from specctl.runs import Run, atomic_write
 
@@ -78,8 +78,9 @@ def chunk_rows(record: ChunkRecord, seed: int, judged: Mapping[str, dict[str, in
 class ReasoningJournal(States):
     """States, chunks, traces and pairs."""
 
-    def __init__(self, recipe: OnlineRecipe, run: Run, stamp: Stamp):
+    def __init__(self, recipe: ReasonRecipe, run: Run, stamp: Stamp):
         super().__init__(recipe, run, stamp, PAIRS, (CHUNKS, TRACES))
+        self._longest = recipe.reasoning.learning.max_length
 
     def keep(self, record: ChunkRecord, rows: Sequence[ReasoningChunk], mark: Mark, tensors: dict[str, Tensor]) -> None:
         """Write down a chunk, and every so often the state behind it."""
@@ -96,7 +97,7 @@ class ReasoningJournal(States):
         for mode, traces in record.traces.items():
             found = [one for trace in traces for one in trace.mismatches]
             if found:
-                columns = table(found, self.recipe.reasoning.learning.max_length).to_dict()
+                columns = table(found, self._longest).to_dict()
                 count = len(columns["chosen"])
                 named = {"mode": [mode] * count, "seed": [seed] * count, "chunk": [record.chunk] * count}
                 tables.append(pa.table(named | columns))

@@ -21,7 +21,7 @@ from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
 from specctl.families import NAMED
 from specctl.measuring.lossless import Agreement
-from specctl.recipe import EvalRecipe, OnlineRecipe
+from specctl.recipe import EvalRecipe, LearningRecipe
 from specctl.runs import atomic_write, to_json
 
 RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
@@ -131,10 +131,10 @@ def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
     return {name: checkpoint.fingerprint(path) for name, path in paths.items() if path not in NAMED}
 
 
-def recipe_stamp(recipe: EvalRecipe | OnlineRecipe) -> Stamp:
+def recipe_stamp(recipe: EvalRecipe | LearningRecipe) -> Stamp:
     """The recipe's part of a stamp."""
-    views = VIEWS & type(recipe).model_fields.keys()
-    return {"recipe": dict(_flat(recipe.model_dump(mode="json", exclude=views)))}
+    measured = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in VIEWS}
+    return {"recipe": dict(_flat(measured))}
 
 
 def check_stamp(directory: Path, stamp: Stamp) -> None:

@@ -26,7 +26,7 @@ from specctl.decoding.target import Target
 from specctl.distillation.prompts import Rejections
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, one_line
 from specctl.measuring.records import Stamp, check_same, part_files, part_name
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import LearningRecipe
 from specctl.runs import METRICS, Run, sha256, sweep, to_json
 from specctl.training import checkpoint
 from specctl.training.checkpoint import Count
@@ -70,7 +70,7 @@ class States:
         mark, tensors: the last place between two chunks, saved or not.
     """
 
-    def __init__(self, recipe: OnlineRecipe, run: Run, stamp: Stamp, parts: str, lines: Sequence[str] = (CHUNKS,)):
+    def __init__(self, recipe: LearningRecipe, run: Run, stamp: Stamp, parts: str, lines: Sequence[str] = (CHUNKS,)):
         """parts: name of the directory with a file per chunk. lines: names of the files of lines."""
         self.recipe, self.run, self.stamp, self.lines = recipe, run, stamp, lines
         self.parts, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS

@@ -7,16 +7,23 @@ the domain). Loading, overrides and error reports are in `specctl.recipe.resolve
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
-from specctl.recipe.convert import ConverterRecipe, ExportRecipe, ImportRecipe
-from specctl.recipe.decode import BenchRecipe, EvalRecipe, GenerateRecipe, SelectRecipe
+from specctl.recipe.bench import BenchRecipe
 from specctl.recipe.distill import DistillRecipe
+from specctl.recipe.eval import EvalRecipe
+from specctl.recipe.export import ExportRecipe
+from specctl.recipe.generate import GenerateRecipe
+from specctl.recipe.import_ import ImportRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
-from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
+from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
 from specctl.recipe.online import OnlineRecipe
+from specctl.recipe.reason import ReasonRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
+    ConverterRecipe,
     DataRecipe,
     DraftingRecipe,
     Gpu,
@@ -26,8 +33,8 @@ from specctl.recipe.sections import (
     TargetRecipe,
     WriterRecipe,
 )
-from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.recipe.stream import StreamRecipe
+from specctl.recipe.select import GameRecipe, PolicyRecipe, SelectRecipe
+from specctl.recipe.stream import LearningRecipe, StreamRecipe
 from specctl.recipe.train import (
     Arch,
     CheckpointRecipe,
@@ -63,6 +70,7 @@ __all__ = [
     "JudgeRecipe",
     "LearnerOptions",
     "LearnerRecipe",
+    "LearningRecipe",
     "LookaheadRecipe",
     "LoraRecipe",
     "OnlineRecipe",
@@ -70,6 +78,7 @@ __all__ = [
     "Perturbation",
     "PolicyRecipe",
     "PreferenceRecipe",
+    "ReasonRecipe",
     "ResourceRecipe",
     "RouterRecipe",
     "SamplingRecipe",
@@ -84,4 +93,12 @@ __all__ = [
 RECIPES: dict[str, type[CommandRecipe]] = {
     name: pkgutil.resolve_name(f"specctl.{row.recipe}") for name, row in SUBCOMMANDS.items() if row.recipe is not None
 }
-"""The recipe model of each command."""
+"""The recipe model of each command, which has all of its keys."""
+
+
+def model_for(command: str, values: Mapping[str, Any]) -> type[CommandRecipe]:
+    """The model of a command for these values: `online` has another one for lookahead reasoning."""
+    algo = values.get("algo", "")
+    named = algo.split(",") if isinstance(algo, str) else algo
+    steps = command == "online" and isinstance(named, list) and any(name in REASONING for name in named)
+    return ReasonRecipe if steps else RECIPES[command]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import ValidationError
 
 from specctl.errors import RecipeError, brief
-from specctl.recipe import RECIPES, CommandRecipe, Section, yaml_file
+from specctl.recipe import RECIPES, CommandRecipe, Section, model_for, yaml_file
 from specctl.recipe.yaml_file import KeyPath
 
 ENVIRONMENT = "SPECCTL_"
@@ -65,7 +65,8 @@ def resolve(
             origins[path] = origin
     fallback = str(recipe) if recipe else command
     try:
-        resolved = model.model_validate(_tree(values))
+        tree = _tree(values)
+        resolved = model_for(command, tree).model_validate(tree)
     except ValidationError as error:
         problems += [_explain(item, origins, fallback) for item in error.errors()]
     if problems:

@@ -204,6 +204,22 @@ class ResumableRecipe(CommandRecipe):
         return self
 
 
+class RunRecipe(ResumableRecipe):
+    """A command whose output_dir is the record of a run; None = the run directory under ./runs."""
+
+    @model_validator(mode="after")
+    def _resumed_by_name(self) -> RunRecipe:
+        if self.resume and self.output_dir is None:
+            raise ValueError("resume needs output_dir, the directory of the run to continue")
+        return self
+
+
+class ConverterRecipe(CommandRecipe):
+    """A command that writes one directory from another, in seconds."""
+
+    overwrite: bool = False
+
+
 class WriterRecipe(ResumableRecipe):
     """A command whose output_dir is what it makes (data, a drafter), not the record of a run."""
 

@@ -1,13 +1,24 @@
-"""The stream of prompts of `specctl online`."""
+"""Commands along a stream of prompts: the order of the stream, the warm-up, and what they have in common."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from specctl.families import learning
-from specctl.recipe.sections import Names, Section
+from specctl.recipe.sections import (
+    DataRecipe,
+    DraftingRecipe,
+    Name,
+    Names,
+    PositiveFloat,
+    RunRecipe,
+    SamplingRecipe,
+    Section,
+)
+from specctl.recipe.train import CheckpointRecipe
 
 Kind = Literal["abrupt", "mix", "drift"]
 
@@ -41,3 +52,56 @@ class StreamRecipe(Section):
     def chunk_of(self, family: str) -> int:
         """Prompts in a chunk for a drafter of this family."""
         return self.chunk or learning()[family].chunk
+
+
+class WarmupRecipe(Section):
+    """How the drafter that a stream starts with is trained, where there is none: offline, on one domain."""
+
+    domain: Name | None = None  # None = the stream's first
+    prompts: Name | None = None  # file of its prompts, None = the domain's generator: never those of the stream
+    responses: PositiveInt = 1000
+    minutes: PositiveFloat | None = None  # of training
+
+
+class LearningRecipe(RunRecipe):
+    """The common part of the recipes of `specctl online`, whether tokens are drafted or steps."""
+
+    data: DataRecipe = DataRecipe()
+    stream: StreamRecipe = StreamRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    algo: Annotated[Names, Field(min_length=1)]
+    warmup: WarmupRecipe = WarmupRecipe()
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats of the whole stream
+    checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # in chunks
+
+    @property
+    def families(self) -> list[str]:
+        """Families of the drafters that a stream starts with, warmed up where they are missing."""
+        raise NotImplementedError
+
+    @property
+    def chunk(self) -> int:
+        """Prompts between two updates."""
+        raise NotImplementedError
+
+    @property
+    def first_domain(self) -> str:
+        """The domain that warm-up is for."""
+        return self.warmup.domain or self.stream_domains[0]
+
+    @property
+    def stream_domains(self) -> list[str]:
+        """In the order in which they come first."""
+        return list(dict.fromkeys(domain for domain, _ in self.stream.segments)) or self.data.domain
+
+    def start_of(self, family: str) -> Path:
+        """The drafter that learners of a family start from."""
+        return Path("drafters") / f"{self.first_domain}-{family}"
+
+    def _of_stdin(self) -> None:
+        """Raise ValueError for what stdin, which comes once, cannot do."""
+        if self.data.prompts == "-" and len(self.seeds) > 1:
+            raise ValueError("stdin comes once: one seed")
+        if self.data.prompts == "-" and self.stream.shuffle:
+            raise ValueError("stdin is answered in its order: stream.shuffle is for files")

@@ -15,7 +15,7 @@ from specctl.drafters.pool import load_drafter
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.reasoning.lookahead import Lookahead
 from specctl.reasoning.modes import load_draft_lm
-from specctl.recipe import DraftingRecipe, OnlineRecipe, TargetRecipe
+from specctl.recipe import DraftingRecipe, ReasonRecipe, TargetRecipe
 from specctl.recipe.train import CheckpointRecipe
 from tests.measuring.streams import (
     QUESTIONS,
@@ -71,7 +71,7 @@ def make(tmp_path_factory, tiny, draft):
             "checkpoint": CheckpointRecipe(every=2, keep=9),
             "seeds": PASSES,
         }
-        return OnlineRecipe(**options | {"reasoning": own} | fields)
+        return ReasonRecipe(**options | {"reasoning": own} | fields)
 
     return made
 

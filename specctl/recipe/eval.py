@@ -1,0 +1,40 @@
+"""`specctl eval`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from specctl.recipe.sections import DataRecipe, DraftingRecipe, LocalPath, Name, RunRecipe, SamplingRecipe
+
+
+class EvalRecipe(RunRecipe):
+    """`specctl eval`: one row per drafter × domain; output_dir None = the run directory under ./runs.
+
+    `matrix` asks for the table of `metric` over pool × domains, its picture, and the test of the diagonal; the domains
+    are then those that the drafters were made for, unless `data.domain` is given.
+    """
+
+    data: DataRecipe = DataRecipe()
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    drafters: list[Name] = []  # drafter directories, or the name of a family without weights: lookup, suffix
+    pool: LocalPath | None = None  # directory of drafter directories
+    matrix: bool = False
+    metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # in the cells of the matrix
+    baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
+    split: Literal["train", "test"] = "test"
+    limit: PositiveInt | None = 100  # prompts per domain; of a file with more, a sample
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
+    save_outputs: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvalRecipe:
+        if self.data.limit is not None:
+            raise ValueError("use `limit`, not `data.limit`")
+        if self.matrix and not self.drafters and self.pool is None:
+            raise ValueError("a matrix needs drafters: name a pool")
+        if self.matrix and self.metric == "speedup" and "vanilla" not in self.baselines:
+            raise ValueError("a matrix of speedup needs the vanilla baseline")
+        return self

@@ -1,0 +1,25 @@
+"""`specctl export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import PositiveInt
+
+from specctl.formats.registry import readers
+from specctl.recipe.sections import ConverterRecipe, LocalPath, OneOf
+
+
+class ExportRecipe(ConverterRecipe):
+    """`specctl export`; output_dir None = ./exported/<drafter>-<to>. The target is the drafter's own unless named."""
+
+    drafter: LocalPath | None = None
+    to: Annotated[str, OneOf(readers)] = "vllm"
+    tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
+    check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
+
+    @property
+    def output(self) -> Path:
+        """Where the directory goes."""
+        return self.output_dir or Path("exported") / f"{(self.drafter or Path()).name}-{self.to}"

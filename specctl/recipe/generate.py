@@ -1,0 +1,16 @@
+"""`specctl generate`."""
+
+from __future__ import annotations
+
+from specctl.recipe.sections import CommandRecipe, DraftingRecipe, Name, SamplingRecipe
+
+
+class GenerateRecipe(CommandRecipe):
+    """`specctl generate`: one prompt with and without a drafter."""
+
+    sampling: SamplingRecipe = SamplingRecipe()
+    drafting: DraftingRecipe = DraftingRecipe()
+    prompt: str | None = None
+    drafter: Name | None = None
+    save_outputs: bool = False
+    overwrite: bool = False

@@ -1,0 +1,144 @@
+"""`specctl online --algo lr | osd-lr | online-lr`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from specctl.families import LM
+from specctl.recipe.learner import rule_and_family
+from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, LookaheadRecipe, ReasoningMode
+from specctl.recipe.online import OnlineRecipe
+from specctl.recipe.sections import DraftingRecipe, Names, SamplingRecipe
+from specctl.recipe.stream import LearningRecipe
+
+INSTEAD = {
+    "arch": "the draft model is an LM",
+    "init": "name the draft LM by reasoning.draft",
+    "learner": "set reasoning.learning",
+    "baselines": "set reasoning.baselines",
+    "save_outputs": "every text is in traces.jsonl",
+}
+"""Keys of learning by tokens, and what there is in their place."""
+ONE = ("temperature", "top_k", "top_p", "seed")
+"""Keys of `sampling` that are those of `reasoning`, whichever says them."""
+
+
+class ReasonRecipe(LearningRecipe):
+    """Lookahead reasoning along a stream: every prompt is answered in all `modes`.
+
+    The keys of `OnlineRecipe` that it lacks are of learning by tokens. They may be given with their defaults, and its
+    JSON form has them, so that one command has one form of recipe.
+    """
+
+    algo: Annotated[Names, Field(min_length=1)] = ["lr"]
+    reasoning: LookaheadRecipe = LookaheadRecipe()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_steps(cls, values: Any) -> Any:
+        """The values without the keys of learning by tokens. ValueError where one of these is no default."""
+        if not isinstance(values, Mapping):
+            return values
+        unused = [name for name in _by_tokens() if name in values and not _is_default(name, values[name])]
+        if unused:
+            raise _of_tokens(unused[0], values.get("algo", "lr"), INSTEAD.get(unused[0], ""))
+        return {name: value for name, value in values.items() if name not in _by_tokens()}
+
+    @field_validator("algo")
+    @classmethod
+    def _known(cls, algo: list[str]) -> list[str]:
+        tokens = [name for name in algo if name not in REASONING and rule_and_family(name)]
+        if tokens:
+            steps = ", ".join(name for name in algo if name in REASONING)
+            raise ValueError(f"{steps} drafts steps, the others tokens: they take runs of their own")
+        if len(set(algo)) < len(algo):
+            raise ValueError("names an algo twice")
+        return algo
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ReasonRecipe:
+        if self.drafting != DraftingRecipe() and self.reasoning.drafter is None:
+            raise _of_tokens("drafting", self.algo, "it shapes the drafts of reasoning.drafter")
+        sampling = SamplingRecipe()
+        if (self.sampling.max_new_tokens, self.sampling.exact) != (sampling.max_new_tokens, sampling.exact):
+            raise ValueError(
+                f"max_new_tokens and exact are of learning by tokens, not of {self.algo[0]}: "
+                "the length of a text is reasoning.budget and reasoning.answer_tokens"
+            )
+        self._sample_alike()
+        self._with_math()
+        self._of_stdin()
+        return self
+
+    def _sample_alike(self) -> None:
+        """`--temperature` and `reasoning.temperature` are one; a recipe that was resolved says both."""
+        found = {}
+        for name in ONE:
+            sections = [part for part in (self.sampling, self.reasoning) if name in part.model_fields_set]
+            said = {getattr(part, name) for part in sections}
+            if len(said) > 1:
+                values = " or ".join(map(str, sorted(said)))
+                raise ValueError(f"sampling.{name} and reasoning.{name} are one and the same: {values}?")
+            found[name] = said.pop() if said else getattr(self.reasoning, name)
+        self.sampling = self.sampling.model_copy(update=found)
+        self.reasoning = self.reasoning.model_copy(update=found)
+
+    def _with_math(self) -> None:
+        """Take `math` where no domain is named: other texts have one line, and no steps to speak of."""
+        if "domain" not in self.data.model_fields_set and self.data.source != "unconditional":
+            self.data = self.data.model_copy(update={"domain": ["math"]})
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_passwords(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The JSON form of the command's recipes, with the keys of learning by tokens at their defaults."""
+        return OnlineRecipe().model_dump(mode="json") | super()._without_passwords(inner)
+
+    @property
+    def modes(self) -> list[ReasoningMode]:
+        """Modes of lookahead reasoning, baselines first."""
+        return list(dict.fromkeys([*self.reasoning.baselines, *self.algo]))  # type: ignore[list-item]
+
+    @property
+    def draft(self) -> str:
+        """The LM that drafts steps."""
+        return self.reasoning.draft or str(self.start_of(LM))
+
+    @property
+    def families(self) -> list[str]:
+        """The family of the draft LM, where none is named."""
+        return [] if self.reasoning.draft is not None else [LM]
+
+    @property
+    def chunk(self) -> int:
+        """Prompts between two updates."""
+        return self.stream.chunk or LOOKAHEAD_CHUNK
+
+
+def _by_tokens() -> list[str]:
+    """Keys that lookahead reasoning has no use for."""
+    return [name for name in OnlineRecipe.model_fields if name not in ReasonRecipe.model_fields]
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a key of learning by tokens has the value that it has without being given."""
+    field = OnlineRecipe.model_fields[name]
+    try:
+        return bool(TypeAdapter(field.rebuild_annotation()).validate_python(value) == field.default)
+    except ValidationError:
+        return False
+
+
+def _of_tokens(name: str, algo: Any, instead: str) -> ValueError:
+    first = algo.split(",")[0] if isinstance(algo, str) else algo[0]
+    return ValueError(f"{name} is of learning by tokens, not of {first}" + f": {instead}" * bool(instead))
