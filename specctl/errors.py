@@ -5,6 +5,9 @@ Each class carries the exit code of the command-line contract. Programming error
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
 
 def brief(text: str, longest: int = 200) -> str:
     """A text for a message: one that is longer than so many characters loses its middle."""
@@ -12,6 +15,16 @@ def brief(text: str, longest: int = 200) -> str:
         return text
     ends = (longest - 5) // 2
     return f"{text[:ends]} […] {text[-ends:]}"
+
+
+def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int = 1, cutoff: float = 0.6) -> str:
+    """`did you mean X?`, with the nearest names (of a mapping what stands behind them); empty where none is near.
+
+    `cutoff`: similarity of `difflib` from which on a name is near.
+    """
+    names = known if isinstance(known, Mapping) else {one: one for one in known}
+    near = [names[one] for one in get_close_matches(name, names, n=most, cutoff=cutoff)]
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 class SpecctlError(Exception):

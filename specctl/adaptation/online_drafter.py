@@ -28,7 +28,7 @@ from specctl.drafters import checkpoint
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.mixture import Mixture
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
-from specctl.training.checkpoint import under
+from specctl.training.checkpoint import prefixed, under
 from specctl.training.data import Corpus, batches
 from specctl.training.engine import autocast
 from specctl.training.example import Example
@@ -238,9 +238,8 @@ class OnlineDrafter:
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
         facts, tensors = self.buffer.state()
-        tensors = {f"buffer.{name}": value for name, value in tensors.items()}
-        tensors |= {f"learner.{name}": value for name, value in self.learner.state().items()}
-        tensors |= {f"watchdog.{name}": value for name, value in self.watchdog.state().items()}
+        tensors = prefixed("buffer.", tensors) | prefixed("learner.", self.learner.state())
+        tensors |= prefixed("watchdog.", self.watchdog.state())
         return {"buffer": facts, "chunks": self.chunks, "seen": self._seen, "judges": [*self._judges]}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -39,7 +39,7 @@ from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
 from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
-from specctl.training.checkpoint import under
+from specctl.training.checkpoint import prefixed, under
 
 PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to start
 
@@ -198,7 +198,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         facts, tensors = self._known
         waiting = [one.state() for one in [*self._sent, *self._waiting]]
         for place, (_, features) in enumerate(waiting):
-            tensors = tensors | {f"waiting{place}.{name}": value for name, value in features.items()}
+            tensors = tensors | prefixed(f"waiting{place}.", features)
         # Texts are numbered here: a number that comes twice would replace a text that the learner replays.
         numbered = facts["buffer"] | {"next": self.buffer.state()[0]["next"]}
         own = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}

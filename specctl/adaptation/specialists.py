@@ -33,7 +33,7 @@ from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overruled
 from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
-from specctl.training.checkpoint import under
+from specctl.training.checkpoint import prefixed, under
 from specctl.training.feature_files import Features
 
 
@@ -215,7 +215,7 @@ class Specialists:
         tensors: dict[str, Tensor] = {}
         for name, pupil in self.pupils.items():
             facts["pupils"][name], found = pupil.state()
-            tensors |= {f"{name}/{key}": value for key, value in found.items()}
+            tensors |= prefixed(f"{name}/", found)
         return facts, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:

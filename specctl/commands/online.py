@@ -20,7 +20,6 @@ from specctl.measuring.online_contenders import ChunkRow, OnlineContenders
 from specctl.measuring.online_journal import Journal
 from specctl.measuring.online_rows import DomainRow, LearnerRow, Passes, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
-from specctl.measuring.resumable import Mark
 from specctl.recipe import OnlineRecipe, ReasonRecipe
 from specctl.runs import Run
 
@@ -29,8 +28,6 @@ OWN = (
     *("over_lookup_with_training", "unusable"),
 )
 """Fields of the first learner's row that the document has at its top, too."""
-SHOWN = ("algo", "seed", "chunk", "mat", "loss", "learn_s")
-"""Fields of a chunk that go to metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def online(
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
     journal.start()
     for seed, stream in journal.passes(target):
-        _pass(recipe, run, target, seed, stream, journal)
+        _pass(recipe, target, seed, stream, journal)
     journal.begin(target)  # where everything is answered already
     records = journal.records()
     journal.finish(records)
@@ -104,12 +101,10 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
     return [recipe.start_of(family) for family in recipe.families]
 
 
-def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
+def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
     stage = OnlineContenders(recipe, target, seed)
     mark = journal.mark
-    answered = (mark.stream or {}).get("prompts", 0)
-    label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
     try:
         if mark.stage is not None:
             with journal.restoring():
@@ -119,8 +114,7 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: Pro
                 _use_target(recipe, stage, name)
                 stage.restore(mark.stage, journal.tensors)
         journal.begin(target, stream.rejections)
-        with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
-            bar.skip(answered)
+        with journal.following(seed, stream) as bar:
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:
@@ -128,17 +122,14 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: Pro
                 bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(own))
 
             for chunk in stream.chunks():
-                _use_target(recipe, stage, recipe.target_at(answered), f"from prompt {answered + 1} on ")
-                answered += len(chunk)
+                _use_target(
+                    recipe, stage, recipe.target_at(journal.answered), f"from prompt {journal.answered + 1} on "
+                )
                 records = stage.answer(chunk, done)
                 rows = stage.learn(chunk, records)
                 records, _ = compared(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
-                with journal.writing():
-                    for row in rows:
-                        run.metrics(**{key: getattr(row, key) for key in SHOWN})
-                facts, tensors = stage.state()
-                number, passed = journal.mark.number + 1, journal.mark.passed
-                journal.keep(records, rows, Mark(number, passed, stream.position(), facts), tensors)
+                journal.keep(records, rows)
+                journal.advance(stream, *stage.state())
             stage.finish()
     finally:
         stage.close()

@@ -7,26 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint, lm, pool
+from specctl.measuring.measured import Measured
 from specctl.measuring.reasoning_journal import ReasoningChunk, ReasoningJournal, chunk_rows
-from specctl.measuring.reasoning_rows import ModeRow, Rate, acceptance_difference, row
+from specctl.measuring.reasoning_rows import ModeRow, acceptance_difference, row
 from specctl.measuring.records import recipe_stamp
-from specctl.measuring.resumable import Mark
 from specctl.reasoning.judge import Judge, make_judge
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import LEARNING, DraftLM, Reasoning, load_draft_lm
 from specctl.recipe import ReasonRecipe
 from specctl.recipe.lookahead import ReasoningMode
 from specctl.runs import Run
-
-SHOWN = ("mode", "seed", "chunk", "step_acceptance", "loss", "margin", "learning_s")
-"""Fields of a chunk that go to metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Difference:
 
     mode: ReasoningMode
     than: ReasoningMode
-    step_acceptance: Rate
+    step_acceptance: Measured
 
 
 @dataclass(frozen=True)
@@ -125,11 +121,9 @@ def _pass(
     mark = journal.mark
     if mark.stage is not None:
         with journal.restoring():
-            reasoning.restore(_by_mode(journal.tensors), mark.stage["chunks"])
+            reasoning.restore(journal.tensors, mark.stage["chunks"])
     journal.begin(target, stream.rejections)
-    label = "online" if len(recipe.seeds) == 1 else f"online, seed {seed}"
-    with journal.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
-        bar.skip((mark.stream or {}).get("prompts", 0))
+    with journal.following(seed, stream) as bar:
         for arrivals in stream.chunks():
             before = _counts(reasoning)
             record = reasoning.chunk(arrivals, bar.update)
@@ -139,30 +133,12 @@ def _pass(
             for mode, lesson in record.lessons.items():
                 if lesson.refused:
                     progress.warn(f"{mode}: chunk {record.chunk} taught what is not finite; it is as it was before")
-            with journal.writing():
-                for one in rows:
-                    journal.run.metrics(**{key: getattr(one, key) for key in SHOWN})
-            tensors = _flat(reasoning.state())
-            number, passed = journal.mark.number + 1, journal.mark.passed
-            here = Mark(number, passed, stream.position(), {"chunks": reasoning.chunks})
-            journal.keep(record, rows, here, tensors)
+            journal.keep(record, rows)
+            tensors = {name: value.cpu() for name, value in reasoning.state().items()}  # until they are written
+            journal.advance(stream, {"chunks": reasoning.chunks}, tensors)
     for mode, learner in reasoning.learners.items():
         _save(recipe, journal.place(mode, seed), learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
     journal.passed()
-
-
-def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """`Reasoning.state` for a checkpoint: in the memory of the host, until it is written."""
-    return {f"{mode}.{name}": value.cpu() for mode, own in state.items() for name, value in own.items()}
-
-
-def _by_mode(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """A checkpoint's tensors as `Reasoning.restore` wants them."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        mode, _, own = name.partition(".")
-        found.setdefault(mode, {})[own] = tensor
-    return found
 
 
 def _counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:

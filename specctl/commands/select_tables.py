@@ -13,6 +13,7 @@ from specctl.decoding.metrics import Interval
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.measuring.contenders import Case, filters
+from specctl.measuring.measured import Measured, columns
 from specctl.measuring.policy_rows import LONG_ENOUGH, PolicyRow
 from specctl.recipe import SelectRecipe
 from specctl.selection.arms import chosen, reach
@@ -143,15 +144,7 @@ def _row(
     return PolicyRow(
         algo=name,
         kind=kind,
-        mat=summary.mat,
-        mat_interval=summary.mat_interval,
         tokens_per_s=summary.tokens_per_s,
-        speedup=summary.tokens_per_s * plain_s,
-        speedup_interval=scaled(summary.tokens_per_s_interval, plain_s),
-        over_best_arm=summary.tokens_per_s / fastest.tokens_per_s,
-        over_best_arm_interval=regret.bootstrap_ratio(fastest.seconds, summary.seconds),
-        share_of_best=summary.oracle_share,
-        share_of_best_interval=summary.oracle_share_interval,
         share_of_best_256=float(summary.best[:, long].sum() / summary.own[:, long].sum()) if long.any() else None,
         share_after_256=regret.late_share(replays, yardstick, LONG_ENOUGH) if late else None,
         regret=round(summary.regret * summary.rounds.size) if yardstick.by == "mat" else None,
@@ -162,6 +155,14 @@ def _row(
         scorings=summary.scorings if kind == "policy" else None,
         score_share=float(scoring) or None,
         dropped=summary.dropped,
+        **columns(
+            mat=Measured(summary.mat, summary.mat_interval),
+            speedup=Measured(summary.tokens_per_s * plain_s, scaled(summary.tokens_per_s_interval, plain_s)),
+            over_best_arm=Measured(
+                summary.tokens_per_s / fastest.tokens_per_s, regret.bootstrap_ratio(fastest.seconds, summary.seconds)
+            ),
+            share_of_best=Measured(summary.oracle_share, summary.oracle_share_interval),
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from specctl.decoding import metrics
 from specctl.decoding.target import Target
-from specctl.measuring import lossless
+from specctl.measuring import lossless, measured
 from specctl.measuring.contenders import VANILLA
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.records import Question, Record
@@ -73,30 +73,21 @@ def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:
         [found[record.question].decoded for record in mine if record.question in found]
         for found in (answers(records, VANILLA), answers(records, PLAIN))
     )
-    mat = metrics.mat(decoded)
-    speedup = metrics.speedup(decoded, vanilla)
-    speedup_interval = metrics.speedup_interval(prompts, decoded, vanilla) if vanilla else None
-    over_theirs = metrics.speedup(decoded, generate)
-    over_theirs_interval = metrics.speedup_interval(prompts, decoded, generate) if generate else None
+    mat = measured.mat(prompts, decoded)
+    over_plain, over_theirs = (measured.speedup(prompts, decoded, theirs) for theirs in (vanilla, generate))
     return Row(
         drafter=name,
         domain=domain,
         prompts=len(set(prompts)),
-        mat=mat,
-        mat_interval=metrics.mat_interval(prompts, decoded),
         mat_macro=metrics.mat_macro(decoded),
         accept_rate=metrics.accept_rate(decoded),
         acceptance_by_position=metrics.acceptance_by_position(decoded),
         tokens_per_s=metrics.tokens_per_s(decoded),
         vanilla_tokens_per_s=metrics.tokens_per_s(vanilla),
-        speedup=speedup,
-        speedup_interval=speedup_interval,
         transformers_tokens_per_s=metrics.tokens_per_s(generate),
-        speedup_transformers=over_theirs,
-        speedup_transformers_interval=over_theirs_interval,
         prefill_s=metrics.prefill_s(decoded),
         target_passes=sum(d.target_passes for d in decoded),
         tokens=sum(d.decoded_tokens for d in decoded),
-        unusable=metrics.unusable(speedup, speedup_interval, mat)
-        or metrics.unusable(over_theirs, over_theirs_interval),
+        unusable=measured.unusable(over_plain, mat) or measured.unusable(over_theirs),
+        **measured.columns(mat=mat, speedup=over_plain, speedup_transformers=over_theirs),
     )

@@ -28,7 +28,7 @@ from specctl.families import UNTRAINED
 from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
-from specctl.training.checkpoint import under
+from specctl.training.checkpoint import prefixed, under
 
 STATIC = "static"
 
@@ -277,7 +277,7 @@ class OnlineContenders:
         tensors: dict[str, Tensor] = {}
         for name, pupil in self.pupils.items():
             facts[name], found = pupil.state()
-            tensors |= {f"{name}/{key}": value for key, value in found.items()}
+            tensors |= prefixed(f"{name}/", found)
         lengths = {name: length.state() for name, length in self.lengths.items()}
         own = {
             "target": self.target.name,

@@ -7,25 +7,25 @@ records/            a file per chunk: every answer; at the end all are in record
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-
-from torch import Tensor
+from dataclasses import fields
 
 from specctl.errors import CheckpointError
 from specctl.measuring.online_contenders import ChunkRow
 from specctl.measuring.records import RECORDS, Record, Stamp, part_name, read_parts, write_records
-from specctl.measuring.resumable import CHUNKS, Mark, States
+from specctl.measuring.resumable import CHUNKS, States
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run
 
 PARTS = "records"
+SHOWN = ("algo", "seed", "chunk", "mat", "loss", "learn_s")
+"""Fields of a chunk that go to metrics.jsonl."""
 
 
 class Journal(States):
     """States, chunks and answers."""
 
     def __init__(self, recipe: OnlineRecipe, run: Run, stamp: Stamp):
-        super().__init__(recipe, run, stamp, PARTS)
+        super().__init__(recipe, run, stamp, PARTS, SHOWN)
 
     def _clear(self) -> None:
         super()._clear()
@@ -37,12 +37,11 @@ class Journal(States):
             if not (self.parts / part_name(number)).is_file():
                 raise CheckpointError(f"{self.parts} lacks the answers of chunk {number}", "start with --overwrite")
 
-    def keep(self, records: Sequence[Record], rows: Sequence[ChunkRow], mark: Mark, tensors: dict[str, Tensor]) -> None:
-        """Write down a chunk, and every so often the state behind it."""
+    def keep(self, records: Sequence[Record], rows: Sequence[ChunkRow]) -> None:
+        """Write down a chunk, before `advance`."""
         with self.writing():
-            write_records(self.parts, records, self.stamp, part_name(mark.number))
-            self.append(CHUNKS, map(asdict, rows))
-        self.advance(mark, tensors)
+            write_records(self.parts, records, self.stamp, part_name(self.number))
+            self.write_chunk(rows)
 
     def rows(self) -> list[ChunkRow]:
         """All chunks, in order."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from specctl.decoding import metrics
 from specctl.decoding.metrics import Floats, Interval, ratio
 from specctl.families import UNTRAINED
 from specctl.measuring.contenders import VANILLA
+from specctl.measuring.measured import Measured, columns, unusable
 from specctl.measuring.online_contenders import ChunkRow, static_name
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
@@ -25,8 +26,6 @@ from specctl.recipe import OnlineRecipe
 Unit = int
 """The number of a chunk, of all seeds."""
 LOOKUP = "lookup"
-Figure = tuple[float | None, Interval | None]
-"""A value and its interval."""
 Amount = Literal["decoded_tokens", "target_passes", "decode_s"]
 
 
@@ -127,8 +126,8 @@ class Passes:
             rollbacks=sum(chunk.ruling == "rollback" for chunk in own),
             refused=sum(chunk.status == "refused" for chunk in own),
             dropped=sum(max((c.dropped for c in own if c.seed == seed), default=0) for seed in self.recipe.seeds),
-            unusable=metrics.unusable(*gross, mat[0]) or metrics.unusable(*net, mat[0]),
-            **_fields(
+            unusable=unusable(gross, mat) or unusable(net, mat),
+            **columns(
                 mat=mat,
                 speedup=gross,
                 speedup_with_training=net,
@@ -143,7 +142,7 @@ class Passes:
         """The row of a contender in a domain."""
         mine = [record for record in self.by_name[name] if record.domain == domain]
         mat, over_static = self._mats(name, domain=domain), self._mats(name, self.static_of(name), domain)
-        return DomainRow(name, domain, len(mine), *mat, *over_static)
+        return DomainRow(name, domain, len(mine), **columns(mat=mat, mat_over_static=over_static))
 
     def seed_row(self, name: str, seed: int) -> SeedRow:
         """The row of a learner on one pass."""
@@ -163,14 +162,14 @@ class Passes:
             return "learner"
         return "untrained" if name in UNTRAINED else "baseline" if name == VANILLA else "static"
 
-    def _mats(self, name: str, other: str | None = None, domain: str | None = None) -> Figure:
+    def _mats(self, name: str, other: str | None = None, domain: str | None = None) -> Measured:
         """mat of a contender, or its ratio to that of another one that has answered the same prompts."""
         parts = [self._sums(name, "decoded_tokens", domain), self._sums(name, "target_passes", domain)]
         if other is not None:
             parts += [self._sums(other, "target_passes", domain), self._sums(other, "decoded_tokens", domain)]
         return _quotient(parts)
 
-    def _speed(self, name: str, other: str, net: bool = False) -> Figure:
+    def _speed(self, name: str, other: str, net: bool = False) -> Measured:
         """Tokens per second against those of another contender; `net`: the time of learning counts."""
         seconds, theirs = self._sums(name, "decode_s"), self._sums(other, "decode_s")
         if net:
@@ -190,22 +189,16 @@ def unit_of(record: Record) -> Unit:
     return record.session
 
 
-def _fields(**figures: Figure) -> dict[str, Any]:
-    """Fields of a row: every figure under its name, and its interval beside it."""
-    intervals = {f"{name}_interval": interval for name, (_, interval) in figures.items()}
-    return {name: value for name, (value, _) in figures.items()} | intervals
-
-
-def _quotient(parts: Sequence[dict[Unit, float]]) -> Figure:
+def _quotient(parts: Sequence[dict[Unit, float]]) -> Measured:
     """Σ a ÷ Σ b · Σ c ÷ Σ d …, and its interval over the units; None where a part is missing or sums up to 0."""
     units = sorted(set().union(*parts))
     values = np.array([[part.get(unit, 0.0) for unit in units] for part in parts])
     if not all(parts) or not values[1::2].sum(1).all():
-        return None, None
+        return Measured()
 
     def statistic(counts: Floats) -> Floats:
         sums = values @ counts.T  # [parts, resamples]
         found: Floats = sums[::2].prod(0) / sums[1::2].prod(0)
         return found
 
-    return float(statistic(np.ones((1, len(units))))[0]), metrics.bootstrap(statistic, len(units))
+    return Measured(float(statistic(np.ones((1, len(units))))[0]), metrics.bootstrap(statistic, len(units)))

@@ -18,6 +18,8 @@ import numpy as np
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Interval
 from specctl.decoding.records import Decoded
+from specctl.measuring import measured
+from specctl.measuring.measured import Measured
 from specctl.selection.controller import Tally
 from specctl.selection.recorded.hindsight import Yardstick
 
@@ -123,10 +125,10 @@ class Stream:
         """Every game answered by its best arm."""
         return [self.answers[self.best[game]][place] for place, game in enumerate(self.games)] if self.best else []
 
-    def share_of_best(self, name: str, least: int = 0) -> tuple[float | None, Interval | None]:
+    def share_of_best(self, name: str, least: int = 0) -> Measured:
         """Mat, or tokens a second, ÷ the oracle's, over the games with `least` tokens."""
         if not self.best:
-            return None, None
+            return Measured()
         tokens: Counter[str] = Counter()
         for game, own in zip(self.games, self.answers[name], strict=True):
             tokens[game] += own.decoded_tokens
@@ -135,12 +137,13 @@ class Stream:
         mine, best = ([answers[place] for place in places] for answers in (self.answers[name], self.oracle))
         value, yardstick = self._measure(mine), self._measure(best)
         if value is None or not yardstick:
-            return None, None
+            return Measured()
         ours, theirs = (
             metrics.ratio_of_sums(sessions, [one.decoded_tokens for one in part], [self._paid(one) for one in part])
             for part in (mine, best)
         )
-        return value / yardstick, metrics.bootstrap(lambda counts: ours(counts) / theirs(counts), len(set(sessions)))
+        interval = metrics.bootstrap(lambda counts: ours(counts) / theirs(counts), len(set(sessions)))
+        return Measured(value / yardstick, interval)
 
     def _paid(self, one: Decoded) -> float:
         return one.target_passes if self.by == "mat" else one.decode_s
@@ -169,23 +172,12 @@ class Stream:
         mine = self.answers[name]
         fastest = self.answers[self.fastest] if self.fastest else None
         plain = self.answers[self.plain] if self.plain else None
-        share, interval = self.share_of_best(name)
-        mat = metrics.mat(mine)
-        speedup = metrics.speedup(mine, plain) if plain else None
-        speedup_interval = metrics.speedup_interval(self.sessions, mine, plain) if plain else None
+        mat, speedup = measured.mat(self.sessions, mine), measured.speedup(self.sessions, mine, plain)
         return PolicyRow(
             algo=name,
             kind=kind,
-            mat=mat,
-            mat_interval=metrics.mat_interval(self.sessions, mine),
             tokens_per_s=metrics.tokens_per_s(mine),
-            speedup=speedup,
-            speedup_interval=speedup_interval,
-            over_best_arm=metrics.speedup(mine, fastest) if fastest else None,
-            over_best_arm_interval=metrics.speedup_interval(self.sessions, mine, fastest) if fastest else None,
-            share_of_best=share,
-            share_of_best_interval=interval,
-            share_of_best_256=self.share_of_best(name, LONG_ENOUGH)[0],
+            share_of_best_256=self.share_of_best(name, LONG_ENOUGH).value,
             regret=int(self.regret(name)[-1]) if self.judged else None,
             best_arm_ratio=best_arm_ratio,
             rounds=sum(one.target_passes for one in mine),
@@ -199,5 +191,11 @@ class Stream:
             score_share=sum(tally.score_s) / sum(one.decode_s for one in mine) if tally and tally.score_s else None,
             failures=failures,
             dropped=tally.dropped if tally else 0,
-            unusable=metrics.unusable(speedup, speedup_interval, mat),
+            unusable=measured.unusable(speedup, mat),
+            **measured.columns(
+                mat=mat,
+                speedup=speedup,
+                over_best_arm=measured.speedup(self.sessions, mine, fastest),
+                share_of_best=self.share_of_best(name),
+            ),
         )

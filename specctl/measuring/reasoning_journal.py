@@ -14,11 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from torch import Tensor
 
 from specctl.measuring.reasoning_rows import rows
 from specctl.measuring.records import Stamp, part_name
-from specctl.measuring.resumable import CHUNKS, Mark, States
+from specctl.measuring.resumable import CHUNKS, States
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
 from specctl.reasoning.preferences import PreferenceLesson, table
@@ -28,6 +27,8 @@ from specctl.recipe.lookahead import ReasoningMode
 from specctl.runs import Run, atomic_write
 
 TRACES, PAIRS = "traces.jsonl", "pairs"
+SHOWN = ("mode", "seed", "chunk", "step_acceptance", "loss", "margin", "learning_s")
+"""Fields of a chunk that go to metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,18 @@ class ReasoningJournal(States):
     """States, chunks, traces and pairs."""
 
     def __init__(self, recipe: ReasonRecipe, run: Run, stamp: Stamp):
-        super().__init__(recipe, run, stamp, PAIRS, (CHUNKS, TRACES))
+        super().__init__(recipe, run, stamp, PAIRS, SHOWN, (CHUNKS, TRACES))
         self._longest = recipe.reasoning.learning.max_length
 
-    def keep(self, record: ChunkRecord, rows: Sequence[ReasoningChunk], mark: Mark, tensors: dict[str, Tensor]) -> None:
-        """Write down a chunk, and every so often the state behind it."""
+    def keep(self, record: ChunkRecord, rows: Sequence[ReasoningChunk]) -> None:
+        """Write down a chunk, before `advance`."""
         seed = rows[0].seed
         with self.writing():
-            self._keep_pairs(record, seed, mark.number)
+            self._keep_pairs(record, seed)
             self.append(TRACES, (_line(mode, seed, one) for mode, traces in record.traces.items() for one in traces))
-            self.append(CHUNKS, map(asdict, rows))
-        self.advance(mark, tensors)
+            self.write_chunk(rows)
 
-    def _keep_pairs(self, record: ChunkRecord, seed: int, number: int) -> None:
+    def _keep_pairs(self, record: ChunkRecord, seed: int) -> None:
         """Write the pairs of steps of every mode that is judged; no file where nothing differed."""
         tables = []
         for mode, traces in record.traces.items():
@@ -104,7 +104,7 @@ class ReasoningJournal(States):
         if tables:
             sink = pa.BufferOutputStream()
             pq.write_table(pa.concat_tables(tables), sink)
-            atomic_write(self.parts / part_name(number), sink.getvalue().to_pybytes())
+            atomic_write(self.parts / part_name(self.number), sink.getvalue().to_pybytes())
 
     def rows(self) -> list[ReasoningChunk]:
         """All chunks, in order."""

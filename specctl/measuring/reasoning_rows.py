@@ -8,19 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specctl.decoding.metrics import Interval, bootstrap, ratio, ratio_of_sums
+from specctl.decoding.metrics import bootstrap, ratio, ratio_of_sums
+from specctl.measuring.measured import Measured
 from specctl.reasoning.answers import same
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
 from specctl.recipe.lookahead import ReasoningMode
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A rate over prompts; None where nothing can be divided by."""
-
-    value: float | None
-    interval: Interval | None
 
 
 @dataclass(frozen=True)
@@ -46,11 +39,11 @@ class ModeRow:
 
     mode: ReasoningMode
     prompts: int
-    step_acceptance: Rate
-    accepted_per_target_step: Rate
+    step_acceptance: Measured
+    accepted_per_target_step: Measured
     depth: float | None
-    avg_len: Rate
-    mat: Rate
+    avg_len: Measured
+    mat: Measured
     wasted: float | None
     tokens: int
     rounds: int
@@ -59,11 +52,11 @@ class ModeRow:
     draft_s: float
     judge_s: float
     learning_s: float
-    speedup: Rate
+    speedup: Measured
     speedup_with_learning: float | None
     tflops: float
-    accuracy: Rate
-    agreement: Rate
+    accuracy: Measured
+    agreement: Measured
     unanswered: int
     stops: dict[str, int]
 
@@ -99,7 +92,7 @@ def row(
         draft_s=sum(trace.draft_s for trace in traces),
         judge_s=sum(trace.judge_s for trace in traces),
         learning_s=learning_s,
-        speedup=_rate(traces, alone_s, seconds) if alone_s else Rate(None, None),
+        speedup=_rate(traces, alone_s, seconds) if alone_s else Measured(),
         speedup_with_learning=ratio(sum(alone_s), sum(seconds) + learning_s) if alone_s else None,
         tflops=sum(trace.flops for trace in traces) / 1e12,
         accuracy=_share(traces, [trace.right for trace in traces]),
@@ -109,17 +102,17 @@ def row(
     )
 
 
-def acceptance_difference(ours: Sequence[ReasoningTrace], theirs: Sequence[ReasoningTrace]) -> Rate:
+def acceptance_difference(ours: Sequence[ReasoningTrace], theirs: Sequence[ReasoningTrace]) -> Measured:
     """Step acceptance of one mode less that of another one on the same prompts, and its paired interval."""
     prompts = [trace.prompt_id for trace in ours]
     if prompts != [trace.prompt_id for trace in theirs]:
         raise ValueError("the modes answered other prompts")
     counts = [([t.accepted for t in traces], [t.accepted + t.rejected for t in traces]) for traces in (ours, theirs)]
     if not all(sum(judged) for _, judged in counts):
-        return Rate(None, None)
+        return Measured()
     one, other = (ratio_of_sums(prompts, accepted, judged) for accepted, judged in counts)
     mine, others = (sum(accepted) / sum(judged) for accepted, judged in counts)
-    return Rate(mine - others, bootstrap(lambda drawn: one(drawn) - other(drawn), len(set(prompts))))
+    return Measured(mine - others, bootstrap(lambda drawn: one(drawn) - other(drawn), len(set(prompts))))
 
 
 def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] | None) -> list[bool | None]:
@@ -130,14 +123,14 @@ def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] 
     return [None if theirs.answer is None else same(mine.answer, theirs.answer) for mine, theirs in pairs]
 
 
-def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Rate:
+def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Measured:
     """Share of those told True among those that are told."""
     return _rate(traces, [bool(one) for one in told], [one is not None for one in told])
 
 
-def _rate(traces: Sequence[ReasoningTrace], tops: Sequence[float], bottoms: Sequence[float]) -> Rate:
+def _rate(traces: Sequence[ReasoningTrace], tops: Sequence[float], bottoms: Sequence[float]) -> Measured:
     prompts = [trace.prompt_id for trace in traces]
     value = ratio(sum(tops), sum(bottoms))
     if value is None:
-        return Rate(None, None)
-    return Rate(value, bootstrap(ratio_of_sums(prompts, tops, bottoms), len(set(prompts))))
+        return Measured()
+    return Measured(value, bootstrap(ratio_of_sums(prompts, tops, bottoms), len(set(prompts))))

@@ -70,8 +70,18 @@ class States:
         mark, tensors: the last place between two chunks, saved or not.
     """
 
-    def __init__(self, recipe: LearningRecipe, run: Run, stamp: Stamp, parts: str, lines: Sequence[str] = (CHUNKS,)):
-        """parts: name of the directory with a file per chunk. lines: names of the files of lines."""
+    def __init__(
+        self,
+        recipe: LearningRecipe,
+        run: Run,
+        stamp: Stamp,
+        parts: str,
+        shown: Sequence[str],
+        lines: Sequence[str] = (CHUNKS,),
+    ):
+        """parts: name of the directory with a file per chunk. shown: fields of a chunk's row that go to metrics.jsonl.
+        lines: names of the files of lines."""
+        self.shown = shown
         self.recipe, self.run, self.stamp, self.lines = recipe, run, stamp, lines
         self.parts, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS
         self.mark, self.tensors = Mark(), {}
@@ -152,9 +162,30 @@ class States:
         for place in (self.parts, self.run.dir / "drafters"):
             sweep(place)
 
+    @contextmanager
+    def following(self, seed: int, stream: PromptStream) -> Iterator[progress.Progress]:
+        """Go through what is left of the stream: a bar of its prompts, and the state is saved where a signal ends it.
+
+        Raises Interrupted, which says how to go on.
+        """
+        label = "online" if len(self.recipe.seeds) == 1 else f"online, seed {seed}"
+        with self.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
+            bar.skip(self.answered)
+            yield bar
+
+    @property
+    def answered(self) -> int:
+        """Prompts of the pass under way that are answered."""
+        return (self.mark.stream or {}).get("prompts", 0)
+
     def place(self, name: str, seed: int) -> Path:
         """The directory of the drafter that a contender has learnt in the pass of this seed."""
         return self.run.dir / "drafters" / (name if seed == self.recipe.seeds[0] else f"{name}-seed{seed}")
+
+    @property
+    def number(self) -> int:
+        """The number of the chunk that is under way, of all passes."""
+        return self.mark.number + 1
 
     @property
     def rejected(self) -> int:
@@ -215,8 +246,15 @@ class States:
                 except ValueError as error:
                     raise CheckpointError(f"{path}:{number} is damaged: {error}", "start with --overwrite") from error
 
-    def advance(self, mark: Mark, tensors: dict[str, Tensor]) -> None:
-        """A chunk is written down; every so often the state behind it is, too."""
+    def write_chunk(self, rows: Sequence[Any]) -> None:
+        """The rows of a chunk, and what is shown of them in metrics.jsonl."""
+        for row in rows:
+            self.run.metrics(**{key: getattr(row, key) for key in self.shown})
+        self.append(CHUNKS, map(asdict, rows))
+
+    def advance(self, stream: PromptStream, stage: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Go behind a chunk that is written down; every so often save the state there, which is `stage` and tensors."""
+        mark = replace(self.mark, number=self.number, stream=stream.position(), stage=stage)
         sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
         sizes[METRICS] = self.run.metrics_size
         new = self.parts / part_name(mark.number)
@@ -264,6 +302,5 @@ class States:
                 raise
             hint = f"continue with --resume --output-dir {self.run.dir}"
             if stream.stdin:
-                answered = (self.mark.stream or {}).get("prompts", 0)
-                hint += f", and send again what came behind the first {answered} prompts"
+                hint += f", and send again what came behind the first {self.answered} prompts"
             raise Interrupted(f"{stop.message} after {self.mark.number} chunks", hint=hint) from None

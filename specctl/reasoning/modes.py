@@ -34,6 +34,7 @@ from specctl.reasoning.preferences import PreferenceLearner, PreferenceLesson
 from specctl.reasoning.writer import Draft, Writer
 from specctl.recipe import LookaheadRecipe
 from specctl.recipe.lookahead import LearningMode, ReasoningMode
+from specctl.training.checkpoint import prefixed, under
 
 WARMUP_TOKENS = 16
 LEARNING: tuple[LearningMode, ...] = get_args(LearningMode)
@@ -150,16 +151,20 @@ class Reasoning:
         self.chunks += 1
         return ChunkRecord(self.chunks, traces, lessons, seconds)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """The state of every learner, by mode."""
-        return {mode: learner.state() for mode, learner in self.learners.items()}
-
-    def restore(self, state: dict[str, dict[str, Tensor]], chunks: int) -> None:
-        """Go on behind `chunks` chunks with a `state()`. CheckpointError where it is that of other modes or models."""
-        if set(state) != set(self.learners):
-            raise CheckpointError(f"the state is of {', '.join(state)}", "resume with the modes of the run")
+    def state(self) -> dict[str, Tensor]:
+        """The states of all learners, each tensor under the name of its mode."""
+        found: dict[str, Tensor] = {}
         for mode, learner in self.learners.items():
-            learner.restore(state[mode])
+            found |= prefixed(f"{mode}.", learner.state())
+        return found
+
+    def restore(self, state: dict[str, Tensor], chunks: int) -> None:
+        """Go on behind `chunks` chunks with a `state()`. CheckpointError where it is that of other modes or models."""
+        modes = dict.fromkeys(name.partition(".")[0] for name in state)
+        if set(modes) != set(self.learners):
+            raise CheckpointError(f"the state is of {', '.join(modes)}", "resume with the modes of the run")
+        for mode, learner in self.learners.items():
+            learner.restore(under(f"{mode}.", state))
             self._answering[mode].draft = self._drafting(learner.played())
         self.chunks = chunks
 

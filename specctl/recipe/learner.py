@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Annotated, Literal, cast, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from specctl.errors import did_you_mean
 from specctl.families import learning
 from specctl.recipe.lookahead import REASONING
 from specctl.recipe.sections import Fraction, PositiveFloat, Section
@@ -26,9 +26,8 @@ def rule_and_family(name: str) -> tuple[Algo, str | None]:
     if rule not in get_args(Algo):
         rules = [*get_args(Algo), *SHORT]
         paired = (f"{one}-{head}" for one in rules for head in learning())
-        near = get_close_matches(name, [*rules, *paired, *REASONING], n=1)
         known = f"there are {', '.join([*get_args(Algo), *REASONING])}, or a family's, such as opt-hydra, ens-eagle3"
-        raise ValueError(f"no algo {name!r}: {f'did you mean {near[0]}?' if near else known}")
+        raise ValueError(f"no algo {name!r}: {did_you_mean(name, [*rules, *paired, *REASONING]) or known}")
     return cast(Algo, rule), family
 
 

@@ -7,7 +7,6 @@ given by the name alone: SPECCTL_TARGET=./model, `target=./model`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from specctl.errors import RecipeError, brief
+from specctl.errors import RecipeError, brief, did_you_mean
 from specctl.recipe import RECIPES, CommandRecipe, Section, model_for, yaml_file
 from specctl.recipe.yaml_file import KeyPath
 
@@ -291,11 +290,9 @@ def _keys(model: type[Section], prefix: str = "") -> list[str]:
 def _nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`); may be empty."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not near:
-        last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-        near = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], last, n=1, cutoff=0.75)]
-    return f" (did you mean {near[0]}?)" if near else ""
+    last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+    meant = did_you_mean(name, known, cutoff=0.75) or did_you_mean(name.rsplit(".", 1)[-1], last, cutoff=0.75)
+    return f" ({meant})" if meant else ""
 
 
 def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:

@@ -64,6 +64,11 @@ def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int
     dist.barrier()
 
 
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under longer names, as `under` takes them out again."""
+    return {f"{prefix}{name}": value for name, value in tensors.items()}
+
+
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

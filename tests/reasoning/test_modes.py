@@ -10,7 +10,8 @@ from specctl.adaptation.stream import Arrival
 from specctl.distillation.prompts import Prompt
 from specctl.drafters import checkpoint, lm
 from specctl.errors import CheckpointError, UsageError
-from specctl.measuring.reasoning_rows import Rate, acceptance_difference, rows
+from specctl.measuring.measured import Measured
+from specctl.measuring.reasoning_rows import acceptance_difference, rows
 from specctl.reasoning.judge import Judge
 from specctl.reasoning.modes import DraftLM, Reasoning, load_draft_lm
 from specctl.recipe import DrafterRecipe, LookaheadRecipe
@@ -92,8 +93,7 @@ def test_a_run_goes_on_where_its_state_was_taken(whole, target, draft, arrivals)
         m: [t.ids for t in ts] for m, ts in records[1].traces.items()
     }
     assert record.lessons == records[1].lessons
-    for mode, state in second.state().items():
-        assert all(torch.equal(value, run.state()[mode][name]) for name, value in state.items())
+    assert all(torch.equal(value, run.state()[name]) for name, value in second.state().items())
     with pytest.raises(CheckpointError, match="osd-lr"):
         reasoning(target, draft, ["lr", "online-lr"]).restore(first.state(), 1)
 
@@ -124,8 +124,8 @@ def test_rows_add_up(whole):
 def test_modes_are_compared_on_the_same_prompts(whole):
     records, _ = whole
     traces = {mode: [t for record in records for t in record.traces[mode]] for mode in MODES}
-    assert acceptance_difference(traces["lr"], traces["lr"]) == Rate(0, (0, 0))
-    assert acceptance_difference(traces["lr"], traces["target"]) == Rate(None, None), "that one drafts nothing"
+    assert acceptance_difference(traces["lr"], traces["lr"]) == Measured(0, (0, 0))
+    assert acceptance_difference(traces["lr"], traces["target"]) == Measured(), "that one drafts nothing"
     with pytest.raises(ValueError, match="other prompts"):
         acceptance_difference(traces["lr"], traces["lr"][1:])
 

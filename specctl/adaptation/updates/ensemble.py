@@ -15,7 +15,7 @@ from specctl.adaptation.updates.member import Descent, Member, inner_loop
 from specctl.adaptation.updates.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
-from specctl.training.checkpoint import under
+from specctl.training.checkpoint import prefixed, under
 
 COLLAPSED = 0.99  # weight of one member beyond which the others have no say
 
@@ -166,7 +166,7 @@ class Ensemble:
         """All that was learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
         found = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
         for place, member in enumerate(self.members):
-            found |= {f"{place}.{name}": value for name, value in member.state().items()}
+            found |= prefixed(f"{place}.", member.state())
         return found
 
     def restore(self, state: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from specctl.adaptation.updates import formulas
 from specctl.adaptation.updates.holdout import HOME, STAY, WHOLE, Point
 from specctl.adaptation.updates.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
+from specctl.training.checkpoint import prefixed
 
 Buffers = dict[str, Tensor]
 Direction = Callable[[Tensor, Buffers, LearnerRecipe], tuple[Tensor, Buffers]]
@@ -168,7 +169,7 @@ class Member:
             found["h"] = self.h
         if self.options.radius is not None:
             found["origin"] = self.origin
-        return found | {f"optimizer.{name}": value for name, value in self.buffers.items()}
+        return found | prefixed("optimizer.", self.buffers)
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a `state()`, whichever device its tensors are on."""

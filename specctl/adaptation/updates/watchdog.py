@@ -14,7 +14,7 @@ from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.objective import Objective
 from specctl.adaptation.updates.registry import Learner
 from specctl.recipe.learner import LearnerRecipe
-from specctl.training.checkpoint import under
+from specctl.training.checkpoint import prefixed, under
 
 Z = 3.0  # standard errors by which acceptance must have fallen: chance does that in one update of 250 or more
 
@@ -163,7 +163,7 @@ class Watchdog:
         before = torch.tensor(self._before.texts, dtype=torch.int64)
         numbers = {"texts": before, "loss": torch.tensor(self._loss).double()}
         numbers["rest"] = torch.tensor([self._vain, self._rest])
-        return numbers | {f"kept.{k}": v for k, v in self._kept.items()}
+        return numbers | prefixed("kept.", self._kept)
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self._before = Acceptance.of(state["texts"].tolist())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from specctl.errors import UsageError
+from specctl.errors import UsageError, did_you_mean
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
 from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
@@ -40,9 +39,8 @@ def check(names: list[str]) -> None:
     known = (*NAMES, ROUTER)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"no policy {name!r}", hint=f"{meant}there are {', '.join(known)}")
+            hint = f"{did_you_mean(name, known)} there are {', '.join(known)}".lstrip()
+            raise UsageError(f"no policy {name!r}", hint)
         if names.count(name) > 1:
             raise UsageError(f"policy {name} is named twice", hint="each needs a name of its own")
 
