@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, output, table
+from specctl.cli.output import cell, table
 from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
@@ -67,18 +67,13 @@ def register(app: typer.Typer) -> None:
 
 def bench(recipe: BenchRecipe, dry_run: bool) -> None:
     """Time kernels, target steps and batched decoding against their baselines and floors, on this machine."""
-    from specctl import api
     from specctl.cli import plan
 
     plan.check_drafters(recipe.drafters)
     plan.check_data(recipe.data)
     if recipe.output_dir:
         plan.check_output("bench", recipe.output_dir, overwrite=recipe.overwrite)
-    if dry_run:
-        return plan.show("bench", recipe, steps(recipe))
-    with library_output():
-        _, document = api.execute("bench", recipe)
-    output.result(document, show, brief=document["run_dir"])
+    carry_out("bench", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
 
 
 def steps(recipe: BenchRecipe) -> list[str]:

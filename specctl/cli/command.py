@@ -101,6 +101,23 @@ def recipe_command(
     return register
 
 
+def carry_out(
+    name: str, recipe: Any, dry_run: bool, steps: Callable[[], list[str]], show: Callable[[Any], Any], brief: str
+) -> None:
+    """Show the plan, where only that is asked for; else run the recipe and print its result document.
+
+    `steps`: the plan in words. `show`: the document for people. `brief`: its field that --quiet prints.
+    """
+    from specctl import api
+    from specctl.cli import plan
+
+    if dry_run:
+        return plan.show(name, recipe, steps())
+    with library_output():
+        _, document = api.execute(name, recipe)
+    output.result(document, show, brief=document[brief])
+
+
 @contextmanager
 def library_output() -> Iterator[None]:
     """Send what libraries print to stderr, also from C and child processes: stdout is the result's."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.options import TARGET
-from specctl.cli.output import fields, output
+from specctl.cli.output import fields
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe
@@ -27,16 +27,11 @@ def register(app: typer.Typer) -> None:
 
 def distill(recipe: DistillRecipe, dry_run: bool) -> None:
     """Generate self-distilled domain data from a target."""
-    from specctl import api
     from specctl.cli import plan
 
     plan.check_data(recipe.data)
     check_store(recipe)
-    if dry_run:
-        return plan.show("distill", recipe, steps(recipe))
-    with library_output():
-        _, document = api.execute("distill", recipe)
-    output.result(document, fields, brief=document["output"])
+    carry_out("distill", recipe, dry_run, lambda: steps(recipe), fields, "output")
 
 
 def check_store(recipe: DistillRecipe) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, output, table
+from specctl.cli.output import cell, table
 from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
     """Measure drafter × domain: mat, acceptance, tokens/s, speed-up, and a losslessness check."""
-    from specctl import api
     from specctl.cli import plan
 
     plan.check_drafters(recipe.drafters)
@@ -55,11 +54,14 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
         from specctl.measuring.records import check_stamp, recipe_stamp
 
         check_stamp(recipe.output_dir, recipe_stamp(recipe))
-    if dry_run:
-        return plan.show("eval", recipe, steps(recipe, [*recipe.drafters, *members]))
-    with library_output():
-        _, document = api.execute("eval", recipe)
-    output.result(document, partial(show, measured=asked(recipe)), brief=document["run_dir"])
+    carry_out(
+        "eval",
+        recipe,
+        dry_run,
+        lambda: steps(recipe, [*recipe.drafters, *members]),
+        partial(show, measured=asked(recipe)),
+        "run_dir",
+    )
 
 
 def asked(recipe: EvalRecipe) -> str:

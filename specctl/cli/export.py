@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
-from specctl.cli.output import cell, fields, output
+from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.output import cell, fields
 from specctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,18 +24,13 @@ def register(app: typer.Typer) -> None:
 
 def export(recipe: ExportRecipe, dry_run: bool) -> None:
     """Write a drafter for vLLM, SGLang, speculators or transformers, and print the command that serves it."""
-    from specctl import api
     from specctl.cli import plan
 
     if recipe.drafter is None:
         raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
     plan.check_directory(str(recipe.drafter))
     plan.check_output("export", recipe.output, overwrite=recipe.overwrite)
-    if dry_run:
-        return plan.show("export", recipe, steps(recipe))
-    with library_output():
-        _, document = api.execute("export", recipe)
-    output.result(document, show, brief=document["output"])
+    carry_out("export", recipe, dry_run, lambda: steps(recipe), show, "output")
 
 
 def steps(recipe: ExportRecipe) -> list[str]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl import progress
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, fields, output
+from specctl.cli.output import cell, fields
 from specctl.errors import DataError, UsageError
 from specctl.reporting.tables import doubts, marked
 
@@ -31,7 +31,6 @@ def register(app: typer.Typer) -> None:
 
 def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
     """Decode a prompt (- reads it from stdin) with and without a drafter and show the difference."""
-    from specctl import api
     from specctl.cli import plan
 
     if recipe.drafter:
@@ -39,11 +38,7 @@ def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
     if recipe.output_dir:
         plan.check_output("generate", recipe.output_dir, overwrite=recipe.overwrite)
     recipe = recipe.model_copy(update={"prompt": prompt_of(recipe)})
-    if dry_run:
-        return plan.show("generate", recipe, steps(recipe))
-    with library_output():
-        _, document = api.execute("generate", recipe)
-    output.result(document, show, brief=document["text"])
+    carry_out("generate", recipe, dry_run, lambda: steps(recipe), show, "text")
 
 
 def prompt_of(recipe: GenerateRecipe) -> str:

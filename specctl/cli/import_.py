@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.options import DATA, TARGET
-from specctl.cli.output import fields, output
+from specctl.cli.output import fields
 from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ def register(app: typer.Typer) -> None:
 
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
     """Convert a head (EAGLE, EAGLE-3, Hydra, Medusa, speculators) into a drafter, and try it on a few prompts."""
-    from specctl import api
     from specctl.cli import plan
 
     if recipe.head is None:
@@ -36,11 +35,7 @@ def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
         raise CheckpointError(f"{recipe.head} has no config.json", hint="a head is config.json and weights")
     plan.check_data(recipe.data)
     plan.check_output("import", recipe.output, overwrite=recipe.overwrite)
-    if dry_run:
-        return plan.show("import", recipe, steps(recipe))
-    with library_output():
-        _, document = api.execute("import", recipe)
-    output.result(document, show, brief=document["drafter"])
+    carry_out("import", recipe, dry_run, lambda: steps(recipe), show, "drafter")
 
 
 def steps(recipe: ImportRecipe) -> list[str]:

@@ -72,18 +72,7 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
     else:
         ranks.check(recipe.learner_device)
     with library_output():
-        for one in first:
-            progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
-        try:
-            for missing in data.values():
-                api.execute("distill", missing)
-            for one in first:
-                api.execute("train-drafter", one)
-        except Interrupted as stop:
-            place = recipe.output_dir or "DIR"
-            raise Interrupted(
-                f"{stop.message} while warming up", f"continue with --resume --output-dir {place}"
-            ) from None
+        warm_up(recipe, first, data)
         _, document = api.execute("online", recipe)
     output.result(
         document, online_reasoning.show if isinstance(recipe, ReasonRecipe) else show, brief=document["run_dir"]
@@ -153,6 +142,22 @@ def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
             )
         )
     return trainings
+
+
+def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> None:
+    """Make the data that is missing, and of it the drafters that are. Interrupted says how to go on."""
+    from specctl import api
+
+    for one in first:
+        progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
+    try:
+        for missing in data.values():
+            api.execute("distill", missing)
+        for one in first:
+            api.execute("train-drafter", one)
+    except Interrupted as stop:
+        place = recipe.output_dir or "DIR"
+        raise Interrupted(f"{stop.message} while warming up", f"continue with --resume --output-dir {place}") from None
 
 
 def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:

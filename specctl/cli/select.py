@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
-from specctl.cli.output import cell, output, table
+from specctl.cli.output import cell, table
 from specctl.reporting.tables import doubts, machine, marked
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
     What a policy has learnt is forgotten after every query, unless --reset says otherwise."""
-    from specctl import api
     from specctl.cli import plan
     from specctl.selection.policies import registry
 
@@ -75,11 +74,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
         pieces.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
         plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
-    if dry_run:
-        return plan.show("select", recipe, steps(recipe, arms))
-    with library_output():
-        _, document = api.execute("select", recipe)
-    output.result(document, show, brief=document["run_dir"])
+    carry_out("select", recipe, dry_run, lambda: steps(recipe, arms), show, "run_dir")
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:

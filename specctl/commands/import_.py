@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from specctl import progress
 from specctl.decoding import metrics
-from specctl.decoding.loop import decode
-from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
@@ -17,6 +15,7 @@ from specctl.formats import foreign, registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import DraftingRecipe, ImportRecipe
 from specctl.runs import Run
+from specctl.training.outcome import greedily
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,7 @@ def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> 
     data = recipe.data.model_copy(update={"limit": recipe.probe.prompts})
     prompts = read_prompts(data, recipe.data.domain[0], split="test")
     texts = [target.render(prompt.messages, **recipe.target.chat_template_kwargs) for prompt in prompts]
-    decoded = decode(
-        target,
-        texts,
-        sampling=GREEDY,
-        max_new_tokens=recipe.probe.max_new_tokens,
-        seeds=[0] * len(texts),
-        drafter=drafter,
-        share_rows=False,
-    )
+    decoded = greedily(target, texts, recipe.probe.max_new_tokens, drafter)
     rate = metrics.accept_rate(decoded)
     if rate is None or rate < recipe.probe.suspicious:
         progress.warn(

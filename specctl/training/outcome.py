@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from specctl.decoding import metrics
 from specctl.decoding.loop import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
@@ -43,29 +44,22 @@ def held_out_acceptance(
     """mat and acceptance by position of `drafter` on held-out prompts, decoded greedily; (NaN, []) without any."""
     if not prompts:
         return math.nan, []
-    decoded = decode(
+    decoded = greedily(target, prompts, recipe.eval.max_new_tokens, drafter)
+    mat = metrics.mat(decoded)
+    return 1.0 if mat is None else mat, [share or 0.0 for share in metrics.acceptance_by_position(decoded)]
+
+
+def greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
+    """Greedy answers to texts, each decoded by itself as far as rounding goes."""
+    return decode(
         target,
-        prompts,
+        texts,
         sampling=GREEDY,
-        max_new_tokens=recipe.eval.max_new_tokens,
-        seeds=[0] * len(prompts),
+        max_new_tokens=max_new_tokens,
+        seeds=[0] * len(texts),
         drafter=drafter,
         share_rows=False,
     )
-    passes = sum(d.target_passes for d in decoded)
-    mat = sum(d.decoded_tokens for d in decoded) / passes if passes else 1.0
-    return mat, acceptance_by_position(decoded)
-
-
-def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
-    """P(draft token at depth d is accepted | it was verified), d = 1 … ."""
-    depth = max((len(d.offered_by_depth) for d in decoded), default=0)
-    result = []
-    for k in range(depth):
-        offered = sum(d.offered_by_depth[k] for d in decoded if len(d.offered_by_depth) > k)
-        accepted = sum(d.accepted_by_depth[k] for d in decoded if len(d.accepted_by_depth) > k)
-        result.append(accepted / offered if offered else 0.0)
-    return result
 
 
 def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: dict[str, float]) -> dict[str, Any]:
