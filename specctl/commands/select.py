@@ -142,6 +142,13 @@ def select(
     begin()
     if router is not None and report is not None:
         save_router(recipe, run, target, router, report)
+    records, agreement = _played(stage, run)
+    return replace(_decoded(stage, records, agreement, rejections.count), router=report)
+
+
+def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessness]:
+    """Everybody's answers, written into the run's directory with their rounds, and compared with plain decoding's."""
+    recipe, target = stage.recipe, stage.target
 
     def keep(records: Sequence[Record]) -> Path:
         return write_records(
@@ -154,7 +161,7 @@ def select(
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
-    return replace(_decoded(stage, records, agreement, rejections.count), router=report)
+    return records, agreement
 
 
 def _decoded(

@@ -51,15 +51,7 @@ def read(directory: str | Path) -> Foreign:
     if not root.is_dir():
         hint = f"a directory on this machine; from the hub: huggingface-cli download {directory} --local-dir DIR"
         raise UsageError(f"no head directory {directory}", hint=hint)
-    config_file = root / "config.json"
-    if not config_file.is_file():
-        raise CheckpointError(f"{config_file} is missing", hint="a head is config.json and weights")
-    try:
-        config = json.loads(config_file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{config_file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{config_file} does not hold a JSON object")
+    config = _config(root / "config.json")
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
     for file in files:
         if not file.is_file():  # a pipe would keep whoever opens it waiting
@@ -73,6 +65,18 @@ def read(directory: str | Path) -> Foreign:
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise CheckpointError(f"{files[0]}: {name} holds values that are not finite", hint="download it again")
     return Foreign(config, tensors, files[0])
+
+
+def _config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing", hint="a head is config.json and weights")
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object")
+    return config
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

@@ -204,44 +204,48 @@ class OnlineContenders:
             own = [record.decoded for record in records if record.drafter == name]
             lesson = pupil.sit(Acceptance.of((one.accepted, one.accepted + one.rejections) for one in own))
             self._watch(name, lesson)
-            outcome = lesson.outcome
-            rows.append(
-                ChunkRow(
-                    algo=name,
-                    seed=self.seed,
-                    chunk=self.chunks,
-                    target=self.target.name,
-                    domains=domains,
-                    prompts=len(own),
-                    tokens=sum(one.decoded_tokens for one in own),
-                    mat=metrics.mat(own),
-                    static_mat=_mat(records, static_name(self.recipe, name)),
-                    accept_rate=metrics.accept_rate(own),
-                    tokens_per_s=metrics.tokens_per_s(own),
-                    decode_s=sum(one.decode_s for one in own),
-                    learn_s=lesson.learn_s,
-                    swap_s=lesson.swap_s,
-                    loss=outcome.loss,
-                    losses=[*outcome.losses],
-                    weights=[*outcome.weights],
-                    effective=outcome.effective,
-                    collapsed=outcome.collapsed,
-                    scales=[*outcome.scales],
-                    rates=[*lesson.rates],
-                    status=outcome.status,
-                    ruling=lesson.ruling,
-                    steps=outcome.steps,
-                    texts=lesson.texts,
-                    dropped=lesson.dropped,
-                    behind=lesson.behind,
-                    draft_length=self.lengths[name].take_mean() if name in self.lengths else None,
-                    untrained_mat={name: _mat(records, name) for name in self.untrained},
-                )
-            )
+            rows.append(self._row(name, lesson, domains, own, records))
         self.chunks += 1
         if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
             self.fixed_pool.sit(Acceptance())
         return rows
+
+    def _row(
+        self, name: str, lesson: Lesson, domains: dict[str, int], own: Sequence[Decoded], records: Sequence[Record]
+    ) -> ChunkRow:
+        """The row of a learner: its `own` answers, among the `records` of all, and what it has learnt from them."""
+        outcome = lesson.outcome
+        return ChunkRow(
+            algo=name,
+            seed=self.seed,
+            chunk=self.chunks,
+            target=self.target.name,
+            domains=domains,
+            prompts=len(own),
+            tokens=sum(one.decoded_tokens for one in own),
+            mat=metrics.mat(own),
+            static_mat=_mat(records, static_name(self.recipe, name)),
+            accept_rate=metrics.accept_rate(own),
+            tokens_per_s=metrics.tokens_per_s(own),
+            decode_s=sum(one.decode_s for one in own),
+            learn_s=lesson.learn_s,
+            swap_s=lesson.swap_s,
+            loss=outcome.loss,
+            losses=[*outcome.losses],
+            weights=[*outcome.weights],
+            effective=outcome.effective,
+            collapsed=outcome.collapsed,
+            scales=[*outcome.scales],
+            rates=[*lesson.rates],
+            status=outcome.status,
+            ruling=lesson.ruling,
+            steps=outcome.steps,
+            texts=lesson.texts,
+            dropped=lesson.dropped,
+            behind=lesson.behind,
+            draft_length=self.lengths[name].take_mean() if name in self.lengths else None,
+            untrained_mat={name: _mat(records, name) for name in self.untrained},
+        )
 
     def _watch(self, name: str, lesson: Lesson) -> None:
         """Say what went wrong; give up where nothing helps."""

@@ -186,24 +186,12 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
         if _is_section(field.annotation):
             section = field.annotation
             continue
-        if rest and not _admits(field.annotation, dict):
-            problems.append(f"{_at(setting.origin, here)}: has no keys of its own (got {brief(repr(dotted(rest)))})")
-            return
-        at = _at(setting.origin, here)
         try:
-            value = _typed(setting.value, dict[str, Any] if rest else field.annotation, at)
-            if not rest and isinstance(value, str) and _admits(field.annotation, dict):
-                value = _mapping(value, at)
+            value = _value(setting, field.annotation, here, rest)
         except RecipeError as error:
             problems.append(error.message)
-            return
-        reason = "nested too deeply" if len(rest) > yaml_file.DEEPEST else _unfit(value)
-        if reason and here != ("prompt",):  # `generate` rejects that as data
-            problems.append(f"{at}: {reason}")
-            return
-        for part in reversed(rest):
-            value = {part: value}
-        yield Setting(here, value, setting.origin)
+        else:
+            yield Setting(here, value, setting.origin)
         return
     if setting.value == {} or setting.value is None:  # `target:` with nothing under it
         return
@@ -211,6 +199,22 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
         yield Setting((*setting.path, "name"), str(setting.value), setting.origin)
         return
     problems.append(f"{_at(setting.origin, setting.path)}: needs one of {', '.join(section.model_fields)}")
+
+
+def _value(setting: Setting, annotation: Any, here: KeyPath, rest: KeyPath) -> Any:
+    """The value of the field `here` by a setting for it, or for the keys `rest` in it. RecipeError where it is none."""
+    at = _at(setting.origin, here)
+    if rest and not _admits(annotation, dict):
+        raise RecipeError(f"{at}: has no keys of its own (got {brief(repr(dotted(rest)))})")
+    value = _typed(setting.value, dict[str, Any] if rest else annotation, at)
+    if not rest and isinstance(value, str) and _admits(annotation, dict):
+        value = _mapping(value, at)
+    reason = "nested too deeply" if len(rest) > yaml_file.DEEPEST else _unfit(value)
+    if reason and here != ("prompt",):  # `generate` rejects that as data
+        raise RecipeError(f"{at}: {reason}")
+    for part in reversed(rest):
+        value = {part: value}
+    return value
 
 
 def _typed(value: Any, annotation: Any, at: str) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specctl.decoding.target import Target
 from specctl.distillation import store
@@ -68,25 +69,15 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
     for number, directory in enumerate(directories, 1):
         quota = prompts * number // len(directories)
         for record in store.read(directory):
-            if record["target"] != target.identity["vocab_hash"]:
-                raise CheckpointError(
-                    f"{directory} was distilled by a target with another vocabulary than {target.name}",
-                    f"specctl distill --target {target.name} --output-dir DIR, then train on distilled=DIR",
-                )
+            _check_vocabulary(record, directory, target)
             digest.update(f"{record['id']} {record['prompt_ids']} {record['response_ids']}\n".encode())
-            if max(record["prompt_ids"] + record["response_ids"], default=0) >= target.vocab_size:
-                raise DataError(
-                    f"{directory}: response {record['id']:.40} holds tokens that target {target.name} does not have",
-                    "distil again with --overwrite",
-                )
             domains[record["domain"]] = None
             key = record["prompt_id"]
-            share = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
             tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
             example = Example(len(examples), key, tokens, len(record["prompt_ids"]))
             # A slot needs the token after it and the target's distribution after that: two response tokens at least.
             usable = example.response_length >= 2
-            if key in aside or (share < held_out and len(aside) < quota):
+            if key in aside or (_share(key) < held_out and len(aside) < quota):
                 aside[key] = record["prompt_ids"]
                 spared += [example] * usable
             elif usable:
@@ -106,6 +97,25 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             "distil more prompts, or raise max_length",
         )
     return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains))
+
+
+def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: Target) -> None:
+    """Raise CheckpointError where a response is of another vocabulary, DataError where it leaves the target's."""
+    if record["target"] != target.identity["vocab_hash"]:
+        raise CheckpointError(
+            f"{directory} was distilled by a target with another vocabulary than {target.name}",
+            f"specctl distill --target {target.name} --output-dir DIR, then train on distilled=DIR",
+        )
+    if max(record["prompt_ids"] + record["response_ids"], default=0) >= target.vocab_size:
+        raise DataError(
+            f"{directory}: response {record['id']:.40} holds tokens that target {target.name} does not have",
+            "distil again with --overwrite",
+        )
+
+
+def _share(key: str) -> float:
+    """The place of a prompt in [0, 1), by the hash of its id."""
+    return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
 
 
 def load_text(path: Path, target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:

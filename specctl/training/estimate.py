@@ -105,10 +105,7 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
     depth = passes(recipe, placed)
 
     features = texts.tokens * feature_bytes(drafter, outline, texts)
-    budget = recipe.features.budget_gb * 2**30 * machine.processes
-    mode: str = recipe.features.mode
-    if mode == "auto":
-        mode = "memory" if features <= budget else "online"
+    mode = feature_mode(recipe, features, machine)
     work = step_work(drafter, recipe, placed, 2.0 * outline.active if features and mode == "online" else 0.0)
     dealt = rows(sample(texts), machine.processes, work)
     epoch = batches(dealt, asked, seed=0, epoch=0)
@@ -134,13 +131,7 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
         kept = features / machine.processes if mode == "memory" else 0
         memory["features"] = tokens * feature_bytes(drafter, outline, texts) + kept
         memory["target's forward"] = forward_bytes(outline, machine)
-    state = 4 * parameters + optimizer_bytes(drafter, recipe.optimizer_type)
-    disk = {
-        "checkpoints": (recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
-        "drafter": 4 * parameters,
-        "distilled data": texts.tokens * texts.length * JSON_BYTES,
-        "features": features if mode == "cached" else 0,
-    }
+    disk = disk_bytes(recipe, drafter, texts, features if mode == "cached" else 0)
     room = HEADROOM * machine.memory_gb * GB - sum(memory.values())
     return Estimate(
         gpu=machine.gpu,
@@ -162,6 +153,26 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
         advice=[] if room >= 0 else advice(memory, room, recipe, machine, asked),
         disk_gb={name: size / GB for name, size in disk.items() if size},
     )
+
+
+def feature_mode(recipe: TrainRecipe, features: float, machine: Machine) -> str:
+    """The place of the target's features: `auto` keeps so many bytes in memory where they are within the budget."""
+    mode: str = recipe.features.mode
+    if mode != "auto":
+        return mode
+    return "memory" if features <= recipe.features.budget_gb * 2**30 * machine.processes else "online"
+
+
+def disk_bytes(recipe: TrainRecipe, drafter: torch.nn.Module, texts: Texts, features: float) -> dict[str, float]:
+    """Bytes that training leaves on disk, or needs there meanwhile."""
+    weights = 4 * sum(p.numel() for p in drafter.parameters())
+    state = weights + optimizer_bytes(drafter, recipe.optimizer_type)
+    return {
+        "checkpoints": (recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
+        "drafter": weights,
+        "distilled data": texts.tokens * texts.length * JSON_BYTES,
+        "features": features,
+    }
 
 
 def sample(texts: Texts) -> list[Example]:

@@ -110,31 +110,44 @@ class Watchdog:
         texts of the chunk, a batch each, by which the new update has to prove itself at once.
         """
         if self._rest and not fell(self._before, acceptance, self._options.tolerance):
-            self._rest -= 1
-            known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
-            self._before = min(known, key=lambda one: one.rate, default=acceptance)
+            self._sleep(acceptance)
             return "keep", UpdateOutcome("rested")
         whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
+        now = learner.state()
         if ruling == "rollback":
             outcome = self._again(learner, chunk, held)
         else:
-            kept, now = self._kept, learner.state()
-            outcome = learner.learn(chunk, held)
-            if outcome.status == "refused" and kept and math.isfinite(self._loss):
-                again = self._again(learner, chunk, held)
-                if again.status == "refused":
-                    learner.restore(now)
-                else:
-                    ruling, outcome = "rollback", again
-            if ruling != "rollback":
-                self._before, self._kept = acceptance, now if self._options.rollback else {}
+            outcome, rescued = self._onwards(learner, now, chunk, held)
+            ruling = "rollback" if rescued else ruling
+        if ruling != "rollback":
+            self._before, self._kept = acceptance, now if self._options.rollback else {}
         self._vain = self._vain + 1 if outcome.vain else 0
         self._rest = min(2**self._vain - 1, self._options.rest)
         self._loss = math.nan if outcome.loss is None else outcome.loss
         if outcome.status == "refused":
             learner.slow(self._options.backoff)
         return ruling, outcome
+
+    def _sleep(self, acceptance: Acceptance) -> None:
+        """Rest for a chunk: what may fall is the least acceptance seen meanwhile."""
+        self._rest -= 1
+        known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
+        self._before = min(known, key=lambda one: one.rate, default=acceptance)
+
+    def _onwards(
+        self, learner: Learner, now: dict[str, Tensor], chunk: Sequence[Any], held: Sequence[Any]
+    ) -> tuple[UpdateOutcome, bool]:
+        """Learn from the chunk in the present state `now`, or, where that is refused, with the weights from before the
+        last update: the outcome, and whether the latter has helped."""
+        outcome = learner.learn(chunk, held)
+        if outcome.status != "refused" or not self._kept or not math.isfinite(self._loss):
+            return outcome, False
+        again = self._again(learner, chunk, held)
+        if again.status == "refused":
+            learner.restore(now)
+            return outcome, False
+        return again, True
 
     def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> UpdateOutcome:
         """Learn from the chunk with the weights from before the last update, more slowly."""

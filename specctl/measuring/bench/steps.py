@@ -131,28 +131,41 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             rate = _rate(decoded, batch)
             vanilla.setdefault(batch, rate)
             alone = rate if batch == 1 else alone
-            tokens = sum(one.decoded_tokens for one in decoded)
-            seconds = _seconds(decoded, batch, prefill=True)
-            mat = tokens / max(1, sum(one.target_passes for one in decoded))
-            speedup = None if drafter is None else rate / vanilla[batch]
-            found.append(
-                DecodingRow(
-                    drafter=Path(name).name,
-                    batch=batch,
-                    draft_length=length,
-                    tokens=tokens,
-                    mat=mat,
-                    tokens_per_s=rate,
-                    with_prefill=tokens / seconds,
-                    speedup=speedup,
-                    of_batch_1=None if alone is None else rate / alone,
-                    speedup_transformers=None if theirs is None else rate / theirs,
-                    graphs=any(one.replays for one in decoded),
-                    unusable=unusable(speedup, None, mat),
-                )
-            )
+            plain = None if drafter is None else vanilla[batch]
+            found.append(_row(Path(name).name, length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
             bar.update(1)
     return found
+
+
+def _row(
+    drafter: str,
+    length: int | None,
+    batch: int,
+    decoded: list[Decoded],
+    *,
+    plain: float | None,
+    alone: float | None,
+    theirs: float | None,
+) -> DecodingRow:
+    """A drafter in batches. `plain`, `alone`, `theirs`: tokens a second of plain decoding in them, of the drafter in
+    batches of one, and of `transformers`; None where these were not measured."""
+    rate, tokens = _rate(decoded, batch), sum(one.decoded_tokens for one in decoded)
+    mat = tokens / max(1, sum(one.target_passes for one in decoded))
+    speedup = None if plain is None else rate / plain
+    return DecodingRow(
+        drafter=drafter,
+        batch=batch,
+        draft_length=length,
+        tokens=tokens,
+        mat=mat,
+        tokens_per_s=rate,
+        with_prefill=tokens / _seconds(decoded, batch, prefill=True),
+        speedup=speedup,
+        of_batch_1=None if alone is None else rate / alone,
+        speedup_transformers=None if theirs is None else rate / theirs,
+        graphs=any(one.replays for one in decoded),
+        unusable=unusable(speedup, None, mat),
+    )
 
 
 def _of_length(nodes: int) -> dict[str, int]:
