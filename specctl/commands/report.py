@@ -74,7 +74,7 @@ def _contents(command: str, runs: list[RunRecord], looks: Looks) -> Contents:
         hint = "a run of another version? repeat it, or leave it out"
         raise SpecctlError(f"{where}: these are not the files that {command} writes ({error!r})", hint) from error
     unequal = differing(runs) if len(runs) > 1 else None
-    return Contents(made.headline, made.pictures, made.tables + ([unequal] if unequal else []))
+    return Contents(made.headline, made.pictures, made.filled + ([unequal] if unequal else []))
 
 
 def _directory(runs: Sequence[RunRecord]) -> Path:

@@ -45,6 +45,11 @@ class Contents:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[ReportTable] = field(default_factory=list)
 
+    @property
+    def filled(self) -> list[ReportTable]:
+        """The tables that have a row."""
+        return [table for table in self.tables if table.rows]
+
 
 def numbers(values: Iterable[Any]) -> list[float]:
     """Floats for a picture; NaN, which leaves a gap, for what is no number."""
@@ -73,7 +78,7 @@ def generic(runs: Sequence[RunRecord]) -> Contents:
                 flattened = [dict(flat(row)) for row in rows]
                 columns = {name: name for row in flattened for name in row}
                 tables.append(records(run.named(key).replace(" #", "-"), run.named(key), flattened, columns))
-    return Contents(tables=[table for table in tables if table.rows])
+    return Contents(tables=tables)
 
 
 def differing(runs: Sequence[RunRecord]) -> ReportTable | None:

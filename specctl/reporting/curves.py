@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specctl.reporting.contents import Picture
 from specctl.reporting.style import Look, bare, beside, legend, short
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ class Panel:
     lines: list[Curve]
     reference: tuple[float, str] | None = None
     limits: tuple[float | None, float | None] | None = None
+
+
+def picture(name: str, caption: str, panels: Sequence[Panel], x_label: str) -> list[Picture]:
+    """A picture of the panels that have lines, over an axis that counts; none where nothing has."""
+    filled = [panel for panel in panels if panel.lines]
+    return [Picture(name, caption, lines(filled, x_label, whole=True))] if filled else []
 
 
 def lines(panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False, whole: bool = False) -> Figure:

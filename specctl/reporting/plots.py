@@ -74,12 +74,7 @@ def heat_map(matrix: dict[str, Any], title: str = "") -> Figure:
             _frame(axes, x, down[matrix["drafters"].index(best)])
 
     axes.set(xlim=(-0.05, across[-1] + 1.05), ylim=(down[-1] + 1.05, -0.05))
-    axes.set_xticks([x + 0.5 for x in across], columns, parse_math=False)
-    axes.set_yticks([y + 0.5 for y in down], names, parse_math=False)  # a drafter may be called $a_b
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0, labelsize=9)
-    axes.spines[:].set_visible(False)
-    axes.set_xlabel("framed: the best drafter of the column", fontsize=8, loc="left", color="#555555")
+    _name(axes, across, columns, down, names)
     short, long = LABELS[matrix["metric"]]
     heading = f"{short}: {long}" + (f" ({title})" if title else "")
     figure.suptitle(heading, fontsize=10, x=0.01, ha="left", parse_math=False)
@@ -88,6 +83,16 @@ def heat_map(matrix: dict[str, Any], title: str = "") -> Figure:
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
     return figure
+
+
+def _name(axes: Axes, across: list[float], columns: list[str], down: list[float], names: list[str]) -> None:
+    """Write the names above the columns and beside the rows, and what a frame means below."""
+    axes.set_xticks([x + 0.5 for x in across], columns, parse_math=False)
+    axes.set_yticks([y + 0.5 for y in down], names, parse_math=False)  # a drafter may be called $a_b
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, labelsize=9)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("framed: the best drafter of the column", fontsize=8, loc="left", color="#555555")
 
 
 def _places(first: int, second: int) -> list[float]:

@@ -73,7 +73,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         records("steps", "Target steps", steps, STEPS),
         records("kernels", "Kernels", kernels, KERNELS),
     ]
-    return Contents(_headline(runs), pictures, [table for table in tables if table.rows])
+    return Contents(_headline(runs), pictures, tables)
 
 
 def _contender(row: Row) -> str:

@@ -103,7 +103,7 @@ def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]
         if (run.result.get(key) or {}).get("sequences")
     ]
     found.append(ReportTable("lossless", "Texts compared", ["", "sequences", "mismatches", "ties"], verdicts))
-    return [table for table in found if table.rows]
+    return found
 
 
 def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable:

@@ -72,25 +72,22 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     learners = Looks()
     panels = [Panel(label, _lines(chunks, key, learners)) for key, label in CHUNK.items()]
     panels[0].lines.extend(_untaught(chunks))
-    panels = [panel for panel in panels if panel.lines]
     made = Contents()
     if len(runs) == 1:
         made.headline = {
             title: usable(runs[0].result, key) for key, title in HEADLINE.items() if usable(runs[0].result, key)
         }
-    if panels:
-        figure = curves.lines(panels, "chunk", whole=True)
-        made.pictures.append(Picture("chunks", "Drafters while they learn, chunk by chunk of the stream.", figure))
+    caption = "Drafters while they learn, chunk by chunk of the stream."
+    made.pictures += curves.picture("chunks", caption, panels, "chunk")
     for name, found in chunks.items():
         made.pictures += _weights(name, found)
     rows = [{**chunk, "label": name, "chunk": n} for name, found in chunks.items() for n, chunk in enumerate(found, 1)]
     columns = {"label": "learner", "chunk": "chunk", **{key: key.replace("_per_", "/") for key in CHUNK}}
     columns["static_mat"] = "mat, not learning"
-    tables = [
+    made.tables = [
         records("online", "Contenders on the whole stream", contenders, CONTENDER),
         records("chunks", "Chunks of the first pass", rows, columns),
     ]
-    made.tables = [table for table in tables if table.rows]
     return made
 
 

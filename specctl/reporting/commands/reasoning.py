@@ -8,7 +8,7 @@ from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, Picture, numbers, records
+from specctl.reporting.contents import Contents, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 
@@ -47,10 +47,8 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     colours = Looks()
     names = list(dict.fromkeys(row["label"] for row in chunks if row["mode"] != "target"))
     panels = [Panel(title, _lines(names, chunks, key, colours)) for key, title in CHUNK.items()]
-    panels = [panel for panel in panels if panel.lines]
-    if panels:
-        caption = "Steps of the draft LM while it learns, chunk by chunk of the stream."
-        made.pictures.append(Picture("steps", caption, curves.lines(panels, "chunk", whole=True)))
+    caption = "Steps of the draft LM while it learns, chunk by chunk of the stream."
+    made.pictures += curves.picture("steps", caption, panels, "chunk")
     columns: dict[str, str] = {}
     for key, title in MODE.items():
         columns |= {key: title} | ({f"{key}_interval": f"{title}, interval"} if key in INTERVALS else {})
@@ -61,12 +59,11 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     ]
     difference = {"label": "modes", "step_acceptance": "steps accepted", "step_acceptance_interval": "interval"}
     chunk = {"label": "mode", "chunk": "chunk", **{key: title.replace("\n", " ") for key, title in CHUNK.items()}}
-    tables = [
+    made.tables = [
         records("modes", "Modes of lookahead reasoning: not lossless, so answers are compared", modes, columns),
         records("differences", "What learning gained", differences, difference),
         records("steps", "Chunks", chunks, chunk),
     ]
-    made.tables = [table for table in tables if table.rows]
     return made
 
 

@@ -63,15 +63,14 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     played = [read(run) for run in runs]
     policies = Looks()  # other things than drafters: colours of their own
     made = Contents(headline=_headline(runs))
-    for picture in (
-        _regrets(runs, policies),
-        _best_arm(runs, policies),
-        _compared(runs, policies),
-        _pool_size(runs, policies),
-        _rewards(runs, looks),
+    for draw, own in (
+        (_regrets, policies),
+        (_best_arm, policies),
+        (_compared, policies),
+        (_pool_size, policies),
+        (_rewards, looks),
     ):
-        if picture is not None:
-            made.pictures.append(picture)
+        made.pictures += draw(runs, own)
     for run, rounds in zip(runs, played, strict=True):
         made.pictures += _played(run, rounds, looks)
     made.tables = _tables(runs, played)
@@ -116,24 +115,17 @@ def _along(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _regrets(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
+def _regrets(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     panels = [Panel(label, _lines(_curves(runs, key), policies)) for key, label in REGRETS.items()]
-    panels = [panel for panel in panels if panel.lines]
-    if not panels:
-        return None
-    figure = curves.lines(panels, _along(runs), whole=True)
-    return Picture("regret", "Regret against the best single arm, added up.", figure)
+    return curves.picture("regret", "Regret against the best single arm, added up.", panels, _along(runs))
 
 
-def _best_arm(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
-    lines = _lines(_curves(runs, "best_arm"), policies)
-    if not lines:
-        return None
-    panel = Panel("share of games", lines, limits=(0, 1.03))
-    return Picture("best-arm", "How often the best arm is played.", curves.lines([panel], _along(runs), whole=True))
+def _best_arm(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
+    panel = Panel("share of games", _lines(_curves(runs, "best_arm"), policies), limits=(0, 1.03))
+    return curves.picture("best-arm", "How often the best arm is played.", [panel], _along(runs))
 
 
-def _compared(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
+def _compared(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     shown = [
         Bar(run.named(row["algo"]), row["mat"], _interval(row), policies[run.named(row["algo"])])
         for run in runs
@@ -141,33 +133,31 @@ def _compared(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
         if row.get("mat") is not None
     ]
     if not shown:
-        return None
+        return []
     figure = bars.bars({"": shown}, "mat (tokens per target pass)", reference=1.0)
     over = sorted({str(run.result["intervals_over"]) for run in runs if run.result.get("intervals_over")})
     drawn = f" over {' or '.join(over)}" if over else ""
-    return Picture("policies", f"Policies on the same stream; whiskers: 95 % intervals{drawn}.", figure)
+    return [Picture("policies", f"Policies on the same stream; whiskers: 95 % intervals{drawn}.", figure)]
 
 
 def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
     return tuple(row["mat_interval"]) if row.get("mat_interval") else None
 
 
-def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> Picture | None:
+def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     found: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         for row in run.result.get("pool_size") or []:
             found.setdefault(run.named(row["algo"]), []).append(row)
-    if not found:
-        return None
     lines = [
         Curve(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
         for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in found.items())
     ]
-    figure = curves.lines([Panel("mat (tokens per target pass)", lines)], "drafters in the pool, N", whole=True)
-    return Picture("pool-size", "What more drafters in the pool are worth.", figure)
+    panel = Panel("mat (tokens per target pass)", lines)
+    return curves.picture("pool-size", "What more drafters in the pool are worth.", [panel], "drafters in the pool, N")
 
 
-def _rewards(runs: Sequence[RunRecord], looks: Looks) -> Picture | None:
+def _rewards(runs: Sequence[RunRecord], looks: Looks) -> list[Picture]:
     shown = [
         Bar(run.named(row["arm"]), row["mean"], _spread(row), looks[row["arm"]])
         for run in runs
@@ -175,9 +165,9 @@ def _rewards(runs: Sequence[RunRecord], looks: Looks) -> Picture | None:
         if row.get("mean") is not None
     ]
     if not shown:
-        return None
+        return []
     figure = bars.bars({"": shown}, "tokens a round")
-    return Picture("rewards", "What rounds of each arm have committed; whiskers: one standard deviation.", figure)
+    return [Picture("rewards", "What rounds of each arm have committed; whiskers: one standard deviation.", figure)]
 
 
 def _spread(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -231,7 +221,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
         name = f"pulls-{run.number}" if run.number else "pulls"
         rows = [[domain, *pulls] for domain, pulls in _pulls(rounds).items()]
         found.append(ReportTable(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
-    return [table for table in found if table.rows]
+    return found
 
 
 def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands.acceptance import by_position, picture
-from specctl.reporting.contents import Contents, Picture, ReportTable, numbers, records
+from specctl.reporting.contents import Contents, ReportTable, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 
@@ -57,10 +57,8 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             [_line(one.name, one.checks, "mat", looks) for one in trainings if len(one.checks) > 1],
         ),
     ]
-    panels = [panel for panel in panels if panel.lines]
-    if panels:
-        caption = "Loss of the training batches (running mean) and acceptance checks while training."
-        made.pictures.append(Picture("training", caption, curves.lines(panels, "optimizer step", whole=True)))
+    caption = "Loss of the training batches (running mean) and acceptance checks while training."
+    made.pictures += curves.picture("training", caption, panels, "optimizer step")
     positions = {one.name: one.acceptance for one in trainings if one.acceptance}
     if positions:
         made.pictures.append(picture(positions, looks, "the kept drafter on held-out prompts"))
