@@ -7,11 +7,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from specctl import kernels
 from specctl.errors import RecipeError
 from specctl.measuring.records import recipe_stamp
-from specctl.recipe import RECIPES, EvalRecipe, TrainRecipe, yaml_file
+from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, TrainRecipe, yaml_file
 from specctl.recipe.resolve import SWITCHES, Setting, resolve
 
 
@@ -290,3 +291,34 @@ def test_the_block_rule_is_for_sampled_proposals():
     with pytest.raises(RecipeError, match="set proposal=sampled"):
         resolve("eval", None, ["drafting.rule=block"], [])
     assert resolve("eval", None, ["drafting.rule=block", "drafting.proposal=sampled"], []).drafting.rule == "block"
+
+
+def test_both_kinds_of_online_have_one_form(tmp_path):
+    """Runs of lookahead reasoning would not resume, were their recipe kept with other keys than those of 0.1's first
+    states: all of the command's, and those of learning by tokens at their defaults."""
+    tokens, steps = (resolve("online", None, [f"algo={algo}"], environ={}) for algo in ("ogd", "online-lr"))
+    assert (type(tokens), type(steps)) == (OnlineRecipe, ReasonRecipe)
+    assert not hasattr(steps, "buffer") and steps.chunk == 25
+    kept, shown = tokens.model_dump(mode="json"), steps.model_dump(mode="json")
+    assert kept.keys() == shown.keys() and kept["buffer"] == shown["buffer"]
+    assert recipe_stamp(tokens)["recipe"].keys() == recipe_stamp(steps)["recipe"].keys()
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump({"command": "online", **shown}))
+    again = resolve("online", tmp_path / "resolved.yaml", environ={})
+    assert again == steps and recipe_stamp(again) == recipe_stamp(steps)
+    with pytest.raises(ValidationError, match="it takes a ReasonRecipe"):
+        OnlineRecipe(algo=["lr"])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("buffer.max_mb=3", "buffer is of learning by tokens, not of lr"),
+        ("target_schedule=a:1", "target_schedule is of learning by tokens"),
+        ("baselines=[vanilla]", "baselines is of learning by tokens, not of lr: set reasoning.baselines"),
+        ("arch=nope", "arch is of learning by tokens, not of lr: the draft model is an LM"),
+        ("bufer.max_mb=3", "did you mean buffer.max_mb?"),
+    ],
+)
+def test_a_key_of_learning_by_tokens_is_refused_where_steps_are_drafted(override, says):
+    (line,) = problems("online", overrides=["algo=lr", override])
+    assert says in line

@@ -8,7 +8,6 @@ import typer
 
 from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.output import cell, fields
-from specctl.errors import UsageError
 
 if TYPE_CHECKING:
     from specctl.recipe import ExportRecipe
@@ -26,9 +25,7 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
     """Write a drafter for vLLM, SGLang, speculators or transformers, and print the command that serves it."""
     from specctl.cli import plan
 
-    if recipe.drafter is None:
-        raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
-    plan.check_directory(str(recipe.drafter))
+    plan.check_directory(str(recipe.source))
     plan.check_output("export", recipe.output, overwrite=recipe.overwrite)
     carry_out("export", recipe, dry_run, lambda: steps(recipe), show, "output")
 

@@ -27,12 +27,10 @@ def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
     """Convert a head (EAGLE, EAGLE-3, Hydra, Medusa, speculators) into a drafter, and try it on a few prompts."""
     from specctl.cli import plan
 
-    if recipe.head is None:
-        raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
-    if not recipe.head.is_dir():
-        raise UsageError(f"no head directory {recipe.head}", hint="download the head first: nothing is fetched")
-    if not (recipe.head / "config.json").is_file():
-        raise CheckpointError(f"{recipe.head} has no config.json", hint="a head is config.json and weights")
+    if not recipe.source.is_dir():
+        raise UsageError(f"no head directory {recipe.source}", hint="download the head first: nothing is fetched")
+    if not (recipe.source / "config.json").is_file():
+        raise CheckpointError(f"{recipe.source} has no config.json", hint="a head is config.json and weights")
     plan.check_data(recipe.data)
     plan.check_output("import", recipe.output, overwrite=recipe.overwrite)
     carry_out("import", recipe, dry_run, lambda: steps(recipe), show, "drafter")

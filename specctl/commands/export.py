@@ -47,9 +47,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         UsageError: no drafter named, the place is taken, or that format has no room for the family.
         CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back otherwise.
     """
-    if recipe.drafter is None:
-        raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
-    found = pool.whole(pool.known(recipe.drafter))
+    found = pool.whole(pool.known(recipe.source))
     pool.sound(found)
     head = Head(found.config["family"], found.config["architecture"], found.tensors)
     wanted = recipe.target
@@ -69,7 +67,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     commands = form.commands(recipe.to, place, facts, tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
-        record = {"drafter": str(recipe.drafter.absolute()), "to": recipe.to, "target": found.config["target"]}
+        record = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": found.config["target"]}
         atomic_write(draft / RECORD, to_json(record | {"commands": commands}, indent=2) + "\n")
         difference = None
         if recipe.check:

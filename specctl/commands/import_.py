@@ -10,7 +10,6 @@ from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.blueprint import located
-from specctl.errors import UsageError
 from specctl.formats import foreign, registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import DraftingRecipe, ImportRecipe
@@ -49,10 +48,9 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
         CheckpointError: unknown format, something our head cannot represent, or another target's head.
         DataError: the prompts of the probe cannot be read.
     """
-    if recipe.head is None:
-        raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
+    head_directory = recipe.source
     checkpoint.check_free(recipe.output.absolute(), recipe.overwrite)
-    found = foreign.read(recipe.head)
+    found = foreign.read(head_directory)
     name = registry.detect(found) if recipe.format == "auto" else recipe.format
     target = target or load_target(**recipe.target.loading)
     if run is not None:
@@ -60,7 +58,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     head = registry.load(name).read(found, TargetFacts.of_target(target))
     for note in head.notes:
         progress.warn(f"{recipe.head}: {note}")
-    with located(recipe.head):
+    with located(head_directory):
         module = roundtrip.restore(head)
     # Before the drafter is written: prompts that cannot be read should leave nothing behind.
     probe = _probe(recipe, head, module, target) if recipe.probe.enabled else None

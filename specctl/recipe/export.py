@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import PositiveInt
 
+from specctl.errors import UsageError
 from specctl.formats.registry import readers
 from specctl.recipe.sections import ConverterRecipe, LocalPath, OneOf
 
@@ -18,6 +19,13 @@ class ExportRecipe(ConverterRecipe):
     to: Annotated[str, OneOf(readers)] = "vllm"
     tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
+
+    @property
+    def source(self) -> Path:
+        """The drafter. UsageError where none is named."""
+        if self.drafter is None:
+            raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
+        return self.drafter
 
     @property
     def output(self) -> Path:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import PositiveInt
 
+from specctl.errors import UsageError
 from specctl.formats.registry import FORMATS
 from specctl.recipe.sections import ConverterRecipe, DataRecipe, Fraction, LocalPath, OneOf, Section
 
@@ -27,6 +28,13 @@ class ImportRecipe(ConverterRecipe):
     format: Annotated[str, OneOf(lambda: ("auto", *FORMATS))] = "auto"
     data: DataRecipe = DataRecipe()
     probe: ProbeRecipe = ProbeRecipe()
+
+    @property
+    def source(self) -> Path:
+        """The directory of the head. UsageError where none is named."""
+        if self.head is None:
+            raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
+        return self.head
 
     @property
     def output(self) -> Path:

@@ -97,49 +97,21 @@ class Estimate:
 
 def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -> Estimate:
     """The estimate of a recipe whose family has weights; `config` is the target's, as `load_config` returns it."""
-    outline = Outline.of(config, machine.dtype(recipe.target.dtype))
-    drafter = outline.drafter(recipe)
-    parameters = sum(p.numel() for p in drafter.parameters())
-    placed = cast(Target, replace(outline, device=torch.device("cpu" if machine.gpu == "cpu" else "cuda")))
-    asked = batch_tokens(recipe, placed)
-    depth = passes(recipe, placed)
-
-    features = texts.tokens * feature_bytes(drafter, outline, texts)
-    mode = feature_mode(recipe, features, machine)
-    work = step_work(drafter, recipe, placed, 2.0 * outline.active if features and mode == "online" else 0.0)
-    dealt = rows(sample(texts), machine.processes, work)
-    epoch = batches(dealt, asked, seed=0, epoch=0)
-    useful = useful_share(epoch if mode == "memory" else [level(batch, work) for batch in epoch], work)
-    batch = asked if machine.processes == 1 else mean_tokens(epoch)
-    steps = Schedule.of(recipe, placed, max(1, round(texts.tokens / batch))).steps
-    flops = steps * batch * drafter_flops(drafter, depth, texts)
-    if features:
-        flops += 2 * outline.active * texts.length * (steps * batch if mode == "online" else texts.tokens)
-
+    planned = PlannedTraining(recipe, Outline.of(config, machine.dtype(recipe.target.dtype)), machine, texts)
+    epoch, useful = planned.epoch()
+    batch = planned.batch_tokens if machine.processes == 1 else mean_tokens(epoch)
+    steps = Schedule.of(recipe, planned.target, max(1, round(texts.tokens / batch))).steps
+    flops = planned.flops(steps, batch)
     seconds = max(flops / useful / machine.flops, steps * STEP_SECONDS if machine.gpu != "cpu" else 0)
-
-    tokens = max(asked, batch) / machine.processes
-    compute = machine.dtype(recipe.precision)
-    memory = {
-        "target": outline.parameters * outline.dtype.itemsize / machine.shards,
-        "drafter": state_bytes(drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
-        "activations": activation_bytes(drafter, tokens, depth, texts, compute),
-    }
-    if compute.itemsize < 4:
-        memory["autocast"] = parameters * compute.itemsize  # a copy of the weights
-    if features:
-        kept = features / machine.processes if mode == "memory" else 0
-        memory["features"] = tokens * feature_bytes(drafter, outline, texts) + kept
-        memory["target's forward"] = forward_bytes(outline, machine)
-    disk = disk_bytes(recipe, drafter, texts, features if mode == "cached" else 0)
+    memory, disk = planned.memory(max(planned.batch_tokens, batch) / machine.processes), planned.disk()
     room = HEADROOM * machine.memory_gb * GB - sum(memory.values())
     return Estimate(
         gpu=machine.gpu,
         gpus=machine.gpus,
         processes=machine.processes,
         utilisation=DEVICES[machine.gpu].utilisation,
-        target_parameters=outline.parameters,
-        drafter_parameters=parameters,
+        target_parameters=planned.outline.parameters,
+        drafter_parameters=planned.parameters,
         responses=texts.responses,
         response_tokens=round(texts.tokens),
         texts_counted=texts.counted,
@@ -150,29 +122,76 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
         memory_gb={name: size / GB for name, size in memory.items()},
         memory_limit_gb=machine.memory_gb,
         fits=room >= 0,
-        advice=[] if room >= 0 else advice(memory, room, recipe, machine, asked),
+        advice=[] if room >= 0 else advice(memory, room, recipe, machine, planned.batch_tokens),
         disk_gb={name: size / GB for name, size in disk.items() if size},
     )
 
 
-def feature_mode(recipe: TrainRecipe, features: float, machine: Machine) -> str:
-    """The place of the target's features: `auto` keeps so many bytes in memory where they are within the budget."""
-    mode: str = recipe.features.mode
-    if mode != "auto":
-        return mode
-    return "memory" if features <= recipe.features.budget_gb * 2**30 * machine.processes else "online"
+class PlannedTraining:
+    """A training that has not begun, and what it would take.
 
+    Attributes:
+        target: the outline on the device that it would be on.
+        features: bytes of the target's features of all texts, wherever they are kept; 0 where the drafter reads none.
+        mode: where that is; `auto` keeps them in memory where they are within the budget.
+    """
 
-def disk_bytes(recipe: TrainRecipe, drafter: torch.nn.Module, texts: Texts, features: float) -> dict[str, float]:
-    """Bytes that training leaves on disk, or needs there meanwhile."""
-    weights = 4 * sum(p.numel() for p in drafter.parameters())
-    state = weights + optimizer_bytes(drafter, recipe.optimizer_type)
-    return {
-        "checkpoints": (recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
-        "drafter": weights,
-        "distilled data": texts.tokens * texts.length * JSON_BYTES,
-        "features": features,
-    }
+    def __init__(self, recipe: TrainRecipe, outline: Outline, machine: Machine, texts: Texts):
+        self.recipe, self.outline, self.machine, self.texts = recipe, outline, machine, texts
+        self.drafter = outline.drafter(recipe)
+        self.parameters = sum(p.numel() for p in self.drafter.parameters())
+        device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
+        self.target = cast(Target, replace(outline, device=device))
+        self.batch_tokens = batch_tokens(recipe, self.target)
+        self.depth = passes(recipe, self.target)
+        self.features = texts.tokens * feature_bytes(self.drafter, outline, texts)
+        self.mode: str = recipe.features.mode
+        if self.mode == "auto":
+            budget = recipe.features.budget_gb * 2**30 * machine.processes
+            self.mode = "memory" if self.features <= budget else "online"
+
+    def epoch(self) -> tuple[list[Batch], float]:
+        """The batches of an epoch on texts like these, and the share of the processes' time that is not waiting."""
+        runs_target = self.features and self.mode == "online"
+        work = step_work(self.drafter, self.recipe, self.target, 2.0 * self.outline.active if runs_target else 0.0)
+        dealt = rows(sample(self.texts), self.machine.processes, work)
+        epoch = batches(dealt, self.batch_tokens, seed=0, epoch=0)
+        return epoch, useful_share(epoch if self.mode == "memory" else [level(batch, work) for batch in epoch], work)
+
+    def flops(self, steps: int, batch: float) -> float:
+        """Operations of so many steps on so many tokens, the target's on the texts included."""
+        found = steps * batch * drafter_flops(self.drafter, self.depth, self.texts)
+        if self.features:
+            tokens = steps * batch if self.mode == "online" else self.texts.tokens
+            found += 2 * self.outline.active * self.texts.length * tokens
+        return found
+
+    def memory(self, tokens: float) -> dict[str, float]:
+        """Bytes of a process that takes so many tokens a step, at their peak."""
+        recipe, outline, machine = self.recipe, self.outline, self.machine
+        compute = machine.dtype(recipe.precision)
+        found = {
+            "target": outline.parameters * outline.dtype.itemsize / machine.shards,
+            "drafter": state_bytes(self.drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
+            "activations": activation_bytes(self.drafter, tokens, self.depth, self.texts, compute),
+        }
+        if compute.itemsize < 4:
+            found["autocast"] = self.parameters * compute.itemsize  # a copy of the weights
+        if self.features:
+            kept = self.features / machine.processes if self.mode == "memory" else 0
+            found["features"] = tokens * feature_bytes(self.drafter, outline, self.texts) + kept
+            found["target's forward"] = forward_bytes(outline, machine)
+        return found
+
+    def disk(self) -> dict[str, float]:
+        """Bytes that training leaves on disk, or needs there meanwhile."""
+        state = 4 * self.parameters + optimizer_bytes(self.drafter, self.recipe.optimizer_type)
+        return {
+            "checkpoints": (self.recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
+            "drafter": 4 * self.parameters,
+            "distilled data": self.texts.tokens * self.texts.length * JSON_BYTES,
+            "features": self.features if self.mode == "cached" else 0,
+        }
 
 
 def sample(texts: Texts) -> list[Example]:
