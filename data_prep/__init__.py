@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
+from ..errors import did_you_mean
 from . import biochem, chat, code, math, medical, sql, summarization
 from .domain import SPLITS, Domain, PromptsExhausted, PublicSet, UnknownDomain
 from .public import load_public
@@ -20,9 +19,9 @@ def get(name: str) -> Domain:
     """The domain of that name. Raises UnknownDomain (a ValueError) with the nearest names."""
     if name in DOMAINS:
         return DOMAINS[name]
-    near = get_close_matches(name.lower(), DOMAINS, n=2, cutoff=0.5)
+    meant = did_you_mean(name.lower(), [*DOMAINS], most=2, cutoff=0.5)
     raise UnknownDomain(
-        f"unknown domain {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""),
+        f"unknown domain {name!r}" + (f"; {meant}" if meant else ""),
         hint=f"known domains: {', '.join(DOMAINS)}",
     )
 

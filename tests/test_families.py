@@ -106,7 +106,7 @@ def test_a_format_has_what_its_protocol_says(name):
     row = FORMATS[name]
     assert {*row.families} <= {*FAMILIES} and row.readers
     functions = [function for function in vars(registry.FormatModule) if not function.startswith("_")]
-    assert len(functions) == 5
+    assert len(functions) == 4
     for function in functions:
         told = signature(getattr(registry.load(name), function)).parameters
         assert [*signature(getattr(registry.FormatModule, function)).parameters][1:] == [*told]

@@ -64,11 +64,11 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     place = recipe.output.absolute()
     check_free(place, recipe.overwrite)
     tokens = min(recipe.tokens, head.architecture.get("draft_heads", recipe.tokens))  # one a head, no more
-    commands = form.commands(recipe.to, place, facts, tokens)
+    serving = form.serving(recipe.to, place, facts, tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
         record = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": found.config["target"]}
-        atomic_write(draft / RECORD, to_json(record | {"commands": commands}, indent=2) + "\n")
+        atomic_write(draft / RECORD, to_json(record | {"commands": serving.commands}, indent=2) + "\n")
         difference = None
         if recipe.check:
             difference = roundtrip.check(head, form.read(foreign.read(draft), facts), recipe.tokens)
@@ -81,8 +81,8 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         params=sum(tensor.numel() for tensor in files.tensors.values() if tensor.is_floating_point()),
         tokens=tokens,
         max_difference=difference,
-        commands=commands,
-        notes=form.notes(recipe.to, facts),
+        commands=serving.commands,
+        notes=serving.notes,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from specctl.formats import engines, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, TargetFacts
+from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 METHODS = {"vllm": "eagle", "sglang": "EAGLE"}
 
@@ -48,13 +48,8 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("eagle", shape | whole, tensors, tuple(notes))
 
 
-def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """The command line of an engine, or the line of Python of the repository."""
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=False)
-    return engines.commands(to, METHODS[to], place, facts, tokens)
-
-
-def notes(to: str, facts: TargetFacts) -> list[str]:
-    """Whether an engine refuses heads for this target."""
-    return engines.notes(to, METHODS.get(to, ""), facts)
+    return engines.serving(to, METHODS[to], place, facts, tokens)

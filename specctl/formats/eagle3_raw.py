@@ -20,7 +20,7 @@ from torch import Tensor
 from specctl.errors import CheckpointError
 from specctl.formats import engines, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, TargetFacts
+from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -112,16 +112,11 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     return Head("eagle3", architecture, tensors, (*notes, *more))
 
 
-def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """The command line of an engine, or the line of Python of the repository."""
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=True)
-    return engines.commands(to, METHODS[to], place, facts, tokens)
-
-
-def notes(to: str, facts: TargetFacts) -> list[str]:
-    """Whether an engine refuses heads for this target."""
-    return engines.notes(to, METHODS.get(to, ""), facts)
+    return engines.serving(to, METHODS[to], place, facts, tokens)
 
 
 def _taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:

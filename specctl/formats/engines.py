@@ -11,7 +11,7 @@ import json
 import shlex
 from pathlib import Path
 
-from specctl.formats.head import TargetFacts
+from specctl.formats.head import Serving, TargetFacts
 
 VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
 
@@ -70,30 +70,30 @@ def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
     )
 
 
-def notes(engine: str, method: str, facts: TargetFacts) -> list[str]:
-    """The refusal, where there is one."""
-    return [note for note in (refusal(engine, method, facts),) if note]
-
-
-def commands(engine: str, method: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
-    """The command line that serves the target with the drafter at `place`; none where the engine would refuse it."""
-    if refusal(engine, method, facts):
-        return []
+def serving(engine: str, method: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+    """The command line that serves the target with the drafter at `place`; a note where the engine would refuse it."""
+    note = refusal(engine, method, facts)
+    if note is not None:
+        return Serving([], [note])
     target, head = shlex.quote(facts.name), shlex.quote(str(place))
     revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
     if engine == "vllm":
         spec = json.dumps({"method": method, "model": str(place), "num_speculative_tokens": tokens})
-        return [f"vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"]
-    return [
-        f"python -m sglang.launch_server --model-path {target}{revision} --speculative-algorithm {method} "
-        f"--speculative-draft-model-path {head} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {tokens + 1}"
-    ]
+        return Serving([f"vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"])
+    return Serving(
+        [
+            f"python -m sglang.launch_server --model-path {target}{revision} --speculative-algorithm {method} "
+            f"--speculative-draft-model-path {head} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {tokens + 1}"
+        ]
+    )
 
 
-def eagle_repository(place: Path, facts: TargetFacts, *, eagle3: bool) -> list[str]:
+def eagle_repository(place: Path, facts: TargetFacts, *, eagle3: bool) -> Serving:
     """The line of Python with which SafeAILab/EAGLE loads a head."""
-    return [
-        f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={facts.name!r}, ea_model_path={str(place)!r})"
-        "  # python, eagle.model.ea_model"
-    ]
+    return Serving(
+        [
+            f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={facts.name!r}, "
+            f"ea_model_path={str(place)!r})  # python, eagle.model.ea_model"
+        ]
+    )

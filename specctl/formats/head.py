@@ -38,6 +38,14 @@ class Files:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """How a written directory is put to use: lines for a shell or for Python, and what people should know before."""
+
+    commands: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TargetFacts:
     """Facts of a target that a head has to fit.
 

@@ -11,7 +11,7 @@ from specctl.drafters.blueprint import guarded, located
 from specctl.drafters.lm_config import check_plain, configuration, stored
 from specctl.formats import engines
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, TargetFacts
+from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map")
 """Keys that are about the file, not about the model."""
@@ -48,12 +48,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("lm", stored(config), tensors)
 
 
-def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
-    """The command line of an engine; of `hf`, that of both which read it."""
-    engines_asked = METHODS if to == "hf" else (to,)
-    return [line for name in engines_asked for line in engines.commands(name, METHODS[name], place, facts, tokens)]
-
-
-def notes(to: str, facts: TargetFacts) -> list[str]:
-    """Nothing: every target is drafted for by a language model."""
-    return []
+def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+    """The command line of an engine; of `hf`, those of both which read it. They draft so for every target."""
+    found = [engines.serving(name, METHODS[name], place, facts, tokens) for name in (METHODS if to == "hf" else [to])]
+    return Serving([line for one in found for line in one.commands])

@@ -9,7 +9,7 @@ from typing import Any
 from specctl.errors import CheckpointError
 from specctl.formats import head_lists, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, TargetFacts
+from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
@@ -86,14 +86,10 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("hydra", head_lists.shape(facts, heads, layers) | prefix, fitted, tuple(notes))
 
 
-def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
-    """The line of Python of the repository."""
-    return [f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"]
-
-
-def notes(to: str, facts: TargetFacts) -> list[str]:
-    """The warning that it is for the repository alone."""
-    return [head_lists.NOT_SERVED]
+def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+    """The line of Python of the repository, which alone reads them."""
+    line = f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"
+    return Serving([line], [head_lists.NOT_SERVED])
 
 
 def _prefix_shape(facts: TargetFacts) -> dict[str, Any]:

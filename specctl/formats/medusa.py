@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specctl.formats import engines, head_lists, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, TargetFacts
+from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 TO_VLLM = {r"(\d+)\.0\.linear\.(.+)": r"blocks.\1.layers.0.\2", r"(\d+)\.1\.weight": r"lm_heads.\1.weight"}
 FROM_VLLM = {r"blocks\.(\d+)\.layers\.0\.(.+)": r"\1.0.linear.\2", r"lm_heads\.(\d+)\.weight": r"\1.1.weight"}
@@ -95,13 +95,9 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("medusa", head_lists.shape(facts, heads, 1), fitted, tuple(notes))
 
 
-def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
-    """vLLM's command line, or the line of Python of the repository."""
+def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+    """vLLM's command line, or the line of Python of the repository; and who still serves them."""
     if to == "vllm":
-        return engines.commands("vllm", "medusa", place, facts, tokens)
-    return [f"MedusaModel.from_pretrained({str(place)!r})  # python, medusa.model.medusa_model"]
-
-
-def notes(to: str, facts: TargetFacts) -> list[str]:
-    """Who still serves them."""
-    return [UNTIL_VLLM_33 if to == "vllm" else f"{head_lists.NOT_SERVED}; --to vllm is served"]
+        return Serving(engines.serving("vllm", "medusa", place, facts, tokens).commands, [UNTIL_VLLM_33])
+    line = f"MedusaModel.from_pretrained({str(place)!r})  # python, medusa.model.medusa_model"
+    return Serving([line], [f"{head_lists.NOT_SERVED}; --to vllm is served"])

@@ -14,7 +14,7 @@ from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from specctl.formats.foreign import Foreign
-    from specctl.formats.head import Files, Head, TargetFacts
+    from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,8 @@ class FormatModule(Protocol):
         """The files of a head for the reader `to`, drafting `tokens` a round. CheckpointError: it could not feed it."""
         ...
 
-    def commands(self, to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
-        """How the directory at `place` is put to use, on a command line or in Python; nothing where `to` refuses it."""
-        ...
-
-    def notes(self, to: str, facts: TargetFacts) -> list[str]:
-        """Sentences for people who are about to put a written directory to use."""
+    def serving(self, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+        """How the directory at `place` is put to use: no command, and the reason, where `to` refuses it."""
         ...
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specctl.formats import eagle3_raw, engines, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, TargetFacts
+from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
@@ -72,13 +72,10 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return eagle3_raw.read_parts(found.renamed(kept), {**layer, **flags}, taps, facts)
 
 
-def commands(to: str, place: Path, facts: TargetFacts, tokens: int) -> list[str]:
+def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """vLLM's command lines: the target with the head, and the head, which names its target."""
-    lines = engines.commands("vllm", "eagle3", place, facts, tokens)
+    found = engines.serving("vllm", "eagle3", place, facts, tokens)
     # vLLM refuses a verifier that is a local path when such a directory is served by itself.
-    return lines + [f"vllm serve {shlex.quote(str(place))}"] * bool(lines and not Path(facts.name).is_dir())
-
-
-def notes(to: str, facts: TargetFacts) -> list[str]:
-    """Whether vLLM, which reads this format, refuses heads for this target."""
-    return engines.notes("vllm", "eagle3", facts)
+    if found.commands and not Path(facts.name).is_dir():
+        found.commands.append(f"vllm serve {shlex.quote(str(place))}")
+    return found

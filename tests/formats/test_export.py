@@ -117,10 +117,9 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
 def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, family, architecture, refused):
     """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
     facts = replace(TargetFacts.of_target(target), architectures=[architecture])
-    form = registry.writer(family, to)
-    notes, commands = form.notes(to, facts), form.commands(to, Path("/out"), facts, 3)
-    assert any(architecture in note for note in notes) == refused
-    assert bool(commands) != refused
+    serving = registry.writer(family, to).serving(to, Path("/out"), facts, 3)
+    assert any(architecture in note for note in serving.notes) == refused
+    assert bool(serving.commands) != refused
 
 
 def test_an_export_for_a_refused_target(make, tmp_path, monkeypatch):

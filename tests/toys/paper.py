@@ -1,6 +1,6 @@
 """A format of its own file and row: what a directory of ours holds, under other names."""
 
-from specctl.formats.head import Files, Head
+from specctl.formats.head import Files, Head, Serving
 
 
 def claims(found):
@@ -19,9 +19,5 @@ def write(head, facts, tokens, to):
     return Files({"paper": kept, "to": to, "tokens": tokens}, tensors)
 
 
-def commands(to, place, facts, tokens):
-    return [f"{to} {place} {facts.name} {tokens}"]
-
-
-def notes(to, facts):
-    return [f"{to} is made of paper"]
+def serving(to, place, facts, tokens):
+    return Serving([f"{to} {place} {facts.name} {tokens}"], [f"{to} is made of paper"])
