@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import index
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +14,11 @@ import torch
 
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.ranks import ALONE, Group
+from specctl.adaptation.stream_learner import Lesson, StreamLearner, new_buffer
 from specctl.adaptation.updates import formulas, holdout
-from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.updates.registry import feedback, make_learner
-from specctl.adaptation.updates.watchdog import Acceptance, Ruling, Watchdog
+from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
@@ -38,28 +37,7 @@ from specctl.training.trainees import FeatureTrainee, make_trainee
 NOTHING = Corpus([], [], "", [])
 
 
-@dataclass(frozen=True)
-class Lesson:
-    """The result of a chunk: the watchdog's ruling on the update before, the new update, and what both cost."""
-
-    ruling: Ruling
-    outcome: UpdateOutcome
-    texts: int  # learnt from
-    tokens: int  # of their responses
-    dropped: int  # texts that the buffer had no room for, so far
-    rates: tuple[float, ...]  # η of the members afterwards
-    learn_s: float
-    swap_s: float = 0.0  # making a drafter of the new weights
-    behind: int = 0  # chunks that were answered and not learnt from yet
-
-
-def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
-    """An empty one, as large as the recipe allows."""
-    options = recipe.buffer
-    return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
-
-
-class OnlineDrafter:
+class OnlineDrafter(StreamLearner):
     """One drafter along one stream.
 
     Attributes:
@@ -143,29 +121,9 @@ class OnlineDrafter:
         """A drafter of the weights w [P]."""
         return self.trainee.drafter(self.objective.state(w), self.recipe.drafting)
 
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """While answers are to leave no trace: nothing is learnt from them, and no text makes room for theirs."""
-        kept, self.buffer = self.buffer, self._new_buffer()
-        try:
-            yield
-        finally:
-            self.buffer = kept
-
     def drafting(self, labels: list[Label]) -> dict[str, Any]:
         """Options of `decode` for texts of these labels."""
         return {"drafter": self.drafter, "on_round": self.buffer.observe, "labels": labels}
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """While it is this pupil's turn to draft."""
-        yield
-
-    def finish(self) -> None:
-        """The stream has ended."""
-
-    def close(self) -> None:
-        """Free what it holds besides memory."""
 
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Learn from the chunk that was just answered, and play the new weights from now on."""

@@ -30,7 +30,8 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from specctl.adaptation import ranks, worker
-from specctl.adaptation.online_drafter import Lesson, OnlineDrafter
+from specctl.adaptation.online_drafter import OnlineDrafter
+from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Ready, State, WorkerPlace

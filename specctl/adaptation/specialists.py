@@ -18,7 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from specctl import progress
-from specctl.adaptation.online_drafter import Lesson, OnlineDrafter, new_buffer
+from specctl.adaptation.buffer import ReplayBuffer
+from specctl.adaptation.online_drafter import OnlineDrafter
+from specctl.adaptation.stream_learner import Lesson, StreamLearner, new_buffer
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.protocols import Drafter
@@ -37,7 +39,7 @@ from specctl.training.checkpoint import prefixed, under
 from specctl.training.feature_files import Features
 
 
-class Specialists:
+class Specialists(StreamLearner):
     """The pupils of a pool under one selection policy; drafters of families that do not learn are arms, too.
 
     Attributes:
@@ -60,7 +62,8 @@ class Specialists:
             else:
                 self.fixed[name] = pool.load_drafter(path, target, recipe.drafting)
         taps = {tap for drafter in self._drafters().values() for tap in drafter.taps}
-        self.buffer = new_buffer(recipe, target, tuple(sorted(taps)))
+        self._taps = tuple(sorted(taps))
+        self.buffer = self._new_buffer()
         self.learns = recipe.rule_of(algo).algo != "static"
         self.chunks = 0
         self.lessons: dict[str, Lesson] = {}
@@ -80,8 +83,11 @@ class Specialists:
             pupil.retarget(target)
         paths = {name: path for path, name in named([str(path) for path in pool.find_pool(self._pool)]).items()}
         self.fixed = {name: pool.load_drafter(paths[name], target, self.recipe.drafting) for name in self.fixed}
-        self.buffer = new_buffer(self.recipe, target, self.buffer.taps)
+        self.buffer = self._new_buffer()
         self._selector = self._select()
+
+    def _new_buffer(self) -> ReplayBuffer:
+        return new_buffer(self.recipe, self.target, self._taps)
 
     def _drafters(self) -> dict[str, Drafter]:
         return {name: pupil.drafter for name, pupil in self.pupils.items()} | self.fixed
@@ -115,11 +121,10 @@ class Specialists:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """While answers are to leave no trace; between two chunks, when there is nothing to be counted yet."""
-        kept, self.buffer = self.buffer, new_buffer(self.recipe, self.target, self.buffer.taps)
         try:
-            yield
+            with super().rehearsing():
+                yield
         finally:
-            self.buffer = kept
             for counts in (self.rounds, self._won, self._accepted, self._verified):
                 counts.clear()
             self._selector = self._select()
@@ -198,16 +203,6 @@ class Specialists:
             own = checkpoint.read_info(pupil.start)
             pupil.save(directory / name, {**info, "domain": own.get("domain", []), "mat": {}})
         return directory
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        yield
-
-    def finish(self) -> None:
-        """The stream has ended."""
-
-    def close(self) -> None:
-        """Nothing runs elsewhere."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(what JSON can say, tensors): all that `restore` needs, between two chunks."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specctl.adaptation.buffer import ID_BYTES, BufferedText, ReplayBuffer
-from specctl.adaptation.online_drafter import Lesson, OnlineDrafter
+from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.ranks import ALONE, Ranks
+from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.target import load_target
 from specctl.recipe import OnlineRecipe

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from specctl import progress
 from specctl.adaptation.draft_length import AutoLength
-from specctl.adaptation.online_drafter import Lesson, OnlineDrafter
+from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.remote import RemoteOnlineDrafter
 from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import Arrival
+from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
 from specctl.decoding.protocols import Drafter
@@ -74,9 +75,6 @@ class ChunkRow:
     untrained_mat: dict[str, float | None] = field(default_factory=dict)
 
 
-Learner = OnlineDrafter | Specialists
-
-
 def static_name(recipe: OnlineRecipe, algo: str) -> str:
     """The contender that is what learns by `algo`, without learning."""
     return STATIC if len(recipe.families) < 2 else f"{STATIC}-{recipe.family_of(algo)}"
@@ -90,7 +88,7 @@ class OnlineContenders:
         self.recipe, self.target, self.seed = recipe, target, seed
         self.chunks = self._turns = 0
         kind = Specialists if recipe.pool else RemoteOnlineDrafter if recipe.asynchronous else OnlineDrafter
-        self.pupils: dict[str, Learner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
+        self.pupils: dict[str, StreamLearner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
         static = STATIC in recipe.baselines
         self.fixed = self._load_fixed() if static and not recipe.pool else {}
         self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
@@ -104,7 +102,7 @@ class OnlineContenders:
         self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
         self._warm = False  # in this process
 
-    def _learners(self) -> list[Learner]:
+    def _learners(self) -> list[StreamLearner]:
         """The pupils, and a pool that stays as it is."""
         return [*self.pupils.values(), *([self.fixed_pool] if self.fixed_pool else [])]
 
@@ -154,7 +152,7 @@ class OnlineContenders:
 
         return answer
 
-    def _answers(self, name: str, pupil: Learner) -> Contender:
+    def _answers(self, name: str, pupil: StreamLearner) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
             with pupil.awake():
                 options = pupil.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
