@@ -21,6 +21,7 @@ from specctl.measuring.online_journal import Journal
 from specctl.measuring.online_rows import DomainRow, LearnerRow, Passes, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
 from specctl.recipe import OnlineRecipe, ReasonRecipe
+from specctl.recipe.stream import counted
 from specctl.runs import Run
 
 OWN = (
@@ -108,7 +109,7 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
     try:
         if mark.stage is not None:
             with journal.restoring():
-                name, known = mark.stage["target"], {part.rpartition(":")[0] for part in recipe.target_schedule}
+                name, known = mark.stage["target"], {name for name, _ in counted(recipe.target_schedule)}
                 if known and name not in known:  # nothing is loaded because a state says so
                     raise ValueError(f"target {name!r:.100} is none of target_schedule")
                 _use_target(recipe, stage, name)

@@ -13,7 +13,7 @@ from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_famil
 from specctl.recipe.lookahead import REASONING, LookaheadRecipe
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.recipe.stream import LearningRecipe
+from specctl.recipe.stream import LearningRecipe, counted
 
 
 class BufferRecipe(Section):
@@ -89,10 +89,7 @@ class OnlineRecipe(LearningRecipe):
     @field_validator("target_schedule")
     @classmethod
     def _counts(cls, schedule: list[str]) -> list[str]:
-        for part in schedule:
-            name, _, count = part.rpartition(":")
-            if not name or not count.isdecimal() or int(count) == 0:
-                raise ValueError(f"{part!r} is no part of a schedule such as ./step-100:400,./step-200:400")
+        counted(schedule, "./step-100:400,./step-200:400")
         return schedule
 
     @model_validator(mode="after")
@@ -140,12 +137,12 @@ class OnlineRecipe(LearningRecipe):
 
     def target_at(self, prompts: int) -> str:
         """The target that answers the prompt behind so many."""
-        for part in self.target_schedule:
-            name, _, count = part.rpartition(":")
-            prompts -= int(count)
-            if prompts < 0:
+        parts = counted(self.target_schedule) or [(self.target.name, 0)]
+        for name, count in parts:
+            if prompts < count:
                 return name
-        return self.target_schedule[-1].rpartition(":")[0] if self.target_schedule else self.target.name
+            prompts -= count
+        return parts[-1][0]
 
     def family_of(self, algo: str) -> str:
         """Family of the drafter that learns by `algo`."""

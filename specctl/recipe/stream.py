@@ -23,6 +23,18 @@ from specctl.recipe.train import CheckpointRecipe
 Kind = Literal["abrupt", "mix", "drift"]
 
 
+def counted(schedule: list[str], example: str = "") -> list[tuple[str, int]]:
+    """`["sql:400", "math:400"]` as (name, prompts). ValueError for a part that is none of a schedule, such as
+    `example`."""
+    found = []
+    for part in schedule:
+        name, _, count = part.rpartition(":")
+        if not name or not count.isdecimal() or int(count) == 0:
+            raise ValueError(f"{part!r} is no part of a schedule such as {example}")
+        found.append((name, int(count)))
+    return found
+
+
 class StreamRecipe(Section):
     """The order of the prompts, and how many prompts are answered between two updates."""
 
@@ -38,16 +50,13 @@ class StreamRecipe(Section):
     @field_validator("schedule")
     @classmethod
     def _counts(cls, schedule: list[str]) -> list[str]:
-        for part in schedule:
-            domain, _, count = part.rpartition(":")
-            if not domain or not count.isdecimal() or int(count) == 0:
-                raise ValueError(f"{part!r} is no part of a schedule such as sql:400,math:400,code:400")
+        counted(schedule, "sql:400,math:400,code:400")
         return schedule
 
     @property
     def segments(self) -> list[tuple[str, int]]:
         """The schedule as (domain, prompts); a domain that comes twice goes on where it stopped."""
-        return [(domain, int(count)) for domain, _, count in (part.rpartition(":") for part in self.schedule)]
+        return counted(self.schedule)
 
     def chunk_of(self, family: str) -> int:
         """Prompts in a chunk for a drafter of this family."""
