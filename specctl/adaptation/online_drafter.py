@@ -184,11 +184,11 @@ class OnlineDrafter:
         fresh, older = self._texts()
         now, judges = holdout.split(fresh, self.rule.holdout)
         learnt = [*older, *now]
-        held = [text for one in judges for text in self._batches([one])]
+        held = [text for judge in judges for text in self._batches([judge])]
         ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, held)
         if outcome.status in ("rested", "static"):
             learnt, judges = [], []
-        self._judges = [one.index for one in judges]
+        self._judges = [judge.index for judge in judges]
         if not self.recipe.buffer.replay:
             self.buffer.keep(self._judges)
         self.chunks += 1
@@ -206,11 +206,11 @@ class OnlineDrafter:
     def _texts(self) -> tuple[list[Example], list[Example]]:
         """The chunk's own, and those of earlier ones to learn from: the judges of the chunk before, which nothing was
         learnt from yet, and some that the recipe replays."""
-        found = self.buffer.examples(feedback(self.rule.algo))
-        fresh = [example for example in found if example.index >= self._seen]
-        judges = [example for example in found if example.index in self._judges]
-        rest = [example for example in found if example.index < self._seen and example.index not in self._judges]
-        self._seen = 1 + max((example.index for example in found), default=self._seen - 1)
+        texts = self.buffer.examples(feedback(self.rule.algo))
+        fresh = [example for example in texts if example.index >= self._seen]
+        judges = [example for example in texts if example.index in self._judges]
+        rest = [example for example in texts if example.index < self._seen and example.index not in self._judges]
+        self._seen = 1 + max((example.index for example in texts), default=self._seen - 1)
         count = min(len(rest), round(self.recipe.buffer.replay * len(fresh)))
         return fresh, judges + random.Random(seed_of(self.seed, self.chunks)).sample(rest, count)
 

@@ -123,7 +123,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self._hand_over(acceptance)
         fresh, self._fresh = self._fresh, []
         lesson = Lesson("keep", UpdateOutcome("pending"), 0, 0, 0, (), 0.0) if self._last is None else self._last.lesson
-        if any(one.ruling == "rollback" for one in fresh):
+        if any(earlier.ruling == "rollback" for earlier in fresh):
             lesson = replace(lesson, ruling="rollback")
         elif not fresh:  # what was said of it a chunk ago happened once
             lesson = replace(lesson, ruling="keep", outcome=replace(lesson.outcome, status="pending"))
@@ -148,8 +148,8 @@ class RemoteOnlineDrafter(OnlineDrafter):
         """Send all chunks that wait to a learner that has nothing to do."""
         if self._waiting and not self._sent:
             self._sent, self._waiting = self._waiting, []
-            for one in self._sent:
-                one.share()
+            for chunk in self._sent:
+                chunk.share()
             self._inbox.put(self._sent)
 
     def _make_room(self) -> None:
@@ -157,7 +157,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
 
         What was sent is the learner's, and cannot be taken back: at most as much again, behind a resumption twice.
         """
-        while self._waiting and self.buffer.bytes + sum(one.bytes for one in self._waiting) > self.buffer.max_bytes:
+        while self._waiting and self.buffer.bytes + sum(chunk.bytes for chunk in self._waiting) > self.buffer.max_bytes:
             self.buffer.dropped += len(self._waiting.pop(0).texts)
             if not self._warned:
                 self._warned = True
@@ -196,13 +196,13 @@ class RemoteOnlineDrafter(OnlineDrafter):
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The learner's behind the last chunk that it is known to have learnt from, and the chunks that wait for it."""
         facts, tensors = self._known
-        waiting = [one.state() for one in [*self._sent, *self._waiting]]
+        waiting = [chunk.state() for chunk in [*self._sent, *self._waiting]]
         for place, (_, features) in enumerate(waiting):
             tensors = tensors | {f"waiting{place}.{name}": value for name, value in features.items()}
         # Texts are numbered here: a number that comes twice would replace a text that the learner replays.
         numbered = facts["buffer"] | {"next": self.buffer.state()[0]["next"]}
-        own = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}
-        return facts | {"buffer": numbered} | own, tensors
+        unlearnt = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}
+        return facts | {"buffer": numbered} | unlearnt, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().restore(facts, tensors)
@@ -210,8 +210,8 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self.buffer.dropped = facts.get("dropped_here", 0)  # a pupil that learns here has no such thing
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
         self._inbox.put((facts, Parcel.of(self._known[1])))
-        for place, one in enumerate(facts.get("waiting", [])):
-            self._waiting.append(Chunk.restored(one, under(f"waiting{place}.", tensors)))
+        for place, chunk in enumerate(facts.get("waiting", [])):
+            self._waiting.append(Chunk.restored(chunk, under(f"waiting{place}.", tensors)))
         self._send()
 
     def _take(self) -> None:

@@ -67,20 +67,22 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     if recipe.output_dir:
         plan.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
-    data = {path: found for one in first for path, found in distil_first(one).items()}
+    data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
     ranks.check(recipe.learner_device)
     if recipe.reasons and recipe.reasoning.draft is not None:
         check_within_reach(recipe.reasoning.draft)  # before the target takes its time
     with library_output():
-        for one in first:
-            progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
+        for training in first:
+            progress.log(
+                f"no drafter in {training.output}: warming one up on {training.distill.responses} responses first"
+            )
         try:
             for missing in data.values():
                 api.execute("distill", missing)
-            for one in first:
-                api.execute("train-drafter", one)
+            for training in first:
+                api.execute("train-drafter", training)
         except Interrupted as stop:
             place = recipe.output_dir or "DIR"
             raise Interrupted(
@@ -147,17 +149,17 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
     """The plan of `online`, in words."""
     from specctl.cli import plan
 
-    found = [plan.check_target(recipe.target)]
-    found += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
-    found += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
+    plans = [plan.check_target(recipe.target)]
+    plans += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
+    plans += [f"train a drafter of family {training.arch} on them into {training.output}" for training in first]
     if recipe.reasons:
-        return [*found, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
+        return [*plans, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
         several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"
         where = several if len(devices) > 1 else "a process of its own learns"
     return [
-        *found,
+        *plans,
         f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}",
         f"{where} after every {recipe.chunk} prompts: "
@@ -181,12 +183,12 @@ def show(document: dict[str, Any]) -> Any:
     parts = [table(*columns.values(), rows=[[_shown(name, marked(row, name)) for name in columns] for row in rows])]
     domains = list(dict.fromkeys(row["domain"] for row in document["per_domain"]))
     if len(domains) > 1:
-        found = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
+        mats = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
         parts.append(
             table(
                 "mat in",
                 *domains,
-                rows=[[row["algo"], *(found.get((row["algo"], domain)) for domain in domains)] for row in rows],
+                rows=[[row["algo"], *(mats.get((row["algo"], domain)) for domain in domains)] for row in rows],
             )
         )
     return Group(

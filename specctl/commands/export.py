@@ -49,15 +49,15 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     """
     if recipe.drafter is None:
         raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
-    found = pool.whole(pool.known(recipe.drafter))
-    pool.sound(found)
-    head = Head(found.config["family"], found.config["architecture"], found.tensors)
+    drafter = pool.whole(pool.known(recipe.drafter))
+    pool.sound(drafter)
+    head = Head(drafter.config["family"], drafter.config["architecture"], drafter.tensors)
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None
     # The revision is the drafter's own, too, unless one is named.
     options = {"revision": wanted.revision} if wanted.revision else {}
     facts = TargetFacts.of_identity(
-        found.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
+        drafter.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
     )
     if run is not None:
         run.target = facts.name
@@ -68,7 +68,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     commands = registry.commands(recipe.to, head.family, place, facts, tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
-        record = {"drafter": str(recipe.drafter.absolute()), "to": recipe.to, "target": found.config["target"]}
+        record = {"drafter": str(recipe.drafter.absolute()), "to": recipe.to, "target": drafter.config["target"]}
         atomic_write(draft / RECORD, to_json(record | {"commands": commands}, indent=2) + "\n")
         difference = (
             roundtrip.check(head, read_back(draft, recipe.to, head, facts), recipe.tokens) if recipe.check else None

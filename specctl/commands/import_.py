@@ -53,12 +53,12 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     if recipe.head is None:
         raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
     checkpoint.check_free(recipe.output.absolute(), recipe.overwrite)
-    found = foreign.read(recipe.head)
-    name = registry.detect(found) if recipe.format == "auto" else recipe.format
+    tensors = foreign.read(recipe.head)
+    name = registry.detect(tensors) if recipe.format == "auto" else recipe.format
     target = target or load_target(**recipe.target.loading)
     if run is not None:
         run.annotate(target=target.identity)
-    head = registry.READERS[name].read(found, TargetFacts.of_target(target))
+    head = registry.READERS[name].read(tensors, TargetFacts.of_target(target))
     for note in head.notes:
         progress.warn(f"{recipe.head}: {note}")
     with located(recipe.head):
@@ -98,4 +98,4 @@ def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> 
             f"{recipe.head}: {rate or 0:.1%} of what it drafts is accepted: wrong layer ids, d2t or RoPE are the usual "
             f"reasons, or it was trained for another target than {target.name}"
         )
-    return HeadProbe(len(texts), sum(len(one.output_ids) for one in decoded), metrics.mat(decoded), rate)
+    return HeadProbe(len(texts), sum(len(text.output_ids) for text in decoded), metrics.mat(decoded), rate)

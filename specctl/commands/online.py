@@ -122,8 +122,8 @@ def _pass(recipe: OnlineRecipe, run: Run, target: Target, seed: int, stream: Pro
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:
-                own = [record.decoded for record in records if record.drafter == shown]
-                bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(own))
+                shown_texts = [record.decoded for record in records if record.drafter == shown]
+                bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(shown_texts))
 
             for chunk in stream.chunks():
                 _use_target(recipe, stage, recipe.target_at(answered), f"from prompt {answered + 1} on ")

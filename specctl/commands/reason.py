@@ -119,9 +119,9 @@ def _pass(
     stream: PromptStream,
 ) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
-    own = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
-    inside = pool.load_drafter(own.drafter, target, recipe.drafting) if own.drafter else None
-    reasoning = Reasoning(target, draft, own, recipe.modes, judge=judge, drafter=inside)
+    options = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
+    inside = pool.load_drafter(options.drafter, target, recipe.drafting) if options.drafter else None
+    reasoning = Reasoning(target, draft, options, recipe.modes, judge=judge, drafter=inside)
     mark = journal.mark
     if mark.stage is not None:
         with journal.restoring():
@@ -140,8 +140,8 @@ def _pass(
                 if lesson.refused:
                     progress.warn(f"{mode}: chunk {record.chunk} taught what is not finite; it is as it was before")
             with journal.writing():
-                for one in rows:
-                    journal.run.metrics(**{key: getattr(one, key) for key in SHOWN})
+                for chunk_row in rows:
+                    journal.run.metrics(**{key: getattr(chunk_row, key) for key in SHOWN})
             tensors = _flat(reasoning.state())
             number, passed = journal.mark.number + 1, journal.mark.passed
             here = Mark(number, passed, stream.position(), {"chunks": reasoning.chunks})
@@ -153,16 +153,16 @@ def _pass(
 
 def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """`Reasoning.state` for a checkpoint: in the memory of the host, until it is written."""
-    return {f"{mode}.{name}": value.cpu() for mode, own in state.items() for name, value in own.items()}
+    return {f"{mode}.{name}": value.cpu() for mode, learner in state.items() for name, value in learner.items()}
 
 
 def _by_mode(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """A checkpoint's tensors as `Reasoning.restore` wants them."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_mode: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        mode, _, own = name.partition(".")
-        found.setdefault(mode, {})[own] = tensor
-    return found
+        mode, _, key = name.partition(".")
+        by_mode.setdefault(mode, {})[key] = tensor
+    return by_mode
 
 
 def _counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
@@ -198,16 +198,16 @@ def _result(recipe: OnlineRecipe, journal: ReasoningJournal) -> ReasoningResult:
         return [trace for seed in seeds for trace in traces.get((mode, seed), [])]
 
     def rated(mode: ReasoningMode, seeds: Sequence[int]) -> ModeRow:
-        learning_s = sum(one.learning_s for one in chunks if one.mode == mode and one.seed in seeds)
+        learning_s = sum(chunk.learning_s for chunk in chunks if chunk.mode == mode and chunk.seed in seeds)
         alone = over("target", seeds) if "target" in modes else None
         return row(mode, over(mode, seeds), alone, learning_s)
 
     learners = [mode for mode in modes if mode in LEARNING]
     pairs = [(mode, than) for mode in learners for than in modes if than == "lr" or (than, mode) == tuple(LEARNING)]
     judged: dict[str, Counter[str]] = {}
-    for one in chunks:
-        if one.judge:
-            judged.setdefault(one.mode, Counter()).update(one.judge)
+    for chunk in chunks:
+        if chunk.judge:
+            judged.setdefault(chunk.mode, Counter()).update(chunk.judge)
     rows = [rated(mode, recipe.seeds) for mode in modes]
     return ReasoningResult(
         algo=recipe.algo[0],
@@ -220,7 +220,7 @@ def _result(recipe: OnlineRecipe, journal: ReasoningJournal) -> ReasoningResult:
             Difference(mode, than, acceptance_difference(over(mode, recipe.seeds), over(than, recipe.seeds)))
             for mode, than in pairs
         ],
-        per_chunk=[one for one in chunks if one.seed == recipe.seeds[0]],
+        per_chunk=[chunk for chunk in chunks if chunk.seed == recipe.seeds[0]],
         per_seed=[_seed_row(rated(mode, [seed]), seed) for seed in recipe.seeds for mode in modes],
         judges={mode: dict(counts) for mode, counts in judged.items()},
         drafters={mode: str(journal.place(mode, recipe.seeds[0])) for mode in learners},

@@ -106,11 +106,11 @@ class Passes:
     def row(self, name: str) -> LearnerRow:
         """The row of a contender."""
         mine, kind = self.by_name[name], self._kind(name)
-        own = [chunk for chunk in self.chunks if chunk.algo == name]
+        chunks = [chunk for chunk in self.chunks if chunk.algo == name]
         family = self.recipe.family_of(name) if kind == "learner" and not self.recipe.pool else None
         static = self.static_of(name)
         decoded = [record.decoded for record in mine]
-        decode_s, learn_s = sum(one.decode_s for one in decoded), sum(self.learn_s[name].values())
+        decode_s, learn_s = sum(text.decode_s for text in decoded), sum(self.learn_s[name].values())
         gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, net=True)
         mat = self._mats(name)
         last = max((unit_of(record) for record in mine), default=0)
@@ -124,9 +124,9 @@ class Passes:
             tokens_per_s=metrics.tokens_per_s(decoded),
             learn_s=learn_s,
             learn_share=ratio(learn_s, decode_s + learn_s),
-            rollbacks=sum(chunk.ruling == "rollback" for chunk in own),
-            refused=sum(chunk.status == "refused" for chunk in own),
-            dropped=sum(max((c.dropped for c in own if c.seed == seed), default=0) for seed in self.recipe.seeds),
+            rollbacks=sum(chunk.ruling == "rollback" for chunk in chunks),
+            refused=sum(chunk.status == "refused" for chunk in chunks),
+            dropped=sum(max((c.dropped for c in chunks if c.seed == seed), default=0) for seed in self.recipe.seeds),
             unusable=metrics.unusable(*gross, mat[0]) or metrics.unusable(*net, mat[0]),
             **_fields(
                 mat=mat,
@@ -149,7 +149,7 @@ class Passes:
         """The row of a learner on one pass."""
         alone = Passes(
             self.recipe,
-            [record for found in self.by_name.values() for record in found if record.seed == seed],
+            [record for records in self.by_name.values() for record in records if record.seed == seed],
             [chunk for chunk in self.chunks if chunk.seed == seed],
         ).row(name)
         return SeedRow(name, seed, alone.mat, alone.mat_over_static, alone.mat_last, alone.over_static_with_training)
@@ -205,7 +205,7 @@ def _quotient(parts: Sequence[dict[Unit, float]]) -> Figure:
 
     def statistic(counts: Floats) -> Floats:
         sums = values @ counts.T  # [parts, resamples]
-        found: Floats = sums[::2].prod(0) / sums[1::2].prod(0)
-        return found
+        ratios: Floats = sums[::2].prod(0) / sums[1::2].prod(0)
+        return ratios
 
     return float(statistic(np.ones((1, len(units))))[0]), metrics.bootstrap(statistic, len(units))

@@ -117,9 +117,9 @@ def acceptance_difference(ours: Sequence[ReasoningTrace], theirs: Sequence[Reaso
     counts = [([t.accepted for t in traces], [t.accepted + t.rejected for t in traces]) for traces in (ours, theirs)]
     if not all(sum(judged) for _, judged in counts):
         return Rate(None, None)
-    one, other = (ratio_of_sums(prompts, accepted, judged) for accepted, judged in counts)
+    first, other = (ratio_of_sums(prompts, accepted, judged) for accepted, judged in counts)
     mine, others = (sum(accepted) / sum(judged) for accepted, judged in counts)
-    return Rate(mine - others, bootstrap(lambda drawn: one(drawn) - other(drawn), len(set(prompts))))
+    return Rate(mine - others, bootstrap(lambda drawn: first(drawn) - other(drawn), len(set(prompts))))
 
 
 def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] | None) -> list[bool | None]:
@@ -132,7 +132,7 @@ def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] 
 
 def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Rate:
     """Share of those told True among those that are told."""
-    return _rate(traces, [bool(one) for one in told], [one is not None for one in told])
+    return _rate(traces, [bool(verdict) for verdict in told], [verdict is not None for verdict in told])
 
 
 def _rate(traces: Sequence[ReasoningTrace], tops: Sequence[float], bottoms: Sequence[float]) -> Rate:

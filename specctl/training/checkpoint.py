@@ -117,14 +117,14 @@ def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
 
     Raises CheckpointError when there are checkpoints and none is whole: starting again silently would lose work.
     """
-    found = _found(root)
-    for path in found:
+    checkpoints = _found(root)
+    for path in checkpoints:
         try:
             _verify(path)
             return path, _state(path / STATE, kind)
         except _Damaged as damage:
             warn(f"checkpoint {path} is damaged ({damage}); trying the one before it")
-    if found:
+    if checkpoints:
         raise CheckpointError(f"no checkpoint in {root} is whole", "start again with --overwrite")
     return None
 
@@ -138,10 +138,10 @@ def load(engine: Any, path: Path) -> None:
         with _data_only(engine):
             loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is not None:
-            for group, own in zip(_groups(engine), options, strict=True):  # they are the recipe's, not the file's
+            for group, settings in zip(_groups(engine), options, strict=True):  # they are the recipe's, not the file's
                 params = group["params"]
                 group.clear()
-                group.update(own, params=params)
+                group.update(settings, params=params)
             _check(engine, buffers)
     except (SpecctlError, torch.OutOfMemoryError):
         raise

@@ -158,7 +158,9 @@ class FeatureFiles:
         """Write a shard aside and rename it. SpecctlError when the disk refuses."""
         path = self._path(number)
         draft = path.with_name(f".{path.name}.tmp")  # under the lock: the leftover of a kill is written over
-        tensors = {f"{i}.{name}": tensor.cpu() for i, one in examples.items() for name, tensor in vars(one).items()}
+        tensors = {
+            f"{i}.{name}": tensor.cpu() for i, features in examples.items() for name, tensor in vars(features).items()
+        }
         try:
             save_file(tensors, draft, metadata={"key": self.key, "sha256": _digest(tensors)})
             with open(draft, "rb") as file:

@@ -103,8 +103,8 @@ class FeatureStore:
         fresh = {
             e.index: f for group in self._groups(unknown) for e, f in zip(group, self._compute(group), strict=True)
         }
-        found = (fresh[e.index] if e.index in fresh else self.kept[e.index] for e in examples)
-        return [_moved(features, self.target.device) for features in found]
+        asked = (fresh[e.index] if e.index in fresh else self.kept[e.index] for e in examples)
+        return [_moved(features, self.target.device) for features in asked]
 
     def _run(self, groups: list[list[Example]], bar: Progress) -> dict[int, Features]:
         """Features of all groups, in the memory of the host."""

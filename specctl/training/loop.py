@@ -129,9 +129,9 @@ class Trainer:
 
     def start(self) -> None:
         """Continue from the newest checkpoint where asked, and compute the features that are kept."""
-        found = checkpoint.newest(self.checkpoints, Progressed) if self.recipe.resume else None
-        if found is not None:
-            path, there = found
+        newest = checkpoint.newest(self.checkpoints, Progressed) if self.recipe.resume else None
+        if newest is not None:
+            path, there = newest
             check_same(self.recipe, path, there, self.at)
             checkpoint.load(self.engine, path)
             self.at = replace(there, made_of=self.at.made_of)
@@ -142,7 +142,7 @@ class Trainer:
         if store is not None and self.at.step < self.schedule.steps:
             homes = columns(rows(self.corpus.train, self.world, self.work))
             store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
-        if found is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
+        if newest is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
             checkpoint.discard(self.checkpoints)
         dist.barrier()
 

@@ -78,11 +78,11 @@ class Objective:
 
     def state(self, w: Tensor) -> dict[str, Tensor]:
         """The module's state dict with the parameters w [P]; a tied weight has several names there, and one in w."""
-        found = self.parameters(w)
+        parameters = self.parameters(w)
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
-        own = {alias: found[names[parameter]] for alias, parameter in every if names[parameter] in found}
-        return self.module.state_dict() | own
+        aliases = {alias: parameters[names[parameter]] for alias, parameter in every if names[parameter] in parameters}
+        return self.module.state_dict() | aliases
 
     def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """`gradient` at every w [P], of a batch that is prepared; dropout masks are the same for all."""
@@ -121,8 +121,8 @@ class Objective:
         for batch in map(self.prepare, chunk):
             if batch is None:
                 continue
-            found = [torch.stack(self._sums(one, batch, stacked)).double() for one in several]
-            sums += torch.stack(found, -1).view_as(sums).cpu()
+            parts = [torch.stack(self._sums(parameters, batch, stacked)).double() for parameters in several]
+            sums += torch.stack(parts, -1).view_as(sums).cpu()
         sums = self._group.sum(sums)
         return sums[0] / sums[1]
 

@@ -111,8 +111,9 @@ class Watchdog:
         """
         if self._rest and not fell(self._before, acceptance, self._options.tolerance):
             self._rest -= 1
-            known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
-            self._before = min(known, key=lambda one: one.rate, default=acceptance)
+            # Without drafts there is no rate.
+            known = [measured for measured in (self._before, acceptance) if measured.verified]
+            self._before = min(known, key=lambda measured: measured.rate, default=acceptance)
             return "keep", UpdateOutcome("rested")
         whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))

@@ -111,7 +111,7 @@ def weight_bytes(model) -> int:
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
     """Every drafter at every draft length and batch, after plain decoding and `transformers` on the same prompts."""
-    found: list[DecodingRow] = []
+    rows: list[DecodingRow] = []
     theirs = None
     if recipe.shape is None:
         generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
@@ -131,11 +131,11 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             rate = _rate(decoded, batch)
             vanilla.setdefault(batch, rate)
             alone = rate if batch == 1 else alone
-            tokens = sum(one.decoded_tokens for one in decoded)
+            tokens = sum(text.decoded_tokens for text in decoded)
             seconds = _seconds(decoded, batch, prefill=True)
-            mat = tokens / max(1, sum(one.target_passes for one in decoded))
+            mat = tokens / max(1, sum(text.target_passes for text in decoded))
             speedup = None if drafter is None else rate / vanilla[batch]
-            found.append(
+            rows.append(
                 DecodingRow(
                     drafter=Path(name).name,
                     batch=batch,
@@ -147,12 +147,12 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
                     speedup=speedup,
                     of_batch_1=None if alone is None else rate / alone,
                     speedup_transformers=None if theirs is None else rate / theirs,
-                    graphs=any(one.replays for one in decoded),
+                    graphs=any(text.replays for text in decoded),
                     unusable=unusable(speedup, None, mat),
                 )
             )
             bar.update(1)
-    return found
+    return rows
 
 
 def _of_length(nodes: int) -> dict[str, int]:
@@ -178,10 +178,10 @@ def _decode(
 
 def _rate(decoded: list[Decoded], batch: int | None = None) -> float:
     """Tokens a second of the decode phase."""
-    return sum(one.decoded_tokens for one in decoded) / max(_seconds(decoded, batch, prefill=False), 1e-9)
+    return sum(text.decoded_tokens for text in decoded) / max(_seconds(decoded, batch, prefill=False), 1e-9)
 
 
 def _seconds(decoded: list[Decoded], batch: int | None, prefill: bool) -> float:
     """Wall-clock of one call for all texts (`batch`), or of a call for each."""
     parts = decoded[:1] if batch is not None else decoded
-    return sum(one.decode_s + (one.prefill_s if prefill else 0.0) for one in parts)
+    return sum(text.decode_s + (text.prefill_s if prefill else 0.0) for text in parts)
