@@ -190,7 +190,7 @@ class ReplayBuffer(FeatureStore):
         is, the first time, every text with `feedback="rerun"`."""
         fresh = [example for example in examples if example.index in self.texts and example.index not in self.kept]
         for group in self._groups(fresh):
-            for example, features in zip(group, self._compute(group), strict=True):
+            for example, features in zip(group, self.compute(group), strict=True):
                 self.kept[example.index] = self._stored(features)
         return super().get(examples)
 

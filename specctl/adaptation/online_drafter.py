@@ -184,8 +184,8 @@ class OnlineDrafter:
         fresh, older = self._texts()
         now, judges = holdout.split(fresh, self.rule.holdout)
         learnt = [*older, *now]
-        held = [text for judge in judges for text in self._batches([judge])]
-        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, held)
+        held = [text for judge in judges for text in self.batches([judge])]
+        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self.batches(learnt), acceptance, held)
         if outcome.status in ("rested", "static"):
             learnt, judges = [], []
         self._judges = [judge.index for judge in judges]
@@ -217,7 +217,7 @@ class OnlineDrafter:
     _seen = 0  # index of the first text that has not been in a lesson
     _judges: Sequence[int] = ()  # texts that have judged the last update: the next one is of them, too
 
-    def _batches(self, examples: Sequence[Example]) -> list[Any]:
+    def batches(self, examples: Sequence[Example]) -> list[Any]:
         """This process' share of the texts as the module's input: made once for all epochs and members."""
         if not examples:
             return []

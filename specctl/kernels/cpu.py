@@ -22,7 +22,7 @@ from .objectives import TINY
 from .reference import Panorama
 from .rows import BLOCK, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
 
-_CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
+CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
 _IN_HAND = 2**19  # logits a pass has in hand: its buffers fit the last cache; fewer cost more in calls than they save
 _LOG_TINY = math.log(TINY)
 _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
@@ -257,7 +257,7 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:
-    rows = max(1, _CACHED // logits.shape[1])
+    rows = max(1, CACHED // logits.shape[1])
     parts = zip(logits.split(rows), teacher.split(rows), weight.split(rows), strict=True)
     return torch.cat([reference.distill_rows(*part, objective) for part in parts])
 

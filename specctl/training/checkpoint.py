@@ -105,7 +105,7 @@ def _prepare(root: Path, step: int) -> None:
 def _finish(root: Path, step: int, state: dict[str, Any], keep: int) -> None:
     draft, place = _draft(root, step), root / f"step-{step:08d}"
     atomic_write(draft / STATE, to_json(state, indent=2) + "\n")
-    atomic_write(draft / MANIFEST, to_json(_digests(draft), indent=2) + "\n")
+    atomic_write(draft / MANIFEST, to_json(digests(draft), indent=2) + "\n")
     shutil.rmtree(place, ignore_errors=True)
     draft.rename(place)
     for old in _found(root)[keep:]:
@@ -228,7 +228,7 @@ class _Damaged(Exception):
 def _verify(path: Path) -> None:
     """The files of a checkpoint are those of its manifest, neither more nor less. Raises _Damaged."""
     try:
-        expected, present = read_json(path / MANIFEST), _digests(path)
+        expected, present = read_json(path / MANIFEST), digests(path)
     except (CheckpointError, OSError) as error:
         raise _Damaged(str(error)) from error
     if STATE not in expected:
@@ -249,7 +249,7 @@ def _state(path: Path, kind: type[State]) -> State:
         raise _Damaged(f"{path.name}{key}: {first['msg']:.200}") from error
 
 
-def _digests(path: Path) -> dict[str, str]:
+def digests(path: Path) -> dict[str, str]:
     """sha256 of every file but the manifest. OSError where something else is there, such as a pipe."""
     files = [file for file in sorted(path.rglob("*")) if not file.is_dir() and file != path / MANIFEST]
     if strange := next((file for file in files if not file.is_file()), None):

@@ -57,7 +57,7 @@ class Objective:
         """
         self.module, self._run, self.prepare, self._group = module, run, prepare, group
         self._seed = seed_of(seed, group.rank) if group.rank else seed
-        self._stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
+        self.stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
@@ -86,7 +86,7 @@ class Objective:
 
     def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """`gradient` at every w [P], of a batch that is prepared; dropout masks are the same for all."""
-        if len(vectors) > 1 and self._stacks:
+        if len(vectors) > 1 and self.stacks:
             return list(zip(*self.gradient(torch.stack(tuple(vectors)), batch, draw), strict=True))
         return [self.gradient(w, batch, draw) for w in vectors]
 
@@ -116,7 +116,7 @@ class Objective:
         """f [N] fp64 of every w, on the CPU, without dropout; NaN where no row of the chunk has weight."""
         sums = torch.zeros(2, len(vectors), dtype=torch.float64)
         self.module.eval()
-        stacked = len(vectors) > 1 and self._stacks
+        stacked = len(vectors) > 1 and self.stacks
         several = [self.parameters(w) for w in ([torch.stack(tuple(vectors))] if stacked else vectors)]
         for batch in map(self.prepare, chunk):
             if batch is None:

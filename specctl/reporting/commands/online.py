@@ -71,7 +71,7 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             chunks.setdefault(run.named(row["algo"]), []).append(row)
     learners = Looks()
     panels = [Panel(label, _lines(chunks, key, learners)) for key, label in CHUNK.items()]
-    panels[0].lines.extend(_untaught(chunks))
+    panels[0].lines.extend(untaught(chunks))
     panels = [panel for panel in panels if panel.lines]
     made = Contents()
     if len(runs) == 1:
@@ -108,7 +108,7 @@ def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners
     ]
 
 
-def _untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
+def untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
     """mat without learning, once for learners that start from the same drafter, and of drafters without weights."""
     once = {tuple(line.y): line for line in _lines(chunks, "static_mat", Looks())}.values()
     lines = [replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning") for line in once]
