@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
-from .chat_topics import QUESTIONS, RULES, SHORT_TASKS, TASKS
 from .domain import Domain, PublicSet
-from .grammar import Grammar, articles, pick, tidy
-
-_GRAMMAR = Grammar(RULES)
+from .grammar import articles, tidy
+from .phrasebook import phrasebook
 
 
 def _sample(random: Random) -> str:
     kind = random.random()
-    templates = QUESTIONS if kind < 0.66 else TASKS if kind < 0.84 else SHORT_TASKS
-    text = articles(tidy(_GRAMMAR.expand(random, pick(random, templates)))).replace("//", "\n\n")
+    section = "questions" if kind < 0.66 else "tasks" if kind < 0.84 else "short tasks"
+    text = articles(tidy(phrasebook("chat").write(random, section))).replace("//", "\n\n")
     # People forget the question mark now and then.
     return text[:-1] if text.endswith("?") and random.random() < 0.08 else text
 

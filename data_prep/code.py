@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from random import Random
 
-from . import code_classes, code_tasks
+from . import code_tasks
 from .code_examples import Task
 from .domain import Domain, PublicSet
-from .grammar import Grammar, pick
+from .grammar import capitalized, pick
+from .phrasebook import phrasebook
 
 _STUB = "Complete the body of this Python function:\n\n"
 _METHOD = "Complete the body of this Python function (a method of class `{}`):\n\n"
-_CLASSES = Grammar(code_classes.RULES)
 _PREFIXES = ("", "", "", "", "get_", "find_", "compute_", "calc_", "my_", "list_", "_")
 _SUFFIXES = ("", "", "", "", "", "_list", "_fast", "_iterative", "_recursive", "_2")
 _NEW_LINE = re.compile(r" (?=:param|:return|Raises |Returns )")  # where a docstring sentence starts a line of its own
@@ -52,7 +52,7 @@ def _stub(random: Random, task: Task) -> str:
     name = _name(random, task)
     typed = random.random() < 0.8
     parameters = ", ".join(f"{parameter}: {kind}" if typed else parameter for parameter, kind in task.parameters)
-    text = task.text[:1].upper() + task.text[1:] + "."
+    text = f"{capitalized(task.text)}."
     lines = [*_fields(random, task), ""] if random.random() < 0.35 else []
     for call, result in _examples(random, task, random.randint(1, 5)):
         lines += [f">>> {name}({call})", repr(result)]
@@ -97,10 +97,10 @@ def _meaning(kind: str) -> str:
 
 
 def _method(random: Random) -> str:
+    book = phrasebook("code_methods")
     # One name for one thing throughout a method.
-    bound = {name: _CLASSES.draw(random, name) for name in ("item", "key", "type", "store", "table", "cipher")}
-    declared = _CLASSES.expand(random, pick(random, code_classes.METHODS), bound)
-    owner, signature, text = declared.split(" ## ")
+    bound = {name: book.grammar.draw(random, name) for name in ("item", "key", "type", "store", "table", "cipher")}
+    owner, signature, text = book.write(random, "methods", bound).split(" ## ")
     text = _NEW_LINE.sub("\n    ", text)
     if random.random() < 0.3:
         signature = signature.split(" -> ")[0]

@@ -3,7 +3,6 @@
 Most are compositions: a filter, a map and a fold over a list; a class of characters and what to do with it; a kind of
 word and what to do with it. Their product is what makes thousands of different tasks.
 """
-# ruff: noqa: E501  (one operation a line)
 
 from __future__ import annotations
 
@@ -13,9 +12,10 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from .code_examples import Task, digits, is_prime, numbers
-from .code_formulas import FORMULAS, PAIRS
-from .grammar import listing, pick
+from .code_examples import Arguments, Task, digits, is_prime, numbers
+from .code_formulas import tasks
+from .grammar import pick
+from .phrasebook import phrasebook
 
 # name part, text, predicate
 _FILTERS: tuple[tuple[str, str, Callable[[int], bool]], ...] = (
@@ -74,23 +74,25 @@ _FOLDS: tuple[tuple[str, str, str, Callable[[list[int]], Any]], ...] = (
     ),
     ("top_two", "return the two largest of the {}", "list[int]", lambda v: sorted(v)[::-1][:2]),
 )
-_WHERE = listing("in a list; of a given list; in a list of integers; in the given array; of the input list", ";")
-_LIST_NAMES = listing("nums, numbers, arr, lst, values, data, array, items")
+
+
+def _word(random: Random, rule: str = "word") -> str:
+    return phrasebook("code_tasks").grammar.draw(random, rule)
 
 
 def _list_task(random: Random) -> Task:
-    kept, mapped, fold = pick(random, _FILTERS), pick(random, _MAPS), pick(random, _FOLDS)
-    text = f"{fold[1].format(mapped[1].format(kept[1]))} {pick(random, _WHERE)}"
-    parts = [part for part in (fold[0], mapped[0], kept[0]) if part]
+    (kept_name, kept_text, keep), (mapped_name, mapped_text, change) = pick(random, _FILTERS), pick(random, _MAPS)
+    fold_name, fold_text, returns, fold = pick(random, _FOLDS)
+    text = f"{fold_text.format(mapped_text.format(kept_text))} {_word(random, 'where')}"
+    parts = [part for part in (fold_name, mapped_name, kept_name) if part]
     name = "_".join(parts if len(parts) > 1 else (*parts, pick(random, ("list", "numbers", "elements", "nums"))))
-    run = lambda values: fold[3]([mapped[2](v) for v in values if kept[2](v)])  # noqa: E731
-    return Task(name, text, ((pick(random, _LIST_NAMES), "list[int]"),), fold[2], lambda r: (numbers(r),), run)
+
+    def run(values: list[int]) -> Any:
+        return fold([change(value) for value in values if keep(value)])
+
+    return Task(name, text, ((_word(random, "list_name"), "list[int]"),), returns, lambda r: (numbers(r),), run)
 
 
-_WORDS = listing("""
-    python, garden, level, Radar, window, Banana, sunshine, Quick, lazy, river, noon, Apple, tower, civic, Kite, pepper, moon, stats, Zebra,
-    hello, World, program, letter, kayak, Orange, silver, engine, Under, mountain, tiger, refer, island, coffee, Yellow, idea, rotor, book,
-    Energy, 2nd, year2020, room101, A1, open, sea, bee, committee, Mississippi, summer, address, eel, trees""")
 _CHARACTERS: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
     ("vowels", "vowels", lambda c: c.lower() in "aeiou"),
     ("consonants", "consonants", lambda c: c.isalpha() and c.lower() not in "aeiou"),
@@ -108,31 +110,55 @@ _ACTIONS: tuple[tuple[str, str, str, Callable[[str, Callable[[str], bool]], Any]
     ("remove", "remove all {} from a string", "str", lambda s, is_: "".join(c for c in s if not is_(c))),
     ("keep", "keep only the {} of a string", "str", lambda s, is_: "".join(c for c in s if is_(c))),
     ("mask", "replace the {} of a string with '*'", "str", lambda s, is_: "".join("*" if is_(c) else c for c in s)),
-    ("replace", "replace the {} of a given string with underscores", "str", lambda s, is_: "".join("_" if is_(c) else c for c in s)),
-    ("positions", "find the positions of the {} in a string", "list[int]", lambda s, is_: [i for i, c in enumerate(s) if is_(c)]),
-    ("first", "find the index of the first of the {} in a string, or -1", "int", lambda s, is_: next((i for i, c in enumerate(s) if is_(c)), -1)),
+    (
+        "replace",
+        "replace the {} of a given string with underscores",
+        "str",
+        lambda s, is_: "".join("_" if is_(c) else c for c in s),
+    ),
+    (
+        "positions",
+        "find the positions of the {} in a string",
+        "list[int]",
+        lambda s, is_: [i for i, c in enumerate(s) if is_(c)],
+    ),
+    (
+        "first",
+        "find the index of the first of the {} in a string, or -1",
+        "int",
+        lambda s, is_: next((i for i, c in enumerate(s) if is_(c)), -1),
+    ),
     ("has", "check whether a string contains any {}", "bool", lambda s, is_: any(map(is_, s))),
     ("double", "double the {} of a string", "str", lambda s, is_: "".join(c * 2 if is_(c) else c for c in s)),
-    ("unique", "return the set of {} of a string as a sorted list", "list[str]", lambda s, is_: sorted({c for c in s if is_(c)})),
-    ("longest_run", "find the length of the longest run of {} in a string", "int", lambda s, is_: max(map(len, "".join(c if is_(c) else "\0" for c in s).split("\0")))),
-)  # fmt: skip
+    (
+        "unique",
+        "return the set of {} of a string as a sorted list",
+        "list[str]",
+        lambda s, is_: sorted({c for c in s if is_(c)}),
+    ),
+    (
+        "longest_run",
+        "find the length of the longest run of {} in a string",
+        "int",
+        lambda s, is_: max(map(len, "".join(c if is_(c) else "\0" for c in s).split("\0"))),
+    ),
+)
 
 
 def _phrase(random: Random) -> str:
-    return " ".join(pick(random, _WORDS) for _ in range(random.randint(1, 4)))
+    return " ".join(_word(random) for _ in range(random.randint(1, 4)))
 
 
 def _string_task(random: Random) -> Task:
-    kind, action = pick(random, _CHARACTERS), pick(random, _ACTIONS)
+    (kind, noun, belongs), (action, text, returns, act) = pick(random, _CHARACTERS), pick(random, _ACTIONS)
     parameter = pick(random, ("text", "s", "string", "str1", "sentence", "word"))
-    name = f"{action[0]}_{kind[0]}"
     return Task(
-        name,
-        action[1].format(kind[1]),
+        f"{action}_{kind}",
+        text.format(noun),
         ((parameter, "str"),),
-        action[2],
+        returns,
         lambda r: (_phrase(r),),
-        lambda s: action[3](s, kind[2]),
+        lambda s: act(s, belongs),
     )
 
 
@@ -165,31 +191,22 @@ _WORD_ACTIONS: tuple[tuple[str, str, str, Callable[[list[str]], Any]], ...] = (
 
 
 def _word_task(random: Random) -> Task:
-    kind, action = pick(random, _KINDS), pick(random, _WORD_ACTIONS)
-    sentence = random.random() < 0.5
-    text = action[1].format(kind[1]) + (" of a sentence" if sentence else " in a list of strings")
-    parameter = (
-        (pick(random, ("sentence", "text", "phrase")), "str")
-        if sentence
-        else (pick(random, ("words", "strings", "texts")), "list[str]")
-    )
-    if sentence:
-        return Task(
-            f"{action[0]}_{kind[0]}",
-            text,
-            (parameter,),
-            action[2],
-            lambda r: (_phrase(r),),
-            lambda s: action[3]([w for w in s.split() if kind[2](w)]),
-        )
-    sample = lambda r: ([pick(r, _WORDS) for _ in range(r.randint(2, 5))],)  # noqa: E731
+    (kind, noun, keep), (action, text, returns, act) = pick(random, _KINDS), pick(random, _WORD_ACTIONS)
+    arguments: Callable[[Random], Arguments]
+    words: Callable[[Any], list[str]]
+    if random.random() < 0.5:
+        where, parameter = "of a sentence", (pick(random, ("sentence", "text", "phrase")), "str")
+        arguments, words = lambda r: (_phrase(r),), str.split
+    else:
+        where, parameter = "in a list of strings", (pick(random, ("words", "strings", "texts")), "list[str]")
+        arguments, words = lambda r: ([_word(r) for _ in range(r.randint(2, 5))],), list
     return Task(
-        f"{action[0]}_{kind[0]}",
-        text,
+        f"{action}_{kind}",
+        f"{text.format(noun)} {where}",
         (parameter,),
-        action[2],
-        sample,
-        lambda v: action[3]([w for w in v if kind[2](w)]),
+        returns,
+        arguments,
+        lambda given: act([word for word in words(given) if keep(word)]),
     )
 
 
@@ -202,4 +219,4 @@ def draw(random: Random) -> Task:
         return _string_task(random)
     if kind < 0.7:
         return _word_task(random)
-    return pick(random, FORMULAS) if kind < 0.88 else pick(random, PAIRS)
+    return pick(random, tasks("formulas" if kind < 0.88 else "list operations"))

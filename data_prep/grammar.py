@@ -64,30 +64,14 @@ def pick(random: Random, items: Sequence[T]) -> T:
     return items[int(random.random() * len(items))]
 
 
-def listing(text: str, separator: str = ",") -> tuple[str, ...]:
-    """A word list written as running text: "red, green,\\n blue" -> ("red", "green", "blue")."""
-    return tuple(" ".join(word.split()) for word in text.split(separator) if word.strip())
-
-
-def lines(text: str) -> tuple[str, ...]:
-    """One template a line; blank lines separate groups for the reader only."""
-    return tuple(line.strip() for line in text.splitlines() if line.strip())
-
-
-def rules(text: str) -> dict[str, tuple[str, ...]]:
-    """Rules written as `name: alternative | alternative`, one a line; a line that starts with `|` continues it."""
-    found: dict[str, tuple[str, ...]] = {}
-    name = ""
-    for line in lines(text):
-        if not line.startswith("|"):
-            name, _, line = line.partition(":")
-        found[name] = found.get(name, ()) + listing(line, "|")
-    return found
-
-
 def tidy(text: str) -> str:
     """Drops the spaces that empty alternatives leave behind: doubled ones and those before punctuation."""
     return _SPARE.sub("", text)
+
+
+def capitalized(text: str) -> str:
+    """The text with a capital first letter; the rest stays as it is."""
+    return text[:1].upper() + text[1:]
 
 
 def articles(text: str) -> str:
@@ -145,10 +129,6 @@ def _source(text: str) -> str | Range:
     return Range(low, step, (high - low) // step + 1)
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _evaluate(expression: str, bound: Mapping[str, str]) -> str:
     total = 0
     for sign, term in _TERM.findall(expression):
@@ -203,4 +183,4 @@ class Grammar:
         lowered = source[:1].lower() + source[1:]
         if lowered == source:
             raise KeyError(f"slot {{{source}}} is neither a rule nor a remembered name")
-        return _capital(self._value(random, lowered, bound))
+        return capitalized(self._value(random, lowered, bound))

@@ -1,63 +1,56 @@
-"""Math: short stories with a number for an answer."""
+"""Math: short stories with a number for an answer, told at once or in several steps."""
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 from .domain import Domain, PublicSet
-from .grammar import Grammar, articles, lines, pick, tidy
-from .lexicon import MEN, WOMEN
-from .math_chains import CHAINS
-from .math_stories import RULES, STORIES
+from .grammar import Grammar, articles, capitalized, pick, tidy
+from .phrasebook import phrasebook
 
-_WOMAN = {"hero": (*WOMEN, *WOMEN, "Mrs. {surname}"), "she": ("she",), "her": ("her",), "him": ("her",)}
-_MAN = {"hero": (*MEN, *MEN, "Mr. {surname}", "Farmer {man}"), "she": ("he",), "her": ("his",), "him": ("him",)}
-_GRAMMARS = (Grammar(RULES, _WOMAN), Grammar(RULES, _MAN))
+# Subjects of problems in several steps, with the least and the most events of each.
+_CHAINS = (
+    ("collection", 2, 5),
+    ("shopping", 2, 5),
+    ("job", 2, 4),
+    ("comparison", 3, 5),
+    ("training", 3, 5),
+    ("crowd", 2, 4),
+    ("trip", 2, 5),
+    ("business", 2, 5),
+)
 
-# A first sentence that sets the scene and adds nothing to count; {n} is the hero, where the story has one.
-_SCENES = lines("""
-    It is {day} morning.
-    It was a sunny {day} in {month}.
-    School starts <soon|next week|in {month}>.
-    The {store} in town is having a sale.
-    Summer vacation has just begun.
-    The {group} is getting ready for {event}.
-    The year is almost over.
-    Winter is coming.
-""")
-_HERO_SCENES = lines("""
-    {n} loves {sport}.
-    It is {n}'s birthday next week.
-    {n} lives in {city} with {her} {kin}.
-    {n} is getting ready for {event}.
-    {n} likes to help {her} {kin}.
-    {n} and {her} {kin} have a plan for {the=event}.
-    {n} is always busy <on {day}|in {month}|before {the=event}>.
-    {n} wants to be a {job} one day.
-    {n} has been looking forward to {the=event} for {small} weeks.
-""")
+
+@cache
+def _grammars() -> tuple[Grammar, Grammar]:
+    """Grammars of stories about a woman and about a man: hero and pronouns belong together."""
+    rules = phrasebook("math_stories").grammar.rules
+    women, men = rules["woman"], rules["man"]
+    she = {"hero": (*women, *women, "Mrs. {surname}"), "she": ("she",), "her": ("her",), "him": ("her",)}
+    he = {"hero": (*men, *men, "Mr. {surname}", "Farmer {man}"), "she": ("he",), "her": ("his",), "him": ("him",)}
+    return Grammar(rules, she), Grammar(rules, he)
 
 
 def _chain(random: Random, grammar: Grammar, bound: dict[str, str]) -> str:
-    chain = pick(random, CHAINS)
-    events = random.sample(chain.events, random.randint(chain.least, chain.most))
-    parts = (pick(random, chain.openings), *events, pick(random, chain.questions))
-    return " ".join(_sentence(grammar.expand(random, part, bound)) for part in parts)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """An opening, a few events in any order, and a question; they share their remembered draws."""
+    book = phrasebook("math_chains")
+    subject, least, most = pick(random, _CHAINS)
+    events = random.sample(book[f"{subject} events"], random.randint(least, most))
+    parts = (pick(random, book[f"{subject} openings"]), *events, pick(random, book[f"{subject} questions"]))
+    return " ".join(capitalized(grammar.expand(random, part, bound)) for part in parts)
 
 
 def _sample(random: Random) -> str:
-    grammar = pick(random, _GRAMMARS)
+    book = phrasebook("math_stories")
+    grammar = pick(random, _grammars())
     bound: dict[str, str] = {}
     if random.random() < 0.6:
         story = _chain(random, grammar, bound)
     else:
-        story = grammar.expand(random, pick(random, STORIES), bound)
+        story = grammar.expand(random, pick(random, book["stories"]), bound)
     if random.random() < 0.35:
-        scene = pick(random, _HERO_SCENES if "n" in bound and random.random() < 0.8 else _SCENES)
+        scene = pick(random, book["hero scenes" if "n" in bound and random.random() < 0.8 else "scenes"])
         story = f"{grammar.expand(random, scene, bound)} {story}"
     return articles(tidy(story))
 

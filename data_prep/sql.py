@@ -9,8 +9,7 @@ from random import Random
 from . import sql_questions, sql_university
 from .domain import Domain, PublicSet
 from .grammar import pick
-from .sql_questions import GRAMMAR
-from .sql_tables import TOPICS
+from .phrasebook import phrasebook
 
 _TABLE = (
     "Given the table and its columns, write one SQL query that answers the question.\n\n"
@@ -28,9 +27,10 @@ def _topic(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 def _columns(random: Random, most: tuple[int, ...]) -> tuple[str, list[tuple[str, str]]]:
-    noun, columns = _topic(pick(random, TOPICS))
+    book = phrasebook("sql_tables")
+    noun, columns = _topic(pick(random, book["topics"]))
     kept = sorted(random.sample(range(len(columns)), min(pick(random, most), len(columns))))
-    return noun, [(GRAMMAR.expand(random, columns[i][0]), columns[i][1]) for i in kept]
+    return noun, [(book.grammar.expand(random, columns[i][0]), columns[i][1]) for i in kept]
 
 
 def identifier(heading: str) -> str:

@@ -79,18 +79,18 @@ class Lock:
         """A new lock file, locked and signed before anyone can see it; None where there is one."""
         if os.path.lexists(self.path):
             return None
-        own = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.{os.getpid()}.tmp")
-        fd = _new(own)
+        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.{os.getpid()}.tmp")
+        fd = _new(draft)
         try:
             _flock(fd)
             self._sign(fd)
-            os.link(own, self.path)  # only where there is none: network file systems keep that, too
+            os.link(draft, self.path)  # only where there is none: network file systems keep that, too
             return fd
         except OSError as error:
             os.close(fd)
             return None if isinstance(error, FileExistsError) else self._created_in_sight()
         finally:
-            own.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
 
     def _created_in_sight(self) -> int | None:
         """`_created` on a file system without hard links: whoever looks before the signature is there waits for it."""

@@ -189,8 +189,12 @@ class Interrupts:
     def install(self) -> None:
         """Handle the two signals from now on; call once, in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._note)
+            signal.signal(number, self.note)
         self._early = False
+
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Remember a signal: the handler of both."""
+        self._signal = number
 
     def requested(self) -> bool:
         """True once a signal arrived: finish the step, save, then call `check`."""
@@ -216,9 +220,6 @@ class Interrupts:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._ctrl_c = True
         raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
 
 
 interrupts = Interrupts()

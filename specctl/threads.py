@@ -180,15 +180,15 @@ def quota(root: Path = ROOT) -> float:
 def _groups(root: Path) -> Iterator[Path]:
     """Directories of the control groups that limit this process' CPU time, v1 and v2, from its own up to the outermost
     that can be seen: a container sees its own group as the root, or nothing above its mount."""
-    own = {}
+    groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, place = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
-            own["cgroup" if controllers else "cgroup2"] = PurePosixPath(place)
+            groups["cgroup" if controllers else "cgroup2"] = PurePosixPath(place)
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
-        path = own.get(kind)
+        path = groups.get(kind)
         if path is None or (kind == "cgroup" and "cpu" not in options.split(",")):
             continue
         shown, mount = left.split()[3:5]

@@ -76,8 +76,13 @@ def test_the_installed_command_runs(site, tmp_path):
     assert "train-drafter" in shown.stdout
     recipes = installed(site, tmp_path, "recipes", "ls", "-q")
     assert "demo/train" in recipes.stdout.split()
+    # A prompt of every domain: their phrases are files beside the modules.
+    code = (
+        "import specctl, specctl.data_prep as d; print(specctl.__file__, d.__file__)\n"
+        "assert all(next(domain.generate(1, seed=0)) for domain in d.DOMAINS.values())"
+    )
     where = subprocess.run(
-        [sys.executable, "-c", "import specctl, specctl.data_prep as d; print(specctl.__file__, d.__file__)"],
+        [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,

@@ -127,7 +127,7 @@ def test_others_are_those_on_the_allowed_cores_without_this_process(tmp_path, mo
 
     clock, own, nice = [0.0], [0.0], [0]
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(threads, "_own_s", lambda: own[0])
+    monkeypatch.setattr(threads.os, "times", lambda: (own[0], 0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(threads.os, "getpriority", lambda *_: nice[0])
     monkeypatch.setattr(threads.os, "sysconf", lambda _: 100)
     root = tree(tmp_path, {"proc/stat": stat()})

@@ -190,7 +190,7 @@ class ReplayBuffer(FeatureStore):
         is, the first time, every text with `feedback="rerun"`."""
         fresh = [example for example in examples if example.index in self.texts and example.index not in self.kept]
         for group in self._groups(fresh):
-            for example, features in zip(group, self._compute(group), strict=True):
+            for example, features in zip(group, self.compute(group), strict=True):
                 self.kept[example.index] = self._stored(features)
         return super().get(examples)
 
@@ -199,19 +199,19 @@ class ReplayBuffer(FeatureStore):
         (Liu et al. 2024, Online Speculative Decoding). Fully accepted rounds teach nothing. Heads must learn from
         distributions (any objective but "ce"). Raises KeyError where a text is gone.
         """
-        found = []
+        masks = []
         for example in examples:
             counted = torch.zeros(example.response_length - 1, dtype=torch.bool)
             counted[self.texts[example.index].rejected] = True
-            found.append(counted)
+            masks.append(counted)
         if isinstance(batch, SlotBatch):
             inside = batch.inside.clone()
-            rows = torch.cat(found).to(inside.device)
+            rows = torch.cat(masks).to(inside.device)
             inside[: len(rows)] &= rows
             return replace(batch, inside=inside)
         assert isinstance(batch, LMBatch)
         mask = torch.zeros_like(batch.mask)
-        for row, example, counted in zip(mask, examples, found, strict=True):
+        for row, example, counted in zip(mask, examples, masks, strict=True):
             row[example.prompt_length + 1 : len(example.tokens)] = counted.to(mask.device)
         teacher = None if batch.teacher is None else batch.teacher[mask[batch.mask]]
         return LMBatch(batch.tokens, mask & batch.mask, teacher)

@@ -114,9 +114,9 @@ class AutoLength(Controller):
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         self.step_s = MEMORY * self.step_s + time.perf_counter() - self._drafted
         self.steps = MEMORY * self.steps + 1
-        own = [(row, *before) for row, before in zip(state.rows, self._before, strict=True) if row in self.texts]
-        accepted = sum(row.accepted - before for row, before, _ in own)
-        rejected = sum(row.rejections - before for row, _, before in own)
+        rows = [(row, *before) for row, before in zip(state.rows, self._before, strict=True) if row in self.texts]
+        accepted = sum(row.accepted - before for row, before, _ in rows)
+        rejected = sum(row.rejections - before for row, _, before in rows)
         if self._k:
             self.draft_s = MEMORY * self.draft_s + self._seconds
             self.draft_tokens = MEMORY * self.draft_tokens + max(verdict.depths)  # likely tokens only may be drafted

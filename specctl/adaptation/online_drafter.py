@@ -142,11 +142,11 @@ class OnlineDrafter(StreamLearner):
         fresh, older = self._texts()
         now, judges = holdout.split(fresh, self.rule.holdout)
         learnt = [*older, *now]
-        held = [text for one in judges for text in self._batches([one])]
-        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self._batches(learnt), acceptance, held)
+        held = [text for judge in judges for text in self.batches([judge])]
+        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self.batches(learnt), acceptance, held)
         if outcome.status in ("rested", "static"):
             learnt, judges = [], []
-        self._judges = [one.index for one in judges]
+        self._judges = [judge.index for judge in judges]
         if not self.recipe.buffer.replay:
             self.buffer.keep(self._judges)
         self.chunks += 1
@@ -164,18 +164,18 @@ class OnlineDrafter(StreamLearner):
     def _texts(self) -> tuple[list[Example], list[Example]]:
         """The chunk's own, and those of earlier ones to learn from: the judges of the chunk before, which nothing was
         learnt from yet, and some that the recipe replays."""
-        found = self.buffer.examples(feedback(self.rule.algo))
-        fresh = [example for example in found if example.index >= self._seen]
-        judges = [example for example in found if example.index in self._judges]
-        rest = [example for example in found if example.index < self._seen and example.index not in self._judges]
-        self._seen = 1 + max((example.index for example in found), default=self._seen - 1)
+        texts = self.buffer.examples(feedback(self.rule.algo))
+        fresh = [example for example in texts if example.index >= self._seen]
+        judges = [example for example in texts if example.index in self._judges]
+        rest = [example for example in texts if example.index < self._seen and example.index not in self._judges]
+        self._seen = 1 + max((example.index for example in texts), default=self._seen - 1)
         count = min(len(rest), round(self.recipe.buffer.replay * len(fresh)))
         return fresh, judges + random.Random(seed_of(self.seed, self.chunks)).sample(rest, count)
 
     _seen = 0  # index of the first text that has not been in a lesson
     _judges: Sequence[int] = ()  # texts that have judged the last update: the next one is of them, too
 
-    def _batches(self, examples: Sequence[Example]) -> list[Any]:
+    def batches(self, examples: Sequence[Example]) -> list[Any]:
         """This process' share of the texts as the module's input: made once for all epochs and members."""
         if not examples:
             return []

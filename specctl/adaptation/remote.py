@@ -60,7 +60,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self._threads = max(1, torch.get_num_threads() // 2)
         each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
-        self._meeting, self._kept = _meeting()
+        self._meeting, self._kept = meeting_place()
         inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
         self._inbox = inboxes[0]
         self._processes = []
@@ -72,15 +72,15 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self._last: Learnt | None = None
         self._fresh: list[Lesson] = []  # that no chunk's row has told of yet
         self._known: State = super().state()  # of the learner, the newest
-        self._sent: list[Chunk] = []  # what it learns from at the moment
-        self._waiting: list[Chunk] = []  # what it is sent next
+        self.sent: list[Chunk] = []  # what it learns from at the moment
+        self.waiting: list[Chunk] = []  # what it is sent next
         self._vector: Tensor | None = None  # [P] the newest weights; None = those to start from
         self._swap_s, self._warned = 0.0, False  # since the last chunk; of chunks that were dropped
         atexit.register(self.close)  # multiprocessing would wait for processes that heed no SIGTERM
         try:
             self._start()
             until = time.monotonic() + PATIENCE_S
-            while not isinstance(self._receive(1.0), Ready):
+            while not isinstance(self.receive(1.0), Ready):
                 interrupts.check()
                 if time.monotonic() > until:
                     raise SpecctlError(f"the process that learns has not started within {PATIENCE_S:.0f} s")
@@ -116,7 +116,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
     @property
     def behind(self) -> int:
         """Chunks that were answered and are not learnt from yet."""
-        return len(self._sent) + len(self._waiting)
+        return len(self.sent) + len(self.waiting)
 
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
@@ -124,7 +124,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self._hand_over(acceptance)
         fresh, self._fresh = self._fresh, []
         lesson = Lesson("keep", UpdateOutcome("pending"), 0, 0, 0, (), 0.0) if self._last is None else self._last.lesson
-        if any(one.ruling == "rollback" for one in fresh):
+        if any(earlier.ruling == "rollback" for earlier in fresh):
             lesson = replace(lesson, ruling="rollback")
         elif not fresh:  # what was said of it a chunk ago happened once
             lesson = replace(lesson, ruling="keep", outcome=replace(lesson.outcome, status="pending"))
@@ -140,26 +140,26 @@ class RemoteOnlineDrafter(OnlineDrafter):
 
     def _hand_over(self, acceptance: Acceptance) -> None:
         """Hand the texts of the buffer over to the learner."""
-        self._waiting.append(Chunk.of(self.buffer, acceptance))
+        self.waiting.append(Chunk.of(self.buffer, acceptance))
         self.buffer.clear()
         self._make_room()
         self._send()
 
     def _send(self) -> None:
         """Send all chunks that wait to a learner that has nothing to do."""
-        if self._waiting and not self._sent:
-            self._sent, self._waiting = self._waiting, []
-            for one in self._sent:
-                one.share()
-            self._inbox.put(self._sent)
+        if self.waiting and not self.sent:
+            self.sent, self.waiting = self.waiting, []
+            for chunk in self.sent:
+                chunk.share()
+            self._inbox.put(self.sent)
 
     def _make_room(self) -> None:
         """Drop the oldest chunks that wait until they and the buffer together hold no more than the buffer may.
 
         What was sent is the learner's, and cannot be taken back: at most as much again, behind a resumption twice.
         """
-        while self._waiting and self.buffer.bytes + sum(one.bytes for one in self._waiting) > self.buffer.max_bytes:
-            self.buffer.dropped += len(self._waiting.pop(0).texts)
+        while self.waiting and self.buffer.bytes + sum(chunk.bytes for chunk in self.waiting) > self.buffer.max_bytes:
+            self.buffer.dropped += len(self.waiting.pop(0).texts)
             if not self._warned:
                 self._warned = True
                 warn(
@@ -173,7 +173,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
             until = time.monotonic() + PATIENCE_S
             while self.behind and time.monotonic() < until:
                 interrupts.check()
-                self._receive(1.0)
+                self.receive(1.0)
             self._swap()
         self.close()
 
@@ -197,13 +197,13 @@ class RemoteOnlineDrafter(OnlineDrafter):
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The learner's behind the last chunk that it is known to have learnt from, and the chunks that wait for it."""
         facts, tensors = self._known
-        waiting = [one.state() for one in [*self._sent, *self._waiting]]
+        waiting = [chunk.state() for chunk in [*self.sent, *self.waiting]]
         for place, (_, features) in enumerate(waiting):
             tensors = tensors | prefixed(f"waiting{place}.", features)
         # Texts are numbered here: a number that comes twice would replace a text that the learner replays.
         numbered = facts["buffer"] | {"next": self.buffer.state()[0]["next"]}
-        own = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}
-        return facts | {"buffer": numbered} | own, tensors
+        unlearnt = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}
+        return facts | {"buffer": numbered} | unlearnt, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().restore(facts, tensors)
@@ -211,14 +211,14 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self.buffer.dropped = facts.get("dropped_here", 0)  # a pupil that learns here has no such thing
         self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
         self._inbox.put((facts, Parcel.of(self._known[1])))
-        for place, one in enumerate(facts.get("waiting", [])):
-            self._waiting.append(Chunk.restored(one, under(f"waiting{place}.", tensors)))
+        for place, chunk in enumerate(facts.get("waiting", [])):
+            self.waiting.append(Chunk.restored(chunk, under(f"waiting{place}.", tensors)))
         self._send()
 
     def _take(self) -> None:
         """New weights, if there are any."""
         before = self._last
-        while self._receive(0.0) is not None:
+        while self.receive(0.0) is not None:
             pass
         if self._last is not before:
             self._swap()
@@ -229,7 +229,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         synchronise(self.target.device)
         self._swap_s += time.perf_counter() - began
 
-    def _receive(self, seconds: float) -> Ready | Learnt | None:
+    def receive(self, seconds: float) -> Ready | Learnt | None:
         """The next message, or None. SpecctlError where a process has failed."""
         try:
             message = self._outbox.get(timeout=seconds) if seconds else self._outbox.get_nowait()
@@ -245,7 +245,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
             self._mourn()
             raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
         if isinstance(message, Learnt):
-            self._last, self._sent = message, []
+            self._last, self.sent = message, []
             self._fresh.append(message.lesson)
             self._known = message.facts, message.state.tensors()
             self._vector = message.played.to(self.target.device)
@@ -264,7 +264,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
                 os.kill(process.pid, number)
 
 
-def _meeting() -> tuple[TemporaryDirectory[str], int | None]:
+def meeting_place() -> tuple[TemporaryDirectory[str], int | None]:
     """A directory that only this process and its learners know, and the descriptor by which it is flocked. Those that
     nobody holds are of killed runs, and removed."""
     for left in Path(tempfile.gettempdir()).glob("specctl-learner-*"):

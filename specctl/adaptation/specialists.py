@@ -133,8 +133,8 @@ class Specialists(StreamLearner):
         """Options of `decode` for texts of these labels; within a chunk those of one slot are one game's."""
         if self.recipe.policy.reset != "query":
             labels = [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
-        found: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
-        return found | {"on_round": self.buffer.observe} if self.learns else found
+        options: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
+        return options | {"on_round": self.buffer.observe} if self.learns else options
 
     def sit(self, acceptance: Acceptance) -> Lesson:
         """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played."""
@@ -176,32 +176,32 @@ class Specialists(StreamLearner):
         total = max(1, self.rounds.total())
         shares = tuple(self.rounds[name] / total for name in self._drafters())
         self.rounds.clear()
-        known = [(one.outcome.loss, one.tokens) for one in lessons if one.outcome.loss is not None]
+        known = [(lesson.outcome.loss, lesson.tokens) for lesson in lessons if lesson.outcome.loss is not None]
         tokens = sum(count for _, count in known)
-        statuses = {one.outcome.status for one in lessons}
+        statuses = {lesson.outcome.status for lesson in lessons}
         order = ("updated", "refused", "rested", "empty", "static")
         outcome = UpdateOutcome(
             status=next((status for status in order if status in statuses), "empty"),
             loss=sum(loss * count for loss, count in known) / tokens if tokens else None,
             weights=shares,
-            steps=sum(one.outcome.steps for one in lessons),
+            steps=sum(lesson.outcome.steps for lesson in lessons),
         )
         return Lesson(
-            "rollback" if any(one.ruling == "rollback" for one in lessons) else "keep",
+            "rollback" if any(lesson.ruling == "rollback" for lesson in lessons) else "keep",
             outcome,
-            sum(one.texts for one in lessons),
-            sum(one.tokens for one in lessons),
+            sum(lesson.texts for lesson in lessons),
+            sum(lesson.tokens for lesson in lessons),
             self.buffer.dropped + sum(pupil.buffer.dropped for pupil in self.pupils.values()),
             tuple(rate for pupil in self.pupils.values() for rate in pupil.learner.rates),
-            sum(one.learn_s for one in lessons),
-            sum(one.swap_s for one in lessons),
+            sum(lesson.learn_s for lesson in lessons),
+            sum(lesson.swap_s for lesson in lessons),
         )
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
         """Write every specialist as a drafter directory below `directory`: a pool again."""
         for name, pupil in self.pupils.items():
-            own = checkpoint.read_info(pupil.start)
-            pupil.save(directory / name, {**info, "domain": own.get("domain", []), "mat": {}})
+            start = checkpoint.read_info(pupil.start)
+            pupil.save(directory / name, {**info, "domain": start.get("domain", []), "mat": {}})
         return directory
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -45,8 +45,8 @@ class Position:
     def behind(self, chunk: Iterable[Arrival]) -> Position:
         """After this chunk."""
         prompts, digest = self.prompts, self.digest
-        for one in chunk:
-            prompts, digest = prompts + 1, hashlib.sha256((digest + one.prompt.id).encode()).hexdigest()[:16]
+        for arrival in chunk:
+            prompts, digest = prompts + 1, hashlib.sha256((digest + arrival.prompt.id).encode()).hexdigest()[:16]
         return Position(self.chunks + 1, prompts, digest)
 
 
@@ -125,8 +125,8 @@ class PromptStream:
         self._at = Position(index(position["chunks"]), index(position["prompts"]), position["digest"])
         if not rewind:
             return
-        found = Position().behind(islice(self._left, self._at.prompts))
-        if (found.prompts, found.digest) != (self._at.prompts, self._at.digest):
+        reached = Position().behind(islice(self._left, self._at.prompts))
+        if (reached.prompts, reached.digest) != (self._at.prompts, self._at.digest):
             raise DataError(
                 f"the stream does not begin with the {self._at.prompts} prompts that this run has answered",
                 hint="resume with the prompts, schedule and seed it was started with, or start again",
@@ -141,8 +141,8 @@ class PromptStream:
         """
         chunk: list[Arrival] = []
         try:
-            for one in self._left:
-                chunk.append(one)
+            for arrival in self._left:
+                chunk.append(arrival)
                 if len(chunk) == self.size:
                     yield self._close(chunk)
                     chunk = []
@@ -196,12 +196,12 @@ class PromptStream:
 
     def _candidates(self, domain: str, needed: int | None, rejections: Rejections) -> Iterator[Prompt | None]:
         data = self.data.model_copy(update={"limit": needed})
-        found = candidates(data, domain, self.recipe.split, rejections)
-        return _shuffled(found, self.data.seed) if self.recipe.shuffle else found
+        prompts = candidates(data, domain, self.recipe.split, rejections)
+        return _shuffled(prompts, self.data.seed) if self.recipe.shuffle else prompts
 
     def _count(self, segments: list[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
         """The segments with their counts, after a first reading that keeps nothing."""
-        found: list[tuple[str, int | None]] = []
+        counted: list[tuple[str, int | None]] = []
         for domain in self.data.domain:
             wanted = sum(count or 0 for name, count in segments if name == domain) or None
             there = 0
@@ -218,8 +218,8 @@ class PromptStream:
                     f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}",
                     "ask for fewer with --schedule" if asked else f"expected {EXPECTED}",
                 )
-            found.append((domain, min(there, wanted or there)))
-        return segments if self.recipe.schedule else found
+            counted.append((domain, min(there, wanted or there)))
+        return segments if self.recipe.schedule else counted
 
 
 def _shuffled(prompts: Iterable[Prompt | None], seed: int) -> Iterator[Prompt | None]:

@@ -89,7 +89,7 @@ class Chunk:
         kept = [buffer.kept[index] for index in buffer.texts if index in buffer.kept]
         if not kept:
             return cls(list(buffer.texts.values()), None, acceptance)
-        joined = (torch.cat(parts) for parts in zip(*(vars(one).values() for one in kept), strict=True))
+        joined = (torch.cat(parts) for parts in zip(*(vars(features).values() for features in kept), strict=True))
         return cls(list(buffer.texts.values()), Features(*joined), acceptance)
 
     def into(self, buffer: ReplayBuffer) -> None:
@@ -155,9 +155,9 @@ def live(
             if not isinstance(heard, list):
                 pupil.restore(heard[0], heard[1].tensors())
                 continue
-            for one in heard:
-                one.into(pupil.buffer)
-            lesson = pupil.learn(Acceptance.of(text for one in heard for text in one.acceptance.texts))
+            for chunk in heard:
+                chunk.into(pupil.buffer)
+            lesson = pupil.learn(Acceptance.of(text for chunk in heard for text in chunk.acceptance.texts))
             if place.rank == 0:
                 facts, state = pupil.state()
                 outbox.put(Learnt(lesson, pupil.played().cpu(), facts, Parcel.of(state)))

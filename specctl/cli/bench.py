@@ -80,21 +80,21 @@ def steps(recipe: BenchRecipe) -> list[str]:
     """The plan of `bench`, in words."""
     from specctl.cli import plan
 
-    found = []
+    plans = []
     if "kernels" in recipe.parts:
-        found.append(f"time kernels at batches {recipe.batches} and vocabularies {recipe.vocabularies}")
+        plans.append(f"time kernels at batches {recipe.batches} and vocabularies {recipe.vocabularies}")
     if recipe.parts != ["kernels"]:
-        found.append(plan.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
+        plans.append(plan.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
     if "steps" in recipe.parts:
-        found.append(f"time target steps behind {recipe.context} tokens, ours and transformers'")
+        plans.append(f"time target steps behind {recipe.context} tokens, ours and transformers'")
     if "rounds" in recipe.parts:
-        found.append(
+        plans.append(
             "on a GPU: time whole rounds behind as many tokens, plain and drafted, and the target's part of them"
         )
     if "decoding" in recipe.parts:
         names = ", ".join(recipe.drafters) or "no drafter"
-        found.append(f"decode {recipe.limit} prompts in batches {recipe.batches}, plainly and with {names}")
-    return found
+        plans.append(f"decode {recipe.limit} prompts in batches {recipe.batches}, plainly and with {names}")
+    return plans
 
 
 def show(document: dict[str, Any]) -> Any:

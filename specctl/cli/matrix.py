@@ -44,22 +44,26 @@ def _value(value: float | None, best: bool) -> Text:
 def _outdone(matrix: dict[str, Any]) -> list[str]:
     """Domains in which a baseline beats every trained drafter, in a line: the stars alone would hide them."""
     count = len(matrix["drafters"])
-    found = []
+    outdone = []
     for domain, column in zip(matrix["domains"], zip(*matrix["values"], strict=True), strict=True):
         known = [(value, name) for value, name in zip(column[count:], matrix["baselines"], strict=True) if value]
         top = max((value for value in column[:count] if value), default=None)
         if known and top is not None and max(known)[0] > top:
-            found.append(f"{max(known)[1]} in {domain}")
-    return [cell(f"better than every trained drafter: {', '.join(found)}")] if found else []
+            outdone.append(f"{max(known)[1]} in {domain}")
+    return [cell(f"better than every trained drafter: {', '.join(outdone)}")] if outdone else []
 
 
-def _interval(found: dict[str, Any]) -> str | None:
-    return "{:+.2f} … {:+.2f}".format(*found["interval"]) if found["interval"] else None
+def _interval(specialist: dict[str, Any]) -> str | None:
+    return "{:+.2f} … {:+.2f}".format(*specialist["interval"]) if specialist["interval"] else None
 
 
 def _diagonal(diagonal: list[dict[str, Any]]) -> RenderableType:
     rows = [
-        [*(found[key] for key in ("drafter", "domain", "best", "rival")), f"{found['lead']:+.2f}", _interval(found)]
-        for found in diagonal
+        [
+            *(specialist[key] for key in ("drafter", "domain", "best", "rival")),
+            f"{specialist['lead']:+.2f}",
+            _interval(specialist),
+        ]
+        for specialist in diagonal
     ]
     return table("specialist", "its domain", "best there", "best of the others", "lead", "95 %", rows=rows)

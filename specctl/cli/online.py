@@ -64,7 +64,7 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
     if recipe.output_dir:
         plan.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
-    data = {path: found for one in first for path, found in distil_first(one).items()}
+    data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
     if isinstance(recipe, ReasonRecipe):
@@ -175,7 +175,7 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
         several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"
         where = several if len(devices) > 1 else "a process of its own learns"
     return [
-        *found,
+        *plans,
         f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}",
         f"{where} after every {recipe.chunk} prompts: "
@@ -199,12 +199,12 @@ def show(document: dict[str, Any]) -> Any:
     parts = [table(*columns.values(), rows=[[_shown(name, marked(row, name)) for name in columns] for row in rows])]
     domains = list(dict.fromkeys(row["domain"] for row in document["per_domain"]))
     if len(domains) > 1:
-        found = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
+        mats = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
         parts.append(
             table(
                 "mat in",
                 *domains,
-                rows=[[row["algo"], *(found.get((row["algo"], domain)) for domain in domains)] for row in rows],
+                rows=[[row["algo"], *(mats.get((row["algo"], domain)) for domain in domains)] for row in rows],
             )
         )
     return Group(

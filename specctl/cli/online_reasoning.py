@@ -40,18 +40,18 @@ def check(recipe: ReasonRecipe) -> None:
     from specctl.decoding.models.loading import location
     from specctl.drafters import checkpoint
 
-    own = recipe.reasoning
-    if own.draft is not None:
-        place = Path(location(own.draft))
+    reasoning = recipe.reasoning
+    if reasoning.draft is not None:
+        place = Path(location(reasoning.draft))
         if checkpoint.is_drafter(place) and (family := checkpoint.family(place)) != LM:
             raise CheckpointError(
-                f"reasoning.draft: {own.draft} is of family {family}, which writes no steps by itself",
+                f"reasoning.draft: {reasoning.draft} is of family {family}, which writes no steps by itself",
                 "train a small LM: specctl train-drafter --arch lm",
             )
-    if own.drafter is not None:
-        plan.check_drafters([own.drafter])
-    if own.judge.name is not None and own.judge.endpoint is None:
-        location(own.judge.name)
+    if reasoning.drafter is not None:
+        plan.check_drafters([reasoning.drafter])
+    if reasoning.judge.name is not None and reasoning.judge.endpoint is None:
+        location(reasoning.judge.name)
 
 
 def check_draft(recipe: ReasonRecipe) -> None:
@@ -66,21 +66,21 @@ def steps(recipe: ReasonRecipe) -> list[str]:
     """The plan after the warm-up, in words."""
     from specctl.reasoning.modes import LEARNING
 
-    own = recipe.reasoning.resolved(recipe.target.name)
-    judge = f"the {own.judge.kind} judge" if own.judge.name is None else f"judge {own.judge.name}"
-    where = f" at {own.judge.endpoint}" if own.judge.endpoint else ""
+    reasoning = recipe.reasoning.resolved(recipe.target.name)
+    judge = f"the {reasoning.judge.kind} judge" if reasoning.judge.name is None else f"judge {reasoning.judge.name}"
+    where = f" at {reasoning.judge.endpoint}" if reasoning.judge.endpoint else ""
     learners = [mode for mode in recipe.modes if mode in LEARNING]
-    inside = f", which {own.drafter} speculates in," if own.drafter else ""
-    ahead = "as many steps as pay" if own.depth == "auto" else f"up to {own.depth} steps"
-    found = [
-        f"think in steps that end with {own.delimiter!r}{inside} for {own.budget} tokens and answer in "
-        f"{own.answer_tokens}, {len(recipe.seeds)} time(s), as {', '.join(recipe.modes)}",
+    inside = f", which {reasoning.drafter} speculates in," if reasoning.drafter else ""
+    ahead = "as many steps as pay" if reasoning.depth == "auto" else f"up to {reasoning.depth} steps"
+    plans = [
+        f"think in steps that end with {reasoning.delimiter!r}{inside} for {reasoning.budget} tokens and answer in "
+        f"{reasoning.answer_tokens}, {len(recipe.seeds)} time(s), as {', '.join(recipe.modes)}",
         f"draft {ahead} with {recipe.draft}; {judge}{where} compares them with the target's",
     ]
     if learners:
-        found.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the steps that differ")
+        plans.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the steps that differ")
     return [
-        *found,
+        *plans,
         "compare all final answers with those of the target alone, and save texts, pairs and what was learnt",
     ]
 
@@ -95,8 +95,8 @@ def show(document: dict[str, Any]) -> Any:
     return Group(
         table(*(COLUMNS[name] for name in shown), rows=cells),
         *(
-            f"{one['mode']} − {one['than']}, steps accepted: {_shown('step_acceptance', one['step_acceptance'])}"
-            for one in document["differences"]
+            f"{gain['mode']} − {gain['than']}, steps accepted: {_shown('step_acceptance', gain['step_acceptance'])}"
+            for gain in document["differences"]
         ),
         *_fidelity(document),
         *_cut(document),
@@ -116,7 +116,7 @@ def _shown(name: str, value: Any) -> str:
     if not isinstance(value, dict):
         return cell(value)
     scale, unit = (100, " %") if name in SHARES else (1, "")
-    numbers = [cell(scale * one) for one in (value["value"], *(value["interval"] or ())) if one is not None]
+    numbers = [cell(scale * number) for number in (value["value"], *(value["interval"] or ())) if number is not None]
     if not numbers:
         return "–"
     interval = f" [{numbers[1]}, {numbers[2]}]" if name in INTERVALS and len(numbers) == 3 else ""

@@ -171,7 +171,7 @@ def settings(given: dict[str, Any], command: str) -> list[Any]:
     from specctl.recipe import RECIPES
     from specctl.recipe.resolve import Setting
 
-    found = []
+    overrides = []
     for name, value in given.items():
         if value is None or value is False or value == []:
             continue
@@ -179,8 +179,8 @@ def settings(given: dict[str, Any], command: str) -> list[Any]:
         for key in flag.keys:
             path = tuple(key.split("."))
             if path[0] in RECIPES[command].model_fields:  # --seed sets what the recipe has of its two keys
-                found.append(Setting(path, flag.convert(value) if flag.convert else value, origin))
-    return found
+                overrides.append(Setting(path, flag.convert(value) if flag.convert else value, origin))
+    return overrides
 
 
 def spelling(name: str) -> str:

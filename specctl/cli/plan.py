@@ -55,10 +55,10 @@ def local_target(target: TargetRecipe) -> str | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
+        config = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
     except HFValidationError as error:
         raise CheckpointError(f"target {target.name} is neither a directory nor a Hugging Face id: {error}") from error
-    return str(Path(found).parent) if isinstance(found, str) else None
+    return str(Path(config).parent) if isinstance(config, str) else None
 
 
 def step_name(path: str) -> str:

@@ -50,21 +50,21 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     recipes = (recipe if general is None else recipe.second_stage(general)).one_each()
     if general is not None and not (general.output / "config.json").is_file():  # one that is there serves again
         recipes.insert(0, general)
-    for one in recipes:
-        plan.check_output("train-drafter", one.output, resume=recipe.resume, overwrite=recipe.overwrite)
-    first = {path: data for one in recipes for path, data in distil_first(one).items()}
+    for training in recipes:
+        plan.check_output("train-drafter", training.output, resume=recipe.resume, overwrite=recipe.overwrite)
+    first = {path: data for training in recipes for path, data in distil_first(training).items()}
     if recipe.distilled is None:
-        tell_what_is_there(recipe, [path for one in recipes for path in one.sources if path not in first])
+        tell_what_is_there(recipe, [path for training in recipes for path in training.sources if path not in first])
     if dry_run:
-        expected = [estimate(one, first) for one in recipes]
-        words = steps(recipes, first) + [line for one in expected for line in one.lines]
-        found = [one.document for one in expected]
-        return plan.show("train-drafter", recipe, words, estimate=found if recipe.each else found[-1])
+        expected = [estimate(training, first) for training in recipes]
+        words = steps(recipes, first) + [line for estimated in expected for line in estimated.lines]
+        estimates = [estimated.document for estimated in expected]
+        return plan.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
     with library_output():
         for source, missing in first.items():
             progress.log(f"no finished data in {source}: distilling from up to {missing.data.limit} prompts first")
             api.execute("distill", missing)
-        documents = [api.execute("train-drafter", one)[1] for one in recipes]
+        documents = [api.execute("train-drafter", training)[1] for training in recipes]
     if not recipe.each:
         return output.result(documents[-1], show, brief=documents[-1]["drafter"])
     pool = str(recipes[-1].output.parent)
@@ -174,8 +174,8 @@ def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
     if machine is None:
         return Expected(["no estimate: this GPU is not in the table; set resources.gpu to the nearest one"], None)
     config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
-    found = estimate(recipe, config, machine, texts(recipe, first))
-    return Expected(found.lines, asdict(found))
+    expected = estimate(recipe, config, machine, texts(recipe, first))
+    return Expected(expected.lines, asdict(expected))
 
 
 def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
@@ -205,14 +205,14 @@ def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[
     from specctl.cli import distill, plan
     from specctl.families import trained
 
-    found = [step for missing in first.values() for step in distill.steps(missing)]
+    plans = [step for missing in first.values() for step in distill.steps(missing)]
     if not first:
-        found.append(plan.check_target(recipes[0].target))
+        plans.append(plan.check_target(recipes[0].target))
     for recipe in recipes:
-        found.append(f"read distilled data from {', '.join(map(str, recipe.sources))}")
-        found += _training(recipe) if recipe.arch in trained() else _collecting(recipe)
-        found.append(f"write the drafter to {recipe.output}")
-    return found
+        plans.append(f"read distilled data from {', '.join(map(str, recipe.sources))}")
+        plans += _training(recipe) if recipe.arch in trained() else _collecting(recipe)
+        plans.append(f"write the drafter to {recipe.output}")
+    return plans
 
 
 def _collecting(recipe: TrainRecipe) -> list[str]:

@@ -118,10 +118,10 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
     """The drafters whose rounds are timed: the recipe's, and for random weights a random head."""
-    found = {Path(name).name: pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
+    loaded = {Path(name).name: pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
     if recipe.shape is not None:
-        found["eagle3, random"] = bench_rounds.random_head(recipe, target)
-    return found
+        loaded["eagle3, random"] = bench_rounds.random_head(recipe, target)
+    return loaded
 
 
 def questions(recipe: BenchRecipe, target: Target, run: Run) -> list[Case]:
@@ -133,4 +133,4 @@ def questions(recipe: BenchRecipe, target: Target, run: Run) -> list[Case]:
     generator = torch.Generator().manual_seed(recipe.data.seed)
     ids = torch.randint(5, VOCABULARY - 1, (recipe.limit, PROMPT), generator=generator).tolist()
     room = recipe.sampling.max_new_tokens
-    return [Case(Prompt(f"{n:012x}", [], "random", f"random {n}"), one, room) for n, one in enumerate(ids)]
+    return [Case(Prompt(f"{n:012x}", [], "random", f"random {n}"), context, room) for n, context in enumerate(ids)]

@@ -84,13 +84,13 @@ def evaluate(
         drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
         models = {name: load_assistant(path, target) for name, path in paths.items() if PLAIN in recipe.baselines}
         assistants = {name: model for name, model in models.items() if model is not None}
-    found = contenders(recipe, target, drafters, assistants)
+    competing = contenders(recipe, target, drafters, assistants)
     keep = functools.partial(write_records, run.dir, stamp=stamp)
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
     turns = [[case] for case in cases]
     run.annotate(target=target.identity)  # from here on an earlier run gives way
     rejections.release()
-    records = measure(recipe, turns, found, set(drafters) or {VANILLA}, keep, earlier)
+    records = measure(recipe, turns, competing, set(drafters) or {VANILLA}, keep, earlier)
     records, agreement = compared(recipe, target, records, set(drafters))
     keep(records)
     if recipe.save_outputs:

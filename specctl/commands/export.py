@@ -55,7 +55,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     # The revision is the drafter's own, too, unless one is named.
     options = {"revision": wanted.revision} if wanted.revision else {}
     facts = TargetFacts.of_identity(
-        found.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
+        drafter.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
     )
     if run is not None:
         run.target = facts.name

@@ -147,15 +147,15 @@ def pieces(tokenizer: Any, ids: list[int], accepted: list[bool]) -> list[Piece]:
 
     A character whose bytes are spread over several tokens belongs to the token that completes it.
     """
-    found: list[Piece] = []
+    cut: list[Piece] = []
     written = ""
     for end, flag in enumerate(accepted, 1):
         text = tokenizer.decode(ids[:end], skip_special_tokens=True)
         if end < len(ids) and (text.endswith("\ufffd") or not text.startswith(written)):
             continue
         new, written = text[len(written) :], text
-        if found and found[-1].accepted == flag:
-            found[-1] = Piece(found[-1].text + new, flag)
+        if cut and cut[-1].accepted == flag:
+            cut[-1] = Piece(cut[-1].text + new, flag)
         elif new:
-            found.append(Piece(new, flag))
-    return found
+            cut.append(Piece(new, flag))
+    return cut

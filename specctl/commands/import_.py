@@ -87,4 +87,4 @@ def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> 
             f"{recipe.head}: {rate or 0:.1%} of what it drafts is accepted: wrong layer ids, d2t or RoPE are the usual "
             f"reasons, or it was trained for another target than {target.name}"
         )
-    return HeadProbe(len(texts), sum(len(one.output_ids) for one in decoded), metrics.mat(decoded), rate)
+    return HeadProbe(len(texts), sum(len(text.output_ids) for text in decoded), metrics.mat(decoded), rate)

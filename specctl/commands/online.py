@@ -119,8 +119,8 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:
-                own = [record.decoded for record in records if record.drafter == shown]
-                bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(own))
+                shown_texts = [record.decoded for record in records if record.drafter == shown]
+                bar.update(count, chunk=stage.chunks + 1, mat=metrics.mat(shown_texts))
 
             for chunk in stream.chunks():
                 _use_target(

@@ -115,9 +115,9 @@ def _pass(
     stream: PromptStream,
 ) -> None:
     """One pass over the stream; what was learnt is saved at its end."""
-    own = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
-    inside = pool.load_drafter(own.drafter, target, recipe.drafting) if own.drafter else None
-    reasoning = Reasoning(target, draft, own, recipe.modes, judge=judge, drafter=inside)
+    options = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
+    inside = pool.load_drafter(options.drafter, target, recipe.drafting) if options.drafter else None
+    reasoning = Reasoning(target, draft, options, recipe.modes, judge=judge, drafter=inside)
     mark = journal.mark
     if mark.stage is not None:
         with journal.restoring():
@@ -174,16 +174,16 @@ def _result(recipe: ReasonRecipe, journal: ReasoningJournal) -> ReasoningResult:
         return [trace for seed in seeds for trace in traces.get((mode, seed), [])]
 
     def rated(mode: ReasoningMode, seeds: Sequence[int]) -> ModeRow:
-        learning_s = sum(one.learning_s for one in chunks if one.mode == mode and one.seed in seeds)
+        learning_s = sum(chunk.learning_s for chunk in chunks if chunk.mode == mode and chunk.seed in seeds)
         alone = over("target", seeds) if "target" in modes else None
         return row(mode, over(mode, seeds), alone, learning_s)
 
     learners = [mode for mode in modes if mode in LEARNING]
     pairs = [(mode, than) for mode in learners for than in modes if than == "lr" or (than, mode) == tuple(LEARNING)]
     judged: dict[str, Counter[str]] = {}
-    for one in chunks:
-        if one.judge:
-            judged.setdefault(one.mode, Counter()).update(one.judge)
+    for chunk in chunks:
+        if chunk.judge:
+            judged.setdefault(chunk.mode, Counter()).update(chunk.judge)
     rows = [rated(mode, recipe.seeds) for mode in modes]
     return ReasoningResult(
         algo=recipe.algo[0],
@@ -196,7 +196,7 @@ def _result(recipe: ReasonRecipe, journal: ReasoningJournal) -> ReasoningResult:
             Difference(mode, than, acceptance_difference(over(mode, recipe.seeds), over(than, recipe.seeds)))
             for mode, than in pairs
         ],
-        per_chunk=[one for one in chunks if one.seed == recipe.seeds[0]],
+        per_chunk=[chunk for chunk in chunks if chunk.seed == recipe.seeds[0]],
         per_seed=[_seed_row(rated(mode, [seed]), seed) for seed in recipe.seeds for mode in modes],
         judges={mode: dict(counts) for mode, counts in judged.items()},
         drafters={mode: str(journal.place(mode, recipe.seeds[0])) for mode in learners},

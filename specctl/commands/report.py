@@ -43,12 +43,12 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
 
     Raises UsageError (no run directory), SpecctlError (a broken result; output that cannot be written).
     """
-    found = collect.read([Path(run) for run in runs] or [collect.newest()])
+    records = collect.read([Path(run) for run in runs] or [collect.newest()])
     looks = Looks()
-    names = dict.fromkeys(run.command for run in found)
-    parts = {name: _contents(name, [run for run in found if run.command == name], looks) for name in names}
+    names = dict.fromkeys(run.command for run in records)
+    parts = {name: _contents(name, [run for run in records if run.command == name], looks) for name in names}
 
-    directory = Path(output_dir) if output_dir else _directory(found)
+    directory = Path(output_dir) if output_dir else _directory(records)
     make_dir(directory)
     pictures: list[str] = []
     tables: list[str] = []
@@ -61,9 +61,9 @@ def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None
             pictures.append(_write(directory / _file_name(name, picture.name, ".png"), png))
         for table in contents.tables if csv else ():
             tables.append(_write(directory / _file_name(name, table.name, ".csv"), to_csv(table.columns, table.rows)))
-    written = _write(directory / PAGE, page.render(found, parts, images))
-    notes = [f"{run.dir}: {note}" for run in found for note in run.notes]
-    return ReportResult(written, [str(run.dir) for run in found], pictures, tables, notes)
+    written = _write(directory / PAGE, page.render(records, parts, images))
+    notes = [f"{run.dir}: {note}" for run in records for note in run.notes]
+    return ReportResult(written, [str(run.dir) for run in records], pictures, tables, notes)
 
 
 def _contents(command: str, runs: list[RunRecord], looks: Looks) -> Contents:

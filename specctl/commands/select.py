@@ -152,7 +152,7 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
 
     def keep(records: Sequence[Record]) -> Path:
         return write_records(
-            run.dir, [replace(one, session=stage.session_of[one.question[:2]]) for one in records], stamp={}
+            run.dir, [replace(record, session=stage.session_of[record.question[:2]]) for record in records], stamp={}
         )
 
     with open(run.dir / ROUNDS, "w", encoding="utf-8") as file:
@@ -173,7 +173,7 @@ def _decoded(
     questions = [record.question for record in records if record.drafter == first]
     by_name = {name: answers(records, name) for name in names}
     stream = Stream(
-        {name: [found[question].decoded for question in questions] for name, found in by_name.items()},
+        {name: [by_question[question].decoded for question in questions] for name, by_question in by_name.items()},
         [stage.session_of[domain, id] for domain, id, _ in questions],
         [stage.game_of(*question) for question in questions],
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
@@ -222,12 +222,12 @@ def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:
 
 
 def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
-    own = done.rows[0]
+    shown = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
     unit = {"query": "queries", "session": "sessions", "stream": "streams"}[recipe.reset]
     overheads = ", reading up and scoring" if done.table.overheads else " alone"
     return SelectResult(
-        **_own(own),
+        **_own(shown),
         mode="replay",
         arms=done.table.arms,
         reset=recipe.reset,
@@ -238,7 +238,7 @@ def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
         queries=len(recipe.seeds) * len(done.table.traces),
         sessions=len(games),
         oracle_mat=done.oracle_mat,
-        per_domain=[DomainMat(domain, mat) for domain, mat in done.per_domain.get(own.algo, {}).items()],
+        per_domain=[DomainMat(domain, mat) for domain, mat in done.per_domain.get(shown.algo, {}).items()],
         policies=done.rows,
         curves=done.curves,
         rewards=[],

@@ -35,7 +35,7 @@ def router_of(
     """
     if recipe.train_router:
         check_free(_place(recipe, run), recipe.overwrite)
-        return train_router(recipe.router, _examples(recipe, paths, rejections), list(paths), target)
+        return train_router(recipe.router, examples(recipe, paths, rejections), list(paths), target)
     if recipe.router_dir is None:
         return None, None
     return Router.load(recipe.router_dir, list(paths), target), None
@@ -50,8 +50,11 @@ def _place(recipe: SelectRecipe, run: Run) -> Path:
     return (recipe.router_dir or run.dir / DIRECTORY).expanduser().absolute()
 
 
-def _examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections) -> list[RouterExample]:
-    """Training prompts with the arm that is right for each."""
+def examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections) -> list[RouterExample]:
+    """Training prompts with the arm that is right for each, for an arm at each of `paths`.
+
+    Raises CheckpointError (the table lacks an arm), UsageError (no table is named), DataError.
+    """
     options = recipe.router
     data = DataRecipe(
         domain=recipe.data.domain, prompts=options.prompts, limit=options.limit, seed=options.seed, source="auto"

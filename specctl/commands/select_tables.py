@@ -108,15 +108,15 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
     kinds = {name: kind for kind, named in (("arm", fixed), ("baseline", others)) for name in named}
     runs = {**played, **fixed, **others}
     summaries = {name: regret.summarize(replays, yardstick) for name, replays in runs.items()}
-    fastest = max((summaries[arm] for arm in fixed), key=lambda one: one.tokens_per_s)
+    fastest = max((summaries[arm] for arm in fixed), key=lambda summary: summary.tokens_per_s)
     return Replayed(
         table=table,
         rows=[
-            _row(name, kinds.get(name, "policy"), runs[name], one, yardstick, fastest)
-            for name, one in summaries.items()
+            _row(name, kinds.get(name, "policy"), runs[name], summary, yardstick, fastest)
+            for name, summary in summaries.items()
         ],
-        curves={name: _curves(recipe, name, one, yardstick) for name, one in played.items()},
-        per_domain={name: regret.mat_by_domain(one, yardstick) for name, one in {**played, **others}.items()},
+        curves={name: _curves(recipe, name, replays, yardstick) for name, replays in played.items()},
+        per_domain={name: regret.mat_by_domain(replays, yardstick) for name, replays in {**played, **others}.items()},
         pool_size=[size for n in recipe.pool_sizes for size in _sizes(recipe, table, n)],
         oracle_mat=summaries["oracle"].mat,
         games=summaries["oracle"].games,
@@ -173,7 +173,7 @@ def scaled(interval: Interval | None, factor: float) -> Interval | None:
 def _curves(recipe: SelectRecipe, name: str, replays: Sequence[Replay], yardstick: Hindsight) -> dict[str, list[float]]:
     """Means over games and seeds, by token since the reset."""
     rules = rules_on(yardstick.table, name, recipe.game)
-    played = [game for one in replays for game in one.played]
+    played = [game for replayed in replays for game in replayed.played]
     stopping = [regret.stopping_regret(game, yardstick).astype(float) for game in played]
     losses = [regret.loss_regret(game, yardstick, rules) for game in played]
     on_best = [np.repeat(game.arms == game.best, game.committed).astype(float) for game in played]
@@ -191,9 +191,9 @@ def _sizes(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
     subsets = {tuple(sorted(draw.sample(arms, min(count, len(arms))))) for _ in range(SUBSETS)}
     parts = [of_arms(table, [table.arms[arm] for arm in subset]) for subset in sorted(subsets)]
     yardsticks = [Hindsight(part, recipe.game.yardstick) for part in parts]
-    found = []
+    sizes = []
     for name in recipe.algo:
-        done = [regret.summarize(_played(recipe, name, one), one) for one in yardsticks]
-        shares = fmean(one.oracle_share for one in done)
-        found.append(PoolSize(count, name, fmean(one.mat for one in done), shares))
-    return [*found, PoolSize(count, "oracle", fmean(one.oracle_mat for one in done), 1.0)]
+        done = [regret.summarize(_played(recipe, name, yardstick), yardstick) for yardstick in yardsticks]
+        shares = fmean(summary.oracle_share for summary in done)
+        sizes.append(PoolSize(count, name, fmean(summary.mat for summary in done), shares))
+    return [*sizes, PoolSize(count, "oracle", fmean(summary.oracle_mat for summary in done), 1.0)]

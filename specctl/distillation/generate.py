@@ -52,8 +52,8 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
-    found = read_domains(recipe.data, rejections, sample=True)
-    prompts = list({prompt.id: prompt for prompt in reversed(found)}.values())[::-1]  # of two domains the first has it
+    read = read_domains(recipe.data, rejections, sample=True)
+    prompts = list({prompt.id: prompt for prompt in reversed(read)}.values())[::-1]  # of two domains the first has it
     target = target or load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     jobs = plan(recipe, target, prompts, rejections)
@@ -71,14 +71,14 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
         tokens = _generate(recipe, target, jobs, store, domain, drafter)
         seconds = time.perf_counter() - started
         store.complete()
-        own = [job for job in jobs if job.id in store.done]
+        answered = [job for job in jobs if job.id in store.done]
         if before:
             progress.log(f"{before} responses were there already, {len(store.done) - before} are new")
         return DistillResult(
             domain=domain,
-            prompts=len({job.prompt.id for job in own}),
-            responses=len(own),
-            response_tokens=sum(store.done[job.id] for job in own),
+            prompts=len({job.prompt.id for job in answered}),
+            responses=len(answered),
+            response_tokens=sum(store.done[job.id] for job in answered),
             tokens_per_s=tokens / seconds if tokens else 0.0,
             rejected=rejections.count,
             shards=store.shards,
@@ -147,8 +147,8 @@ def _records(recipe: DistillRecipe, target: Target, pending: list[Job], drafter:
         early: dict[int, Decoded] = {}
         rows: list[dict[str, Any]] = []
         given = 0
-        for one in _decode(recipe, target, jobs, drafter):
-            early[one.index] = one
+        for response in _decode(recipe, target, jobs, drafter):
+            early[response.index] = response
             while (following := given + len(rows)) in early:
                 rows.append(record(jobs[following], early.pop(following), target))
             if len(rows) >= size or (rows and progress.interrupts.requested()):

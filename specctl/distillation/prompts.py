@@ -239,7 +239,7 @@ def candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections
 
 def _from_file(name: str, domain: str, rejections: Rejections) -> Iterator[Prompt | None]:
     label = "<stdin>" if name == "-" else name
-    with _open(name) as file:
+    with open_prompts(name) as file:
         for number, line in enumerate(_lines(file), 1):
             where = f"{label}:{number}"
             if number == 1 and line is not None:
@@ -264,7 +264,8 @@ def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Reje
             yield None
 
 
-def _open(name: str) -> IO[bytes]:
+def open_prompts(name: str) -> IO[bytes]:
+    """The file of that name, or stdin for `-`. Raises DataError where it cannot be read."""
     if name == "-":
         return _stdin()
     try:

@@ -336,11 +336,11 @@ def _drop_torn_line(path: Path) -> None:
 
 def _differences(there: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """`key: old there, new now` for every leaf that differs."""
-    found = []
+    differences = []
     for key in sorted(there.keys() | now.keys()):
         old, new = there.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += _differences(old, new, f"{prefix}{key}.")
+            differences += _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            found.append(f"{prefix}{key} is {json.dumps(old)} there and {json.dumps(new)} now")
-    return found
+            differences.append(f"{prefix}{key} is {json.dumps(old)} there and {json.dumps(new)} now")
+    return differences

@@ -22,7 +22,7 @@ from .objectives import TINY
 from .reference import Panorama
 from .rows import BLOCK, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
 
-_CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
+CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
 _IN_HAND = 2**19  # logits a pass has in hand: its buffers fit the last cache; fewer cost more in calls than they save
 _LOG_TINY = math.log(TINY)
 _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
@@ -84,7 +84,7 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
     all_greedy, by_count, by_mass = bool(is_greedy.all()), bool((top_k > 0).any()), bool((top_p < 1).any())
     sums = inv_temp.new_zeros(len(logits), -(-logits.shape[1] // BLOCK))
-    found = []
+    chunks = []
     for at, part, (scores, p) in _chunks(logits, 2):
         scale = inv_temp[at, None]
         best, top = _argmax(scores.copy_(part))
@@ -99,8 +99,8 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
                 cut = torch.maximum(cut, _top_p_cut(scores, p, top_p[at]))
                 p.masked_fill_(scores < cut[:, None], 0.0)
             _sum_blocks(p, sums[at])
-        found.append((best, top, cut, p.gather(1, best[:, None])[:, 0]))
-    best, top, cut, largest = (torch.cat(field) for field in zip(*found, strict=True))
+        chunks.append((best, top, cut, p.gather(1, best[:, None])[:, 0]))
+    best, top, cut, largest = (torch.cat(field) for field in zip(*chunks, strict=True))
     total = sums.sum(-1, keepdim=True)
     peak = top * inv_temp
     lse = peak + (total[:, 0] / largest).log()  # the softmax keeps no lse, but the peak's probability tells it
@@ -210,15 +210,15 @@ def accept_chain(
         accepted = reference.block_accepted(share, _excess(p, q, share), count, u_accept)
 
     # One row per sequence is needed in full: the rejected position's, or the one behind the whole draft.
-    behind = p.take(row[:, 0] * (n + 1) + accepted)
+    following = p.take(row[:, 0] * (n + 1) + accepted)
     drafted = q.take(row[:, 0] * n + accepted.clamp(max=n - 1)) if n else q
     rejected, u, drawn = accepted < count, u_next.gather(1, accepted[:, None])[:, 0], []
-    for at, part, (scores, weight, residual) in _chunks(behind.logits, 3):
-        _dense(behind, at, part, scores, weight)
+    for at, part, (scores, weight, residual) in _chunks(following.logits, 3):
+        _dense(following, at, part, scores, weight)
         if bool(rejected[at].any()):
             _dense(drafted, at, drafted.logits[at], scores, residual)
-            own = weight if share is None else torch.mul(weight, share.gather(1, accepted[:, None])[at], out=scores)
-            torch.sub(own, residual, out=residual).relu_()
+            scaled = weight if share is None else torch.mul(weight, share.gather(1, accepted[:, None])[at], out=scores)
+            torch.sub(scaled, residual, out=residual).relu_()
             left = rejected[at] & (residual.amax(-1) > 0)
             weight = residual if bool(left.all()) else torch.where(left[:, None], residual, weight)
         drawn.append(inverse_cdf(weight, u[at]))
@@ -230,9 +230,9 @@ def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
     batch, n = share.shape[0], share.shape[1] - 1
     excess = torch.zeros_like(share)
     if n > 1:
-        behind = torch.arange(batch)[:, None], torch.arange(1, n)
-        target = probabilities(p.take((behind[0] * (n + 1) + behind[1]).flatten()))
-        drafted = probabilities(q.take((behind[0] * n + behind[1]).flatten()))
+        places = torch.arange(batch)[:, None], torch.arange(1, n)
+        target = probabilities(p.take((places[0] * (n + 1) + places[1]).flatten()))
+        drafted = probabilities(q.take((places[0] * n + places[1]).flatten()))
         excess[:, 1:n] = (target * share[:, 1:n].reshape(-1, 1)).sub_(drafted).clamp_(min=0).sum(-1).view(batch, n - 1)
     return excess
 
@@ -257,7 +257,7 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:
-    rows = max(1, _CACHED // logits.shape[1])
+    rows = max(1, CACHED // logits.shape[1])
     parts = zip(logits.split(rows), teacher.split(rows), weight.split(rows), strict=True)
     return torch.cat([reference.distill_rows(*part, objective) for part in parts])
 
@@ -274,13 +274,13 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
     entropy = -negentropy
     each = [torch.cat(sums, -1) for sums in zip(*of_drafts, strict=True)]
     table = torch.stack(each, 1) if each else entropy.new_zeros(7, 0, len(entropy))
-    cross, excess, own, other, q_x, agree, missed = table
+    cross, excess, q_log_q, q_log_p, q_x, agree, missed = table
     fields = [
         (mass - excess).clamp_(min=0),
         excess,
         negentropy - cross,
         -q_x.clamp_min(TINY).log(),
-        own - other,
+        q_log_q - q_log_p,
         p_x.expand_as(q_x),
         q_x,
         agree,

@@ -139,6 +139,6 @@ class _LinearDistill(torch.autograd.Function):
             [x] * info.batch_size if dim is None else x.unbind(dim)
             for x, dim in zip(inputs[:3], in_dims[:3], strict=True)
         ]
-        found = [_apply(*own, *inputs[3:-1])[:2] for own in zip(*parts, strict=True)]
-        total, losses = (torch.stack(results) for results in zip(*found, strict=True))
+        answers = [_apply(*operands, *inputs[3:-1])[:2] for operands in zip(*parts, strict=True)]
+        total, losses = (torch.stack(results) for results in zip(*answers, strict=True))
         return (total, losses), (0, 0)

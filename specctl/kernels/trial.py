@@ -19,12 +19,12 @@ def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
     """Why `backend` is not to be used on `device`; None when every kernel answers as the reference does."""
     for name, arguments in _questions(device):
         try:
-            found = _answer(backend, name, arguments)
+            answer = _answer(backend, name, arguments)
         except Exception as error:  # whatever a compiler or a driver raises
             lines = [type(error).__name__, *str(error).strip().splitlines()]
             return f"{name} fails: {lines[-1]}"
         expected = _answer(reference, name, arguments)
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(answer, expected, strict=True):
             if not torch.allclose(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
                 return f"{name} computes something else than the reference"
     return None
@@ -64,6 +64,6 @@ def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
 def _answer(backend: ModuleType, name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     """The tensors of an answer (of rows without the logits, which are the question), and what it changed in place."""
     given = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
-    found = getattr(backend, name)(*given)
-    parts = (found,) if isinstance(found, Tensor) else found[1:-1] if hasattr(found, "block_mass") else found
+    answer = getattr(backend, name)(*given)
+    parts = (answer,) if isinstance(answer, Tensor) else answer[1:-1] if hasattr(answer, "block_mass") else answer
     return [part for part in (*parts, *given) if isinstance(part, Tensor)]

@@ -84,14 +84,16 @@ def contenders(
     recipe: EvalRecipe, target: Target, drafters: Mapping[str, Drafter], assistants: Mapping[str, PreTrainedModel]
 ) -> list[Contender]:
     """Plain decoding, each drafter, and `transformers` in all its modes."""
-    found = [engine(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
-    found += [engine(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
+    competing = [engine(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
+    competing += [engine(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
     if PLAIN in recipe.baselines:
         generator = load_generator(recipe.target, target, filters(recipe.sampling), assistants)
-        found.append(lambda turn, seeds: [generator.decode(c.ids, c.room, s) for c, s in zip(turn, seeds, strict=True)])
-    if not found:
+        competing.append(
+            lambda turn, seeds: [generator.decode(c.ids, c.room, s) for c, s in zip(turn, seeds, strict=True)]
+        )
+    if not competing:
         raise UsageError("nothing to measure", hint="name a --drafter or a --pool, or keep the baselines")
-    return found
+    return competing
 
 
 def engine(
@@ -101,7 +103,7 @@ def engine(
     also on a GPU, as learners' and selectors' are; who compares speeds compares the same kind of rounds."""
 
     def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: one} for one in decode_turn(target, sampling, turn, seeds, drafter=drafter, host=host)]
+        return [{name: decoded} for decoded in decode_turn(target, sampling, turn, seeds, drafter=drafter, host=host)]
 
     return answer
 
@@ -120,23 +122,23 @@ def decode_turn(
         **options,
     )
     share = 1 / len(turn)
-    return [replace(one, prefill_s=share * one.prefill_s, decode_s=share * one.decode_s) for one in decoded]
+    return [replace(text, prefill_s=share * text.prefill_s, decode_s=share * text.decode_s) for text in decoded]
 
 
 def filters(sampling: SamplingRecipe) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-def warm_up(turns: Sequence[Turn], found: Sequence[Contender]) -> None:
+def warm_up(turns: Sequence[Turn], competing: Sequence[Contender]) -> None:
     """Ask everyone something before the clock counts: the first calls are slow."""
-    for turn, contender in itertools.product(turns[:WARMUP_PROMPTS], found):
+    for turn, contender in itertools.product(turns[:WARMUP_PROMPTS], competing):
         contender([case._replace(room=min(case.room, WARMUP_TOKENS)) for case in turn], [0] * len(turn))
 
 
 def measure(
     recipe: EvalRecipe | SelectRecipe,
     turns: Sequence[Turn],
-    found: Sequence[Contender],
+    competing: Sequence[Contender],
     shown: set[str],
     keep: Callable[[Sequence[Record]], Path],
     earlier: Sequence[Record] = (),
@@ -158,14 +160,14 @@ def measure(
         if any(case.question(seed) not in known for case in turn)
     ]
     if todo and not warm:
-        warm_up(turns, found)
+        warm_up(turns, competing)
     kept_at = time.monotonic()
     total = sum(len(turn) for _, _, turn in todo)
     try:
         with progress.track(label, total=total, unit="prompts") as bar:
             for number, seed, turn in todo:
                 progress.interrupts.check()
-                records += ask(recipe.sampling, turn, seed, rotated(found, number))
+                records += ask(recipe.sampling, turn, seed, rotated(competing, number))
                 bar.update(
                     len(turn), mat=metrics.mat([record.decoded for record in records if record.drafter in shown])
                 )
@@ -183,18 +185,18 @@ def measure(
     return records
 
 
-def ask(sampling: SamplingRecipe, turn: Turn, seed: int, found: Sequence[Contender]) -> list[Record]:
+def ask(sampling: SamplingRecipe, turn: Turn, seed: int, competing: Sequence[Contender]) -> list[Record]:
     """Everybody's answers to a turn."""
     seeds = [case.seed(sampling.seed + seed) for case in turn]
     return [
         Record(case.prompt.id, case.prompt.domain, name, seed, sampling.temperature, decoded)
-        for contender in found
+        for contender in competing
         for case, answers in zip(turn, contender(turn, seeds), strict=True)
         for name, decoded in answers.items()
     ]
 
 
-def rotated(found: Sequence[Contender], turn: int) -> Sequence[Contender]:
+def rotated(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
     """The contenders in another order at every turn."""
-    first = turn % len(found)
-    return [*found[first:], *found[:first]]
+    first = turn % len(competing)
+    return [*competing[first:], *competing[:first]]

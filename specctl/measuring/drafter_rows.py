@@ -52,7 +52,7 @@ def compared(
     recipe: EvalRecipe | SelectRecipe | OnlineRecipe, target: Target, records: Sequence[Record], drafters: set[str]
 ) -> tuple[list[Record], Losslessness]:
     """Records with the drafters' agreement with plain decoding filled in, and the counts."""
-    counts, found = Losslessness(), []
+    counts, filled = Losslessness(), []
     plain = answers(records, VANILLA) if lossless.comparable(recipe.sampling, recipe.drafting) else {}
     tolerance = lossless.tolerance(target, recipe.sampling)
     for record in records:
@@ -61,8 +61,8 @@ def compared(
             verdict = lossless.compare(target, ours.prompt_ids, theirs.output_ids, ours.output_ids, tolerance)
             counts.add(verdict)
             record = replace(record, agreement=verdict)
-        found.append(record)
-    return found, counts
+        filled.append(record)
+    return filled, counts
 
 
 def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:
@@ -70,8 +70,8 @@ def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:
     mine = [record for record in records if record.drafter == name and record.domain == domain]
     decoded, prompts = [record.decoded for record in mine], [record.id for record in mine]
     vanilla, generate = (
-        [found[record.question].decoded for record in mine if record.question in found]
-        for found in (answers(records, VANILLA), answers(records, PLAIN))
+        [theirs[record.question].decoded for record in mine if record.question in theirs]
+        for theirs in (answers(records, VANILLA), answers(records, PLAIN))
     )
     mat = measured.mat(prompts, decoded)
     over_plain, over_theirs = (measured.speedup(prompts, decoded, theirs) for theirs in (vanilla, generate))

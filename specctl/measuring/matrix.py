@@ -70,9 +70,10 @@ def tabulate(
     columns = [{name: cells.get((name, domain)) for name in drafters} for domain in domains]
     specialists = [(name, made_for[name][0]) for name in drafters if len(made_for[name]) == 1]
     diagonal = [
-        found
+        specialist
         for name, domain in specialists
-        if domain in domains and (found := _specialist(metric, name, domain, columns[domains.index(domain)], records))
+        if domain in domains
+        and (specialist := _specialist(metric, name, domain, columns[domains.index(domain)], records))
     ]
     return Matrix(
         metric=metric,
@@ -123,10 +124,10 @@ def _specialist(
 ) -> Specialist | None:
     """None where either side has no value."""
     rival = best({other: value for other, value in column.items() if other != name})
-    own = column[name]
-    if rival is None or own is None:
+    score = column[name]
+    if rival is None or score is None:
         return None
-    lead = own - (column[rival] or 0.0)
+    lead = score - (column[rival] or 0.0)
     here = [record for record in records if record.domain == domain]
     ours, theirs, plain = (answers(here, who) for who in (name, rival, VANILLA))
     questions = [question for question in ours if question in theirs]

@@ -126,11 +126,11 @@ class OnlineContenders:
         def alone(name: str, drafter: Drafter | None) -> Contender:
             return engine(self.target, self.recipe.sampling, name, drafter, host=True)
 
-        found = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
-        found += [self._static(name, drafter) for name, drafter in self.fixed.items()]
-        found += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
-        found += [alone(name, drafter) for name, drafter in self.untrained.items()]
-        return found + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
+        competing = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
+        competing += [self._static(name, drafter) for name, drafter in self.fixed.items()]
+        competing += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
+        competing += [alone(name, drafter) for name, drafter in self.untrained.items()]
+        return competing + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
 
     def warm_up(self, turns: Sequence[Turn]) -> None:
         """Ask everyone something before the clock counts: it leaves no trace in what was learnt, or restored."""
@@ -148,7 +148,9 @@ class OnlineContenders:
     def _static(self, name: str, drafter: Drafter) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
             options = self._drafting(name, drafter) | {"host": True}
-            return [{name: one} for one in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)]
+            return [
+                {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
+            ]
 
         return answer
 
@@ -159,7 +161,7 @@ class OnlineContenders:
                 if isinstance(pupil, OnlineDrafter):
                     options |= self._drafting(name, options.pop("drafter"))
                 decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
-            return [{name: one} for one in decoded]
+            return [{name: text} for text in decoded]
 
         return answer
 
@@ -182,10 +184,10 @@ class OnlineContenders:
         turns: list[Turn] = [cases[start : start + size] for start in range(0, len(cases), size)]
         if not self._warm:
             self.warm_up(turns)
-        found, records = self.contenders(), []
+        competing, records = self.contenders(), []
         for turn in turns:
             progress.interrupts.check()
-            answers = ask(self.recipe.sampling, turn, self.seed, rotated(found, self._turns))
+            answers = ask(self.recipe.sampling, turn, self.seed, rotated(competing, self._turns))
             self._turns += 1
             records += [replace(record, session=self.chunks) for record in answers]
             done(len(turn), records)
@@ -199,8 +201,10 @@ class OnlineContenders:
         domains = dict(Counter(arrival.prompt.domain for arrival in chunk))
         rows = []
         for name, pupil in self.pupils.items():
-            own = [record.decoded for record in records if record.drafter == name]
-            lesson = pupil.sit(Acceptance.of((one.accepted, one.accepted + one.rejections) for one in own))
+            answers = [record.decoded for record in records if record.drafter == name]
+            lesson = pupil.sit(
+                Acceptance.of((answer.accepted, answer.accepted + answer.rejections) for answer in answers)
+            )
             self._watch(name, lesson)
             rows.append(self._row(name, lesson, domains, own, records))
         self.chunks += 1
@@ -281,14 +285,14 @@ class OnlineContenders:
             facts[name], found = pupil.state()
             tensors |= prefixed(f"{name}/", found)
         lengths = {name: length.state() for name, length in self.lengths.items()}
-        own = {
+        position = {
             "target": self.target.name,
             "chunks": self.chunks,
             "turns": self._turns,
             "refused": dict(self.refused),
             "lengths": lengths,
         }
-        return {**own, "pupils": facts}, tensors
+        return {**position, "pupils": facts}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Go on from what `state` has told."""
@@ -307,7 +311,7 @@ GIVE_UP = 8  # chunks in a row of which a learner could learn nothing; every one
 
 
 def _mat(records: Sequence[Record], name: str) -> float | None:
-    return metrics.mat([one.decoded for one in records if one.drafter == name])
+    return metrics.mat([record.decoded for record in records if record.drafter == name])
 
 
 def _rates(lesson: Lesson) -> str:

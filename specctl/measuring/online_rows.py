@@ -105,11 +105,11 @@ class Passes:
     def row(self, name: str) -> LearnerRow:
         """The row of a contender."""
         mine, kind = self.by_name[name], self._kind(name)
-        own = [chunk for chunk in self.chunks if chunk.algo == name]
+        chunks = [chunk for chunk in self.chunks if chunk.algo == name]
         family = self.recipe.family_of(name) if kind == "learner" and not self.recipe.pool else None
         static = self.static_of(name)
         decoded = [record.decoded for record in mine]
-        decode_s, learn_s = sum(one.decode_s for one in decoded), sum(self.learn_s[name].values())
+        decode_s, learn_s = sum(text.decode_s for text in decoded), sum(self.learn_s[name].values())
         gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, net=True)
         mat = self._mats(name)
         last = max((unit_of(record) for record in mine), default=0)
@@ -148,7 +148,7 @@ class Passes:
         """The row of a learner on one pass."""
         alone = Passes(
             self.recipe,
-            [record for found in self.by_name.values() for record in found if record.seed == seed],
+            [record for records in self.by_name.values() for record in records if record.seed == seed],
             [chunk for chunk in self.chunks if chunk.seed == seed],
         ).row(name)
         return SeedRow(name, seed, alone.mat, alone.mat_over_static, alone.mat_last, alone.over_static_with_training)
@@ -198,7 +198,7 @@ def _quotient(parts: Sequence[dict[Unit, float]]) -> Measured:
 
     def statistic(counts: Floats) -> Floats:
         sums = values @ counts.T  # [parts, resamples]
-        found: Floats = sums[::2].prod(0) / sums[1::2].prod(0)
-        return found
+        ratios: Floats = sums[::2].prod(0) / sums[1::2].prod(0)
+        return ratios
 
     return Measured(float(statistic(np.ones((1, len(units))))[0]), metrics.bootstrap(statistic, len(units)))

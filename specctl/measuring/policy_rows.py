@@ -118,7 +118,7 @@ class Stream:
         }
 
     def _of(self, name: str, game: str) -> list[Decoded]:
-        return [one for one, mine in zip(self.answers[name], self.games, strict=True) if mine == game]
+        return [answer for answer, mine in zip(self.answers[name], self.games, strict=True) if mine == game]
 
     @cached_property
     def oracle(self) -> list[Decoded]:
@@ -130,8 +130,8 @@ class Stream:
         if not self.best:
             return Measured()
         tokens: Counter[str] = Counter()
-        for game, own in zip(self.games, self.answers[name], strict=True):
-            tokens[game] += own.decoded_tokens
+        for game, answer in zip(self.games, self.answers[name], strict=True):
+            tokens[game] += answer.decoded_tokens
         places = [place for place, game in enumerate(self.games) if tokens[game] >= least]
         sessions = [self.sessions[place] for place in places]
         mine, best = ([answers[place] for place in places] for answers in (self.answers[name], self.oracle))
@@ -139,19 +139,22 @@ class Stream:
         if value is None or not yardstick:
             return Measured()
         ours, theirs = (
-            metrics.ratio_of_sums(sessions, [one.decoded_tokens for one in part], [self._paid(one) for one in part])
+            metrics.ratio_of_sums(
+                sessions, [answer.decoded_tokens for answer in part], [self._paid(answer) for answer in part]
+            )
             for part in (mine, best)
         )
         interval = metrics.bootstrap(lambda counts: ours(counts) / theirs(counts), len(set(sessions)))
         return Measured(value / yardstick, interval)
 
-    def _paid(self, one: Decoded) -> float:
-        return one.target_passes if self.by == "mat" else one.decode_s
+    def _paid(self, answer: Decoded) -> float:
+        return answer.target_passes if self.by == "mat" else answer.decode_s
 
     def regret(self, name: str) -> list[float]:
         """Target passes beyond the oracle's, cumulated over the prompts, where it is `judged`."""
         excess = [
-            own.target_passes - best.target_passes for own, best in zip(self.answers[name], self.oracle, strict=True)
+            answer.target_passes - best.target_passes
+            for answer, best in zip(self.answers[name], self.oracle, strict=True)
         ]
         return np.cumsum(excess).astype(float).tolist()
 
@@ -180,7 +183,7 @@ class Stream:
             share_of_best_256=self.share_of_best(name, LONG_ENOUGH).value,
             regret=int(self.regret(name)[-1]) if self.judged else None,
             best_arm_ratio=best_arm_ratio,
-            rounds=sum(one.target_passes for one in mine),
+            rounds=sum(answer.target_passes for answer in mine),
             pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},
             switches=tally.switches if tally else None,
             caught_up=tally.caught_up if tally else None,
@@ -188,7 +191,9 @@ class Stream:
             decide_us_p50=median(tally.decide_us) if tally and tally.decide_us else None,
             scorings=len(tally.score_s) if tally else None,
             score_ms_p50=1000 * median(tally.score_s) if tally and tally.score_s else None,
-            score_share=sum(tally.score_s) / sum(one.decode_s for one in mine) if tally and tally.score_s else None,
+            score_share=sum(tally.score_s) / sum(answer.decode_s for answer in mine)
+            if tally and tally.score_s
+            else None,
             failures=failures,
             dropped=tally.dropped if tally else 0,
             unusable=measured.unusable(speedup, mat),

@@ -125,7 +125,7 @@ def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] 
 
 def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Measured:
     """Share of those told True among those that are told."""
-    return _rate(traces, [bool(one) for one in told], [one is not None for one in told])
+    return _rate(traces, [bool(verdict) for verdict in told], [verdict is not None for verdict in told])
 
 
 def _rate(traces: Sequence[ReasoningTrace], tops: Sequence[float], bottoms: Sequence[float]) -> Measured:

@@ -105,14 +105,14 @@ def part_files(directory: Path) -> list[Path]:
 def read_parts(directory: Path) -> list[Record]:
     """The records in the files of chunks in `directory`, in order; without the prompts' ids. CheckpointError where one
     cannot be read."""
-    found = []
+    records = []
     for path in part_files(directory):
         try:
             rows = pq.read_table(path).to_pylist()
-            found += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
+            records += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged: {one_line(error)}", "start with --overwrite") from error
-    return found
+    return records
 
 
 def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]) -> list[Record]:

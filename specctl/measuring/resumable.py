@@ -98,10 +98,10 @@ class States:
         Raises CheckpointError (no checkpoint is whole, or what belongs to it is gone), UsageError (it was made under
         another recipe).
         """
-        found = checkpoint.newest(self.checkpoints, Saved) if self.recipe.resume else None
-        if found is None:
+        newest = checkpoint.newest(self.checkpoints, Saved) if self.recipe.resume else None
+        if newest is None:
             return
-        path, state = found
+        path, state = newest
         check_same(state.stamp, self.stamp, str(path))
         self.mark = self._saved = state.mark
         self._check_whole()
@@ -216,7 +216,7 @@ class States:
 
     def _digests(self, parts: Iterable[Path]) -> dict[str, str]:
         """sha256 of the lines so far, and of files of chunks."""
-        lines = {name: found.hexdigest() for name, found in self._sums.items()}
+        lines = {name: digest.hexdigest() for name, digest in self._sums.items()}
         return lines | {f"{path.parent.name}/{path.name}": sha256(path) for path in parts}
 
     def _cut(self) -> None:

@@ -40,33 +40,33 @@ def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
     half of another."""
     shift = recipe.order == "shift"
     size = max(1, recipe.session // 2) if shift else recipe.session
-    found: list[list[Case]] = []
+    runs: list[list[Case]] = []
     for domain in recipe.data.domain:
         mine = [case for case in cases if case.prompt.domain == domain]
-        found += [mine[start : start + size] for start in range(0, len(mine), size)]
+        runs += [mine[start : start + size] for start in range(0, len(mine), size)]
     if recipe.order != "blocks":
-        random.Random(recipe.data.seed).shuffle(found)
-    return paired(found) if shift else found
+        random.Random(recipe.data.seed).shuffle(runs)
+    return paired(runs) if shift else runs
 
 
 def paired(halves: list[list[Case]]) -> list[list[Case]]:
     """Every run followed by the next one of another domain, as one; runs that find none stand alone."""
-    found, waiting = [], list(halves)
+    pairs, waiting = [], list(halves)
     while waiting:
         first = waiting.pop(0)
         other = next((n for n, half in enumerate(waiting) if half[0].prompt.domain != first[0].prompt.domain), None)
-        found.append(first if other is None else first + waiting.pop(other))
-    return found
+        pairs.append(first if other is None else first + waiting.pop(other))
+    return pairs
 
 
 def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
     """Prompts that are decoded at once, one of each of `batch` sessions: those of a session follow each other."""
-    found: list[Turn] = []
+    together: list[Turn] = []
     for start in range(0, len(stream), batch):
         abreast = stream[start : start + batch]
         for place in range(max(map(len, abreast))):
-            found.append([session[place] for session in abreast if place < len(session)])
-    return found
+            together.append([session[place] for session in abreast if place < len(session)])
+    return together
 
 
 Alone = Guarded | Together
@@ -140,33 +140,35 @@ class SelectContenders:
         Raises UsageError where two contenders have one name.
         """
         recipe = self.recipe
-        found: dict[str, Alone] = {}
+        alone: dict[str, Alone] = {}
         if "fixed" in recipe.baselines:
-            found |= {arm.name: Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms}
+            alone |= {arm.name: Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms}
         if DRAFT_ALL in recipe.baselines:
-            found[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
+            alone[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}
-        twice = {*rivals, *self.algo} & {*self.drafters, *found, VANILLA} or {*rivals} & {*self.algo}
+        twice = {*rivals, *self.algo} & {*self.drafters, *alone, VANILLA} or {*rivals} & {*self.algo}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
         loaded = {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
-        return found | {name: Guarded(name, drafter) for name, drafter in loaded.items()}
+        return alone | {name: Guarded(name, drafter) for name, drafter in loaded.items()}
 
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
         """Everybody's answers; rounds go to `log`."""
         recipe = self.recipe
-        found = [engine(self.target, recipe.sampling, VANILLA, None, host=True)] if VANILLA in recipe.baselines else []
-        found += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
-        found += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
+        competing = (
+            [engine(self.target, recipe.sampling, VANILLA, None, host=True)] if VANILLA in recipe.baselines else []
+        )
+        competing += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
+        competing += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
         asked = turns(self.stream, recipe.batch)
-        warm_up(asked, found)
+        warm_up(asked, competing)
         for name, selector in self.selectors.items():
             selector.forget()
             self.plays[name].clear()
         for alone in self.alone.values():
             alone.forget()
         self._log = log
-        return measure(recipe, asked, found, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
+        return measure(recipe, asked, competing, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         options = self.recipe.catch_up
@@ -179,7 +181,9 @@ class SelectContenders:
             if isinstance(controller, Selector):
                 labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
             options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
-            return [{name: one} for one in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)]
+            return [
+                {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
+            ]
 
         return answer
 

@@ -137,10 +137,10 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
     """
     if not checkpoint.is_drafter(Path(directory)):
         return None
-    found = checkpoint.load(directory)
-    if found.config["family"] != LM:
+    assistant = checkpoint.load(directory)
+    if assistant.config["family"] != LM:
         return None
-    return cast(pool.module(found, target).model, target.device, target.dtype).eval()
+    return cast(pool.module(assistant, target).model, target.device, target.dtype).eval()
 
 
 def _configuration(eos_ids: frozenset[int], sampling: Sampling) -> GenerationConfig:

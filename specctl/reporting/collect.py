@@ -71,21 +71,21 @@ def read(directories: Sequence[Path]) -> list[RunRecord]:
     Raises UsageError for what is no run directory, SpecctlError for one whose run.json or result.json is broken.
     """
     unique = list({path.resolve(): path for path in directories}.values())
-    found = [_read(path) for path in unique]
-    commands = [run.command for run in found]
-    for index, run in enumerate(found):
+    runs = [_read(path) for path in unique]
+    commands = [run.command for run in runs]
+    for index, run in enumerate(runs):
         if commands.count(run.command) > 1:
             number = commands[: index + 1].count(run.command)
-            found[index] = RunRecord(**{**vars(run), "number": number})
-    return found
+            runs[index] = RunRecord(**{**vars(run), "number": number})
+    return runs
 
 
 def newest(root: Path = RUNS) -> Path:
     """The run directory below `root` that was started last. Raises UsageError where there is none."""
-    found = [path for path in root.iterdir() if is_run(path)] if root.is_dir() else []
-    if not found:
+    runs = [path for path in root.iterdir() if is_run(path)] if root.is_dir() else []
+    if not runs:
         raise UsageError(f"no run directory below ./{root}", hint="name one: specctl report RUN")
-    return max(found, key=_started)
+    return max(runs, key=_started)
 
 
 def is_run(path: Path) -> bool:

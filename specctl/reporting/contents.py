@@ -67,10 +67,10 @@ def generic(runs: Sequence[RunRecord]) -> Contents:
     scalars = [
         {key: value for key, value in flat(run.result) if not _objects(value) and key not in COMMON} for run in runs
     ]
-    keys = dict.fromkeys(key for found in scalars for key in found)
+    keys = dict.fromkeys(key for fields in scalars for key in fields)
     heads = [run.named("value") for run in runs]
     tables = [
-        ReportTable("result", "Result", ["", *heads], [[key, *(found.get(key) for found in scalars)] for key in keys])
+        ReportTable("result", "Result", ["", *heads], [[key, *(fields.get(key) for fields in scalars)] for key in keys])
     ]
     for run in runs:
         for key, rows in flat(run.result):
@@ -84,8 +84,8 @@ def generic(runs: Sequence[RunRecord]) -> Contents:
 def differing(runs: Sequence[RunRecord]) -> ReportTable | None:
     """Recipe keys in which runs of one command differ: the first thing to know of a comparison."""
     recipes = [run.keys() for run in runs]
-    keys = dict.fromkeys(key for found in recipes for key in found)
-    unequal = [key for key in keys if any(found.get(key) != recipes[0].get(key) for found in recipes)]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    unequal = [key for key in keys if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes)]
     if not unequal:
         return None
     heads = [f"#{run.number}" for run in runs]

@@ -76,7 +76,9 @@ def tag(name: str, /, *children: Child, **attributes: str) -> Markup:
     given = "".join(f' {key.rstrip("_")}="{html.escape(value)}"' for key, value in attributes.items())
     if name in VOID:
         return Markup(f"<{name}{given}>")
-    inside = "".join(one.html if isinstance(one, Markup) else html.escape(one) for one in children if one is not None)
+    inside = "".join(
+        child.html if isinstance(child, Markup) else html.escape(child) for child in children if child is not None
+    )
     return Markup(f"<{name}{given}>{inside}</{name}>")
 
 

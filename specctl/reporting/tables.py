@@ -31,8 +31,8 @@ def usable(row: Mapping[str, Any], name: str) -> Any:
 def doubts(document: Mapping[str, Any]) -> list[str]:
     """One line on the marked figures of a result document, if there are any."""
     rows = [row for value in document.values() if isinstance(value, list) for row in value]
-    found = [row for row in rows if isinstance(row, Mapping) and row.get("unusable")]
-    whose = dict.fromkeys(f"{_whose(row)}{row['unusable']}" for row in found or [document] if row.get("unusable"))
+    unusable = [row for row in rows if isinstance(row, Mapping) and row.get("unusable")]
+    whose = dict.fromkeys(f"{_whose(row)}{row['unusable']}" for row in unusable or [document] if row.get("unusable"))
     if not whose:
         return []
     about = document.get("machine")

@@ -25,12 +25,12 @@ def members(recipe: SelectRecipe) -> list[str]:
 
     Raises UsageError (a member twice), CheckpointError (no drafter in a pool other than the default one).
     """
-    found = [*map(str, _directories(recipe.pool)), *recipe.drafters]
-    places = [Path(name).resolve() for name in found]  # ./a is a
-    twice = [name for name, place in zip(found, places, strict=True) if places.count(place) > 1]
+    names = [*map(str, _directories(recipe.pool)), *recipe.drafters]
+    places = [Path(name).resolve() for name in names]  # ./a is a
+    twice = [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
-    return found if len(found) > 1 else [*found, *(name for name in UNTRAINED if name not in found)]
+    return names if len(names) > 1 else [*names, *(name for name in UNTRAINED if name not in names)]
 
 
 def _directories(named: Path | None) -> list[Path]:
@@ -54,17 +54,17 @@ def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dic
         number = len(paths) - len(joined)
         progress.log(f"a pool of {number}: {' and '.join(joined)} join it, they need no training")
     bases: dict[str, Drafter] = {}
-    found: dict[str, Drafter] = {}
+    drafters: dict[str, Drafter] = {}
     for path, name in named(paths).items():
         try:
-            found[name] = pool.load_drafter(path, target, recipe.drafting, bases)
+            drafters[name] = pool.load_drafter(path, target, recipe.drafting, bases)
         except CheckpointError as error:
             if recipe.strict:
                 raise
             progress.warn(f"{path} is left out of the pool: {error.message}")
-    if not found:
+    if not drafters:
         raise CheckpointError("no drafter of the pool can be used", hint="--strict says why, for the first of them")
-    return {name: found[name] for name in chosen(recipe, list(found))}
+    return {name: drafters[name] for name in chosen(recipe, list(drafters))}
 
 
 def chosen(recipe: SelectRecipe, pool: list[str]) -> list[str]:
@@ -89,11 +89,11 @@ def make_arms(recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter]
     arms = recipe.arms
     if not arms.draft_nodes and not arms.shapes:
         return [Guarded(name, drafter) for name, drafter in drafters.items()]
-    found = [Guarded(PLAIN, NoDraft())] if 0 in arms.draft_nodes else []
+    made = [Guarded(PLAIN, NoDraft())] if 0 in arms.draft_nodes else []
     for name, drafter in drafters.items():
-        found += [Guarded(f"{name} ×{nodes}", drafter, nodes) for nodes in arms.draft_nodes if nodes]
-        found += [Guarded(f"{name} {label(shape)}", shaped(name, drafter, shape)) for shape in arms.shapes]
-    return found
+        made += [Guarded(f"{name} ×{nodes}", drafter, nodes) for nodes in arms.draft_nodes if nodes]
+        made += [Guarded(f"{name} {label(shape)}", shaped(name, drafter, shape)) for shape in arms.shapes]
+    return made
 
 
 def reach(drafter: Drafter) -> int:

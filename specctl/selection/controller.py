@@ -151,8 +151,8 @@ class Selector(Controller):
         self.tally.switch_s += [self.arms[arm].catch_up(state) for arm in sorted(new)]
         self._began = time.perf_counter()  # that they had been idle is not what a round of theirs costs
         first = self._live[0]
-        found = [self.arms[self._played(state, b if b in self._live else first)] for b in range(state.batch)]
-        return found[0] if len(set(found)) == 1 else PerSequence(found)
+        played = [self.arms[self._played(state, b if b in self._live else first)] for b in range(state.batch)]
+        return played[0] if len(set(played)) == 1 else PerSequence(played)
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         seconds = self._seconds(state, time.perf_counter() - self._began)

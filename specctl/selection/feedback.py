@@ -127,19 +127,19 @@ class Scorer:
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
         judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device))
-        found = [judge.proposals(score, depth) for score in scores]
+        judged = [judge.proposals(score, depth) for score in scores]
         # No draft of depth k began k tokens before the first one that was drafted for.
         first = [row.prompt_length + 1 for row in state.rows]
         age = np.array([at - start + 1 for start, span in zip(first, spans, strict=True) for at in span])
         begun = np.arange(1, depth + 1) <= age[:, None]
-        gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*found, strict=True))
+        gamma, hit = (torch.stack(part).cpu().numpy() for part in zip(*judged, strict=True))
         return Feedback(gamma * begun, hit * begun)._parts(sizes)
 
     def _scores(self, state: DecodeState, spans: list[range]) -> list[Score]:
-        found: dict[int, Score] = {}
+        scores: dict[int, Score] = {}
         for places, stack in self._teams:
-            found.update(zip(places, self._asked(state, spans, places, stack), strict=True))
-        return [found[n] for n in range(len(self.drafters))]
+            scores.update(zip(places, self._asked(state, spans, places, stack), strict=True))
+        return [scores[n] for n in range(len(self.drafters))]
 
     def _asked(
         self, state: DecodeState, spans: list[range], places: Sequence[int], stack: Stacked | None

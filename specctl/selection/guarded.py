@@ -115,13 +115,13 @@ def taps_of(drafters: Iterable[Guarded]) -> tuple[int, ...]:
 
 def union(trees: Sequence[Tree], nodes: int) -> Tree:
     """The tree of all paths of `trees`, shallow nodes first, at most `nodes`; padding is left out."""
-    found: list[tuple[int, int, int, int]] = []  # depth, tree, node, token
+    nodes_by_depth: list[tuple[int, int, int, int]] = []  # depth, tree, node, token
     for number, (tokens, parents) in enumerate(trees):
         depths, _ = topology(parents)
-        found += [(depth, number, node, tokens[node]) for node, depth in enumerate(depths) if depth]
+        nodes_by_depth += [(depth, number, node, tokens[node]) for node, depth in enumerate(depths) if depth]
     merged: dict[tuple[int, int], int] = {}  # (parent, token) → node
     place: dict[tuple[int, int], int] = {(number, -1): -1 for number in range(len(trees))}
-    for _, number, node, token in sorted(found):
+    for _, number, node, token in sorted(nodes_by_depth):
         parent = place.get((number, trees[number][1][node]))
         if parent is None:  # its parent was left out
             continue

@@ -110,7 +110,7 @@ def _prepare(root: Path, step: int) -> None:
 def _finish(root: Path, step: int, state: dict[str, Any], keep: int) -> None:
     draft, place = _draft(root, step), root / f"step-{step:08d}"
     atomic_write(draft / STATE, to_json(state, indent=2) + "\n")
-    atomic_write(draft / MANIFEST, to_json(_digests(draft), indent=2) + "\n")
+    atomic_write(draft / MANIFEST, to_json(digests(draft), indent=2) + "\n")
     shutil.rmtree(place, ignore_errors=True)
     draft.rename(place)
     for old in _found(root)[keep:]:
@@ -122,14 +122,14 @@ def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
 
     Raises CheckpointError when there are checkpoints and none is whole: starting again silently would lose work.
     """
-    found = _found(root)
-    for path in found:
+    checkpoints = _found(root)
+    for path in checkpoints:
         try:
             _verify(path)
             return path, _state(path / STATE, kind)
         except _Damaged as damage:
             warn(f"checkpoint {path} is damaged ({damage}); trying the one before it")
-    if found:
+    if checkpoints:
         raise CheckpointError(f"no checkpoint in {root} is whole", "start again with --overwrite")
     return None
 
@@ -143,10 +143,10 @@ def load(engine: Any, path: Path) -> None:
         with _data_only(engine):
             loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is not None:
-            for group, own in zip(_groups(engine), options, strict=True):  # they are the recipe's, not the file's
+            for group, settings in zip(_groups(engine), options, strict=True):  # they are the recipe's, not the file's
                 params = group["params"]
                 group.clear()
-                group.update(own, params=params)
+                group.update(settings, params=params)
             _check(engine, buffers)
     except (SpecctlError, torch.OutOfMemoryError):
         raise
@@ -233,7 +233,7 @@ class _Damaged(Exception):
 def _verify(path: Path) -> None:
     """The files of a checkpoint are those of its manifest, neither more nor less. Raises _Damaged."""
     try:
-        expected, present = read_json(path / MANIFEST), _digests(path)
+        expected, present = read_json(path / MANIFEST), digests(path)
     except (CheckpointError, OSError) as error:
         raise _Damaged(str(error)) from error
     if STATE not in expected:
@@ -254,7 +254,7 @@ def _state(path: Path, kind: type[State]) -> State:
         raise _Damaged(f"{path.name}{key}: {first['msg']:.200}") from error
 
 
-def _digests(path: Path) -> dict[str, str]:
+def digests(path: Path) -> dict[str, str]:
     """sha256 of every file but the manifest. OSError where something else is there, such as a pipe."""
     files = [file for file in sorted(path.rglob("*")) if not file.is_dir() and file != path / MANIFEST]
     if strange := next((file for file in files if not file.is_file()), None):

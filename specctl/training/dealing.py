@@ -26,12 +26,12 @@ def rows(examples: Sequence[Example], ranks: int, work: Callable[[Example], floa
     """The texts in groups of `ranks` that follow each other by `work`, in the order of the data. The group that may not
     be full has the least work."""
     ordered = sorted(examples, key=lambda example: (-work(example), example.index))
-    found: list[Row] = []
+    dealt: list[Row] = []
     for number, start in enumerate(range(0, len(ordered), ranks)):
         row: list[Example | None] = [*ordered[start : start + ranks]]
         row += [None] * (ranks - len(row))
-        found.append(row if number % 2 == 0 else row[::-1])  # or the first would have the longest of every row
-    return sorted(found, key=_first)
+        dealt.append(row if number % 2 == 0 else row[::-1])  # or the first would have the longest of every row
+    return sorted(dealt, key=_first)
 
 
 def batches(rows: Sequence[Row], batch_tokens: int, *, seed: int, epoch: int) -> list[Batch]:

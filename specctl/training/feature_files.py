@@ -69,7 +69,7 @@ class FeatureFiles:
         self.dir = Path(root) / self.key
         self._shards = shards
         self.shard_of = {index: number for number, shard in enumerate(shards) for index in shard}
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self.opened: OrderedDict[int, Any] = OrderedDict()  # the shards that were read last, mapped
 
     def __contains__(self, index: int) -> bool:
         return index in self.shard_of
@@ -77,12 +77,12 @@ class FeatureFiles:
     def __getitem__(self, index: int) -> Features:
         """Features of an example, as views of the mapped file. CheckpointError where that is not what was written."""
         number = self.shard_of[index]
-        if number not in self._open:
-            self._open[number] = self._checked(number)
-            if len(self._open) > OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(number)
-        file = self._open[number]
+        if number not in self.opened:
+            self.opened[number] = self._checked(number)
+            if len(self.opened) > OPEN:
+                self.opened.popitem(last=False)
+        self.opened.move_to_end(number)
+        file = self.opened[number]
         return Features(*(file.get_tensor(f"{index}.{name}") for name in ("taps", "teacher", "best")))
 
     def whole(self, number: int) -> bool:
@@ -158,7 +158,9 @@ class FeatureFiles:
         """Write a shard aside and rename it. SpecctlError when the disk refuses."""
         path = self._path(number)
         draft = path.with_name(f".{path.name}.tmp")  # under the lock: the leftover of a kill is written over
-        tensors = {f"{i}.{name}": tensor.cpu() for i, one in examples.items() for name, tensor in vars(one).items()}
+        tensors = {
+            f"{i}.{name}": tensor.cpu() for i, features in examples.items() for name, tensor in vars(features).items()
+        }
         try:
             save_file(tensors, draft, metadata={"key": self.key, "sha256": _digest(tensors)})
             with open(draft, "rb") as file:

@@ -76,7 +76,7 @@ class FeatureStore:
         ]
         files = FeatureFiles(place, self._about(examples), lengths)
         checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
-        *absent, free = _over_ranks([*checked, disk(files.dir) if rank == 0 else 0], self.target.device)
+        *absent, free = over_ranks([*checked, disk(files.dir) if rank == 0 else 0], self.target.device)
         missing = [number for number, count in enumerate(absent) if count]
         needed = sum(self.estimate(group) for number in missing for group in shards[number])
         mode = choose(recipe, files.dir, self.estimate(examples) // world, needed, free)
@@ -100,24 +100,23 @@ class FeatureStore:
     def get(self, examples: list[Example]) -> list[Features]:
         """Features of `examples`, in order, on the target's device. CheckpointError where a file of them is damaged."""
         unknown = [example for example in examples if example.index not in self.kept]
-        fresh = {
-            e.index: f for group in self._groups(unknown) for e, f in zip(group, self._compute(group), strict=True)
-        }
-        found = (fresh[e.index] if e.index in fresh else self.kept[e.index] for e in examples)
-        return [_moved(features, self.target.device) for features in found]
+        fresh = {e.index: f for group in self._groups(unknown) for e, f in zip(group, self.compute(group), strict=True)}
+        asked = (fresh[e.index] if e.index in fresh else self.kept[e.index] for e in examples)
+        return [_moved(features, self.target.device) for features in asked]
 
     def _run(self, groups: list[list[Example]], bar: Progress) -> dict[int, Features]:
         """Features of all groups, in the memory of the host."""
         kept: dict[int, Features] = {}
         for group in groups:
             interrupts.check()
-            for example, features in zip(group, self._compute(group), strict=True):
+            for example, features in zip(group, self.compute(group), strict=True):
                 kept[example.index] = _moved(features, torch.device("cpu"))
             bar.update(len(group), tokens=self.passes)
         return kept
 
     @torch.inference_mode()
-    def _compute(self, examples: list[Example]) -> list[Features]:
+    def compute(self, examples: list[Example]) -> list[Features]:
+        """Features of `examples`, in order, by one pass of the target over them all."""
         target = self.target
         width = max(len(e.tokens) for e in examples) - 1  # nothing needs the state of the last token
         tokens = torch.tensor([e.tokens[:width] + [0] * (width - len(e.tokens)) for e in examples])
@@ -192,7 +191,7 @@ def _missing(files: FeatureFiles, number: int) -> bool:
     return not files.whole(number)
 
 
-def _over_ranks(values: list[int], device: torch.device) -> list[int]:
+def over_ranks(values: list[int], device: torch.device) -> list[int]:
     """Each of `values` summed over all ranks."""
     total = torch.tensor(values, device=device)
     if dist.is_initialized():

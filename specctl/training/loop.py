@@ -119,7 +119,7 @@ class Trainer:
         self.rank, self.world = rank, world
         self.work = trainee.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target)
-        self.schedule = Schedule.of(recipe, target, len(self._batches(epoch=0)))
+        self.schedule = Schedule.of(recipe, target, len(self.batches(epoch=0)))
         self.epoch: list[Batch] = []  # under way
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
@@ -129,9 +129,9 @@ class Trainer:
 
     def start(self) -> None:
         """Continue from the newest checkpoint where asked, and compute the features that are kept."""
-        found = checkpoint.newest(self.checkpoints, Progressed) if self.recipe.resume else None
-        if found is not None:
-            path, there = found
+        newest = checkpoint.newest(self.checkpoints, Progressed) if self.recipe.resume else None
+        if newest is not None:
+            path, there = newest
             check_same(self.recipe, path, there, self.at)
             checkpoint.load(self.engine, path)
             self.at = replace(there, made_of=self.at.made_of)
@@ -142,7 +142,7 @@ class Trainer:
         if store is not None and self.at.step < self.schedule.steps:
             homes = columns(rows(self.corpus.train, self.world, self.work))
             store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
-        if found is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
+        if newest is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
             checkpoint.discard(self.checkpoints)
         dist.barrier()
 
@@ -152,14 +152,14 @@ class Trainer:
         with track("train", total=self.schedule.steps, unit="steps") as bar:
             bar.skip(at.step)
             while not self.schedule.ended(at.step, at.seconds):
-                self._step(bar)
+                self.step(bar)
                 last = self.schedule.ended(at.step, at.seconds)
                 if at.step % recipe.eval.every == 0 or last:
                     self._evaluate()
                     dist.barrier()
-                stopping = bool(self._largest(interrupts.requested()))
+                stopping = bool(self.largest(interrupts.requested()))
                 if at.step % recipe.checkpoint.every == 0 or last or stopping:
-                    self._save()
+                    self.save()
                 if stopping:
                     interrupts.check()
                     raise SystemExit(75)  # another rank was signalled
@@ -170,17 +170,18 @@ class Trainer:
                 "steps: a drafter of fewer steps has a lower mat"
             )
 
-    def _step(self, bar: Progress) -> None:
+    def step(self, bar: Progress) -> None:
+        """One optimizer step: rate, loss over all processes, update, metrics. SpecctlError where it is not finite."""
         at, schedule = self.at, self.schedule
         started = time.perf_counter()
         epoch, place = divmod(at.step, schedule.steps_per_epoch)
         if place == 0 or not self.epoch:
-            self.epoch = self._batches(epoch)
+            self.epoch = self.batches(epoch)
         chosen = self.epoch[place % len(self.epoch)]
         share = schedule.rate(at.step, at.seconds)
         set_learning_rate(self.engine, share)
         rate = share * schedule.peak
-        total, weight, steps = self._forward(chosen)
+        total, weight, steps = self.forward(chosen)
         sums = torch.stack(
             [torch.stack([total.detach(), weight.float()]), *(torch.stack((a.float(), b.float())) for a, b in steps)]
         )
@@ -199,7 +200,7 @@ class Trainer:
         at.loss = losses[0]
         at.tokens += sum(example.response_length for share in chosen for example in share)
         # One clock for all: the rate follows it, and a process that ended before the others would keep them waiting.
-        at.seconds = self._largest(at.seconds + time.perf_counter() - started)
+        at.seconds = self.largest(at.seconds + time.perf_counter() - started)
         self.run.metrics(
             step=at.step, epoch=epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
             tokens_per_s=at.tokens / at.seconds,
@@ -208,7 +209,7 @@ class Trainer:
         measured = {"mat": at.best_mat} if at.best_mat else {}  # from the first check on: no mat is 0
         bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
 
-    def _forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
         store = self.trainee.store
         dealt = chosen if store is not None and store.at_home else level(chosen, self.work)
@@ -221,7 +222,7 @@ class Trainer:
             total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
         return total, weight, steps
 
-    def _batches(self, epoch: int) -> list[Batch]:
+    def batches(self, epoch: int) -> list[Batch]:
         """The batches of an epoch, the same in all processes and whenever they are asked for."""
         dealt = rows(self.corpus.train, self.world, self.work)
         return batches(dealt, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch)
@@ -244,7 +245,7 @@ class Trainer:
                 f"a gradient is not finite at step {self.at.step}", "lower optimizer.lr; the last checkpoint is intact"
             )
 
-    def _largest(self, value: float) -> float:
+    def largest(self, value: float) -> float:
         """The largest of what the processes have."""
         if self.world == 1:
             return value
@@ -275,7 +276,8 @@ class Trainer:
         kept = self.trainee.tensors(tensors)
         drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint of weights, optimizer and progress; all processes call this."""
         self.at.run, self.at.metrics = str(self.run.dir.absolute()), self.run.metrics_size
         checkpoint.save(self.checkpoints, self.engine, self.at.step, asdict(self.at), keep=self.recipe.checkpoint.keep)
 

@@ -78,14 +78,14 @@ def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: 
 def mats(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.nan) -> dict[str, float]:
     """mat by the prompts it was measured on, as cards have it; what was not measured is left out."""
     name = "held-out " + "+".join(corpus.domains)
-    found = {name: reported, f"{name}, prompts that chose it": choosing}
-    return {key: round(value, 3) for key, value in found.items() if not math.isnan(value)}
+    measured = {name: reported, f"{name}, prompts that chose it": choosing}
+    return {key: round(value, 3) for key, value in measured.items() if not math.isnan(value)}
 
 
 def made_of(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[str, str]:
     """Digests of what a recipe only names: another one behind the same name makes another drafter."""
-    found = {"data": corpus.fingerprint, "target": target.identity["weights"] or ""}
-    return found | ({"init": checkpoint.fingerprint(recipe.init)} if recipe.init else {})
+    digests = {"data": corpus.fingerprint, "target": target.identity["weights"] or ""}
+    return digests | ({"init": checkpoint.fingerprint(recipe.init)} if recipe.init else {})
 
 
 def recipe_hash(recipe: TrainRecipe) -> str:

@@ -54,24 +54,24 @@ class Trainee:
 
     def _restored(self, directory: Path) -> nn.Module:
         """The drafter that training starts from, its draft vocabulary kept; with `lora`, frozen and adapted."""
-        found = pool.read_drafter(directory, self.target)
-        if found.config["family"] != self.recipe.arch:
+        drafter = pool.read_drafter(directory, self.target)
+        if drafter.config["family"] != self.recipe.arch:
             raise CheckpointError(
-                f"{directory} is of family {found.config['family']}, not {self.recipe.arch}",
-                f"use --arch {found.config['family']}",
+                f"{directory} is of family {drafter.config['family']}, not {self.recipe.arch}",
+                f"use --arch {drafter.config['family']}",
             )
         if not self.recipe.lora.enabled:
-            return pool.module(pool.whole(found), self.target)
-        if "lora" in found.config:
+            return pool.module(pool.whole(drafter), self.target)
+        if "lora" in drafter.config:
             raise CheckpointError(f"{directory} is an adapter itself", "adapt its base, or fine-tune it without --lora")
         adaptable = FAMILIES[self.recipe.arch].adaptable
         if not adaptable:
             raise RecipeError(f"drafters of family {self.recipe.arch} take no LoRA adapters", "leave --lora out")
-        module = pool.module(found, self.target)
+        module = pool.module(drafter, self.target)
         self.base = self.family.drafter(module, self.target, DraftingRecipe())
         lora.inject(module, self.recipe.lora, adaptable)
         place = os.path.relpath(directory.absolute(), self.recipe.output.absolute())
-        origin = {"path": place, "sha256": checkpoint.weights_digest(found.path)}
+        origin = {"path": place, "sha256": checkpoint.weights_digest(drafter.path)}
         self.origin = {"lora": self.recipe.lora.model_dump(include={"rank", "alpha"}) | {"base": origin}}
         return module
 

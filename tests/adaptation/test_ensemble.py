@@ -43,10 +43,10 @@ def test_what_the_members_are_judged_on(quadratic, chunk):
     batch before the step on it. The members are all at 2: nothing has a loss of its own but by steps."""
 
     def first(**options):
-        _, learner = quadratic([2.0], algo="ensemble", lr=0.25, **options)
+        objective, learner = quadratic([2.0], algo="ensemble", lr=0.25, **options)
         passes = []
-        measure = learner._objective.losses
-        learner._objective.losses = lambda *args: passes.append(0) or measure(*args)
+        measure = objective.losses
+        objective.losses = lambda *args: passes.append(0) or measure(*args)
         return learner.learn(chunk([0.0], [2.0])).losses, len(passes)
 
     assert first(epochs=2) == ((2.0, 2.0, 2.0), 0)

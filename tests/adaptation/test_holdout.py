@@ -167,7 +167,7 @@ def test_a_chunk_without_drafts_is_no_low_to_fall_below(quadratic, chunk, held):
     """With draft_length=auto, say: nothing is verified where nothing is drafted, and a fall afterwards went unseen."""
     objective, learner = quadratic([8.0], algo="ogd")
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=7))
-    dog._vain = 2
+    dog.restore(dog.state() | {"rest": torch.tensor([2, 0])})  # two chunks were learnt from in vain
 
     def status(acceptance):
         return dog.learn(learner, objective, chunk([0.0]), acceptance, held([9.0]))[1].status

@@ -118,8 +118,8 @@ def test_a_stacked_ensemble_is_one_that_takes_turns(target):
     found = []
     for stacks in (True, False):
         objective = Objective(lesson.head, lesson.run, prepare=lesson.prepare)
-        assert objective._stacks
-        objective._stacks = stacks
+        assert objective.stacks
+        objective.stacks = stacks
         learner = make_learner(objective, options, objective.start())
         losses = [learner.learn([batch]).losses for batch in lesson.chunk]
         found.append((torch.tensor(losses), learner.p, learner.play().vectors[0]))

@@ -47,13 +47,13 @@ def test_the_judges_of_an_update_are_learnt_from_with_the_next_chunk(tmp_path, t
         recipe("unread.jsonl", head, tiny, algo=["ogd"], learner={"holdout": 0.4, "rest": 0}), "ogd", tiny, 0
     )
     chunks = [answered(pupil, tiny) for _ in range(3)]
-    learnt, batches = [], pupil._batches
+    learnt, batches = [], pupil.batches
 
     def noted(examples):
         learnt.append([example.index for example in examples])
         return batches(examples)
 
-    pupil._batches = noted
+    pupil.batches = noted
     lessons, _ = taught(pupil, chunks)
     assert [lesson.texts for lesson in lessons] == [3, 5, 5]
     judges, packed = ([texts for texts in learnt if (len(texts) == 1) == one] for one in (True, False))
@@ -66,7 +66,7 @@ def test_no_text_is_learnt_from_while_learning_rests(tmp_path, tiny):
     head = write_head(tmp_path / "hydra", tiny, "hydra")
     pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"]), "ogd", tiny, 0)
     chunk = answered(pupil, tiny)
-    pupil.watchdog._rest = 1
+    pupil.watchdog.restore(pupil.watchdog.state() | {"rest": torch.tensor([1, 1])})
     (lesson,), _ = taught(pupil, [chunk])
     assert (lesson.outcome.status, lesson.texts, lesson.tokens) == ("rested", 0, 0) and not pupil.buffer.texts
 

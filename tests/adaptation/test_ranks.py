@@ -89,7 +89,7 @@ def test_dropout_differs_by_rank(tiny, heads):
         recipe("unread.jsonl", heads["hydra"], tiny, algo=["ogd"], learner={"dropout": 0.5}), "ogd", tiny, 0
     )
     answered(pupil, tiny).into(pupil.buffer)
-    (batch,) = pupil._batches(pupil.buffer.examples())
+    (batch,) = pupil.batches(pupil.buffer.examples())
     module, run, w = pupil.trainee.module, pupil.trainee.loss, pupil.objective.start()
     losses = []
     for rank in (0, 0, 1):

@@ -51,7 +51,7 @@ def wait_for(pupil):
     """Until everything is learnt from, with pauses in which all stand still, wherever they are."""
     while pupil.behind:
         with pupil.awake():
-            pupil._receive(0.02)
+            pupil.receive(0.02)
 
 
 class Box(queue.Queue):
@@ -85,8 +85,8 @@ def test_meeting_places_of_killed_runs_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "specctl-learner-dead" / "ranks").mkdir(parents=True)
     (tmp_path / "other").mkdir()
-    place, kept = remote._meeting()
-    another, its = remote._meeting()
+    place, kept = remote.meeting_place()
+    another, its = remote.meeting_place()
     assert {path.name for path in tmp_path.iterdir()} == {"other", Path(place.name).name, Path(another.name).name}
     for found, fd in ((place, kept), (another, its)):
         found.cleanup()
@@ -96,23 +96,25 @@ def test_meeting_places_of_killed_runs_are_removed(tmp_path, monkeypatch):
 def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, capsys):
     """What waits for it and the texts of the chunk that is being answered share buffer.max_mb: the oldest go, told of
     once and counted in every row, also after a resumption; what it learns from at the moment stays."""
-    context = SimpleNamespace(Queue=Box, Process=Silent)
+    boxes = []
+    context = SimpleNamespace(Queue=lambda: boxes.append(Box()) or boxes[-1], Process=Silent)
     monkeypatch.setattr(remote.multiprocessing, "get_context", lambda kind: context)
     made = recipe(
         "unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"], asynchronous=True
     )
     pupil = RemoteOnlineDrafter(made, "ogd", tiny, 0)
+    inbox, outbox = boxes
     first, *others = chunks = [answered(pupil, tiny) for _ in range(6)]
     limit = pupil.buffer.max_bytes = int(2.5 * first.bytes)
     hand_over(pupil, first)
-    assert pupil._inbox.get_nowait() == Ready() and pupil._inbox.get_nowait()[0].texts == first.texts
+    assert inbox.get_nowait() == Ready() and inbox.get_nowait()[0].texts == first.texts
     for chunk in others[:4]:
         hand_over(pupil, chunk)
-        assert sum(one.bytes for one in pupil._waiting) <= limit
-    assert [one.texts for one in pupil._sent + pupil._waiting] == [one.texts for one in (first, *chunks[3:5])]
+        assert sum(one.bytes for one in pupil.waiting) <= limit
+    assert [one.texts for one in pupil.sent + pupil.waiting] == [one.texts for one in (first, *chunks[3:5])]
     with pupil.awake():
         others[4].into(pupil.buffer)
-    assert [one.texts for one in pupil._waiting] == [chunks[4].texts] and pupil.buffer.bytes + first.bytes <= limit
+    assert [one.texts for one in pupil.waiting] == [chunks[4].texts] and pupil.buffer.bytes + first.bytes <= limit
     lesson = pupil.sit(ACCEPTANCE)
     assert (lesson.dropped, lesson.behind) == (3 * len(QUESTIONS), 3)
     assert capsys.readouterr().err.count("slower than the stream") == 1
@@ -121,10 +123,10 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     again.restore(*pupil.state())
     assert again.behind == 3 and again.sit(ACCEPTANCE).dropped == 3 * len(QUESTIONS)
     facts, tensors = OnlineDrafter.state(pupil)
-    pupil._outbox.put(Learnt(lesson, pupil.played(), facts, Parcel.of(tensors)))
+    outbox.put(Learnt(lesson, pupil.played(), facts, Parcel.of(tensors)))
     with pupil.awake():
         pass
-    assert [one.texts for one in pupil._inbox.get_nowait()] == [one.texts for one in chunks[4:]] and not pupil._waiting
+    assert [one.texts for one in inbox.get_nowait()] == [one.texts for one in chunks[4:]] and not pupil.waiting
     pupil.close()
     again.close()
 
@@ -162,12 +164,12 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     torch.testing.assert_close(there.played(), expected, rtol=0, atol=1e-3 * moved)
     assert there._last.lesson.outcome.losses == pytest.approx(lessons[-1].outcome.losses, rel=1e-4)
 
-    pids, until = [process.pid for process in there._processes], time.monotonic() + 30
+    pids, until = sorted(child.pid for child in remote.multiprocessing.active_children()), time.monotonic() + 30
     while not all(map(stopped, pids)):
         assert time.monotonic() < until, "one was not told to stop"
     hand_over(there, last)
     monkeypatch.setattr(remote, "PATIENCE_S", 0.01)
-    interrupts._note(signal.SIGTERM, None)
+    interrupts.note(signal.SIGTERM)
     with pytest.raises(Interrupted):
         there.finish()
     interrupts.reset()

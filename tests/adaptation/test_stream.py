@@ -26,7 +26,7 @@ def no_signal():
 
 
 def sigterm():
-    interrupts._note(signal.SIGTERM, None)
+    interrupts.note(signal.SIGTERM)
 
 
 def line(text):

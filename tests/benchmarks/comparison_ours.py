@@ -112,7 +112,7 @@ def losses(trainer: Trainer) -> list[float]:
     """Mean loss on the first batch by step of the training-time test."""
     first = batches(trainer.corpus.train, trainer.batch_tokens, seed=trainer.recipe.data.seed, epoch=0)[0]
     with torch.no_grad():
-        _, _, steps = trainer._forward([first])
+        _, _, steps = trainer.forward([first])
     return [(loss / weight).item() for loss, weight in steps]
 
 
@@ -125,7 +125,7 @@ def our_side(place: Path, distilled: Path, variant: str) -> Side:
     def step() -> int:
         before = trainer.at.tokens
         with track("step", quiet=True) as bar:
-            trainer._step(bar)
+            trainer.step(bar)
         return trainer.at.tokens - before
 
     return Side(lambda: losses(trainer), step)

@@ -45,7 +45,7 @@ def steps(trainer: Trainer, count: int) -> float:
     with track("benchmark", total=count, unit="steps") as bar:
         started = time.perf_counter()
         for _ in range(count):
-            trainer._step(bar)
+            trainer.step(bar)
         return time.perf_counter() - started
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specctl.cli.online_reasoning import _slower, show
+from specctl.cli.online_reasoning import show
 from specctl.drafters import checkpoint, lm
 from specctl.recipe import DrafterRecipe
 from tests.measuring.streams import write_head, write_prompts
@@ -128,25 +128,31 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
     assert measured.json["lossless"]["mismatches"] == 0
 
 
-def test_fidelity_is_never_hidden():
-    """Without the target alone, or where it gives no answers, the table says that nothing was compared."""
+def shown(modes, **fields) -> str:
+    """What is shown of modes that have these fields and know little else."""
     from rich.console import Console
 
     none = {"value": None, "interval": None}
     numbers = dict.fromkeys(["step_acceptance", "accepted_per_target_step", "avg_len", "mat", "speedup"], none)
     row = {"prompts": 4, "unanswered": 4, "agreement": none, "accuracy": none, "tflops": 0.1, **numbers}
-    row |= {"speedup_with_learning": None, "cut": 7, "rounds": 9, "depth": 2.0}
+    row |= {"speedup_with_learning": None, "cut": 7, "rounds": 9, "depth": 2.0} | fields
     document = {"differences": [], "judges": {}, "drafters": {}, "run_dir": "run"}
-    for modes, says in ((["lr"], "was not measured"), (["target", "lr"], "0 of 4 prompts")):
-        console = Console(width=500)
-        with console.capture() as captured:
-            console.print(show(document | {"modes": [{"mode": mode, **row} for mode in modes]}))
-        assert says in captured.get() and "answers of the target" in captured.get()
-        assert "right answers" not in captured.get()
-        assert ("7 of 9 steps were cut: set reasoning.delimiter" in captured.get()) == ("target" in modes)
+    console = Console(width=500)
+    with console.capture() as captured:
+        console.print(show(document | {"modes": [{"mode": mode, **row} for mode in modes]}))
+    return captured.get()
+
+
+@pytest.mark.parametrize(("modes", "says"), [(["lr"], "was not measured"), (["target", "lr"], "0 of 4 prompts")])
+def test_fidelity_is_never_hidden(modes, says):
+    """Without the target alone, or where it gives no answers, the table says that nothing was compared."""
+    text = shown(modes)
+    assert says in text and "answers of the target" in text
+    assert "right answers" not in text
+    assert ("7 of 9 steps were cut: set reasoning.delimiter" in text) == ("target" in modes)
 
 
 @pytest.mark.parametrize(("depth", "speedup", "hinted"), [(2.0, 0.6, True), (0.2, 0.6, False), (2.0, 1.3, False)])
 def test_what_to_do_where_drafting_loses(depth, speedup, hinted):
-    row = {"mode": "lr", "depth": depth, "speedup": {"value": speedup, "interval": None}}
-    assert bool(_slower({"modes": [row]})) == hinted
+    text = shown(["lr"], depth=depth, speedup={"value": speedup, "interval": None})
+    assert ("lr: slower than the target alone; reasoning.depth=auto" in text) == hinted

@@ -183,7 +183,7 @@ def stopping(scripted):
 
 
 def sigterm():
-    progress.interrupts._note(signal.SIGTERM, None)
+    progress.interrupts.note(signal.SIGTERM)
 
 
 def fail():

@@ -183,7 +183,7 @@ def stop(monkeypatch):
 
         def interrupted(self, arrival):
             if next(turns) == turn:
-                progress.interrupts._note(15, None)
+                progress.interrupts.note(15)
             return answer(self, arrival)
 
         monkeypatch.setattr(Lookahead, "answer", interrupted)

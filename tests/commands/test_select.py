@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.commands.select import select
-from specctl.commands.select_router import _examples
+from specctl.commands.select_router import examples as router_examples
 from specctl.commands.select_tables import replay_table
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.loop import decode
@@ -288,7 +288,7 @@ class Interrupting(Lookup):
     def propose(self, state, budget):
         self.when -= 1
         if not self.when:
-            progress.interrupts._note(signal.SIGTERM, None)
+            progress.interrupts.note(signal.SIGTERM)
         return super().propose(state, budget)
 
 
@@ -541,14 +541,14 @@ def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
     prompts, table, _ = recorded
     made = recipe(prompts, replay=table, router={"labels": "hindsight", "prompts": str(prompts)})
     paths = dict.fromkeys(order, "lookup")
-    examples = _examples(made, paths, Rejections(tmp_path / "rejected.jsonl", 0.0))
+    examples = router_examples(made, paths, Rejections(tmp_path / "rejected.jsonl", 0.0))
     assert len(examples) == len(QUESTIONS)
     whole = read_table(table)
     best = {order[example.arm] for example in examples}
     alone = {arm: [int(walk(t.accepted)[whole.arms.index(arm)].sum()) for t in whole.traces] for arm in order}
     assert best == {min(order, key=lambda arm: alone[arm][n]) for n in range(len(QUESTIONS))}
     with pytest.raises(CheckpointError, match="no arm gold"):
-        _examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))
+        router_examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))
 
 
 class Oracle:

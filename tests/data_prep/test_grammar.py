@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from specctl.data_prep.grammar import Grammar, articles, listing, rules, tidy
+from specctl.data_prep.grammar import Grammar, articles, capitalized, tidy
 
-GRAMMAR = Grammar(rules("fruit: apple | pear\n  | fig\nbasket: {fruit} and {fruit}"), {"one": ("kiwi",)})
+GRAMMAR = Grammar({"fruit": ("apple", "pear", "fig"), "basket": ("{fruit} and {fruit}",)}, {"one": ("kiwi",)})
 
 
 def texts(template: str, n: int = 200) -> set[str]:
@@ -52,7 +52,7 @@ def test_remembered_draws_are_shared_through_the_same_dict():
     assert GRAMMAR.expand(Random(1), "{x}", bound) == first
 
 
-def test_word_lists():
-    assert listing("red, light\n  blue,") == ("red", "light blue")
+def test_carelessness_of_templates_is_mended():
     assert articles("a apple, a unicorn, A hour, a 8-pack, a one") == "an apple, a unicorn, An hour, an 8-pack, a one"
+    assert capitalized("a NASA") == "A NASA" and capitalized("") == ""
     assert tidy("How much  is it ?") == "How much is it?"

@@ -27,7 +27,7 @@ def seed():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_rows_are_their_formula(monkeypatch, backend, objective):
     """More rows than one part, one-hot teachers, weights that differ."""
-    monkeypatch.setattr(cpu, "_CACHED", 7 * VD)
+    monkeypatch.setattr(cpu, "CACHED", 7 * VD)
     logits = torch.randn(N, VD, requires_grad=True)
     teacher = torch.randn(N, VD).mul_(4).softmax(-1)
     teacher[:5] = F.one_hot(torch.arange(5), VD).float()

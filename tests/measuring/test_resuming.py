@@ -110,7 +110,7 @@ def stop(monkeypatch):
 
         def interrupted(*args):
             if next(turns) == turn:
-                progress.interrupts._note(15, None)
+                progress.interrupts.note(15)
             return ask(*args)
 
         monkeypatch.setattr(online_contenders, "ask", interrupted)
@@ -201,7 +201,7 @@ def state_of(place, number):
     def write():
         (left / "trainer.json").write_text(json.dumps(kept))
         save_file(tensors, left / "state.safetensors")
-        (left / "manifest.json").write_text(json.dumps(checkpoint._digests(left)))
+        (left / "manifest.json").write_text(json.dumps(checkpoint.digests(left)))
 
     return kept, tensors, write
 
@@ -266,7 +266,7 @@ def test_other_weights_of_the_target_are_refused(tmp_path, make, tiny, whole, mo
         state = json.loads((path / "trainer.json").read_text())
         del state["stamp"]["target"]["weights"]
         (path / "trainer.json").write_text(json.dumps(state))
-        (path / "manifest.json").write_text(json.dumps(checkpoint._digests(path)))
+        (path / "manifest.json").write_text(json.dumps(checkpoint.digests(path)))
     again(place, make(), tiny)
 
 
@@ -315,7 +315,7 @@ def test_a_state_of_an_earlier_layout_is_refused(tmp_path, make, tiny, whole):
             continue
         del written["mark"]["stage"]["lengths"]["ogd"]["unused"]
         (state / "trainer.json").write_text(json.dumps(written))
-        (state / "manifest.json").write_text(json.dumps(checkpoint._digests(state)))
+        (state / "manifest.json").write_text(json.dumps(checkpoint.digests(state)))
     before = contents(place)
     with pytest.raises(CheckpointError, match="lacks 'unused': another version of specctl") as caught:
         again(place, make(draft_length="auto", draft_cost=1.0), tiny)
@@ -354,8 +354,8 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, wh
 
 def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stop, monkeypatch):
     """A look at the beginning, once to see what there is, once to give them out: to compare them took two more."""
-    opened, real = [], prompts._open
-    monkeypatch.setattr(prompts, "_open", lambda name: opened.append(name) or real(name))
+    opened, real = [], prompts.open_prompts
+    monkeypatch.setattr(prompts, "open_prompts", lambda name: opened.append(name) or real(name))
     stop(3)
     with pytest.raises(Interrupted):
         learnt(tmp_path / "run", make(), tiny)

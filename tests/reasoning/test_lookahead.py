@@ -200,7 +200,7 @@ def test_a_signal_is_heeded_between_steps():
     import signal
 
     def says(text):
-        interrupts._note(signal.SIGTERM, None)
+        interrupts.note(signal.SIGTERM)
         return "a."
 
     try:

@@ -191,13 +191,13 @@ def test_online(make_run):
 def test_one_line_for_a_drafter_that_does_not_learn():
     """Learners that start from the same one share it; its mat changes with the stream's domains."""
     chunks = {name: [{"mat": 2.0, "static_mat": mat} for mat in (3.0, 1.0)] for name in ("ogd", "ens")}
-    (line,) = online._untaught(chunks)
+    (line,) = online.untaught(chunks)
     assert (line.name, line.y) == ("not learning", [3.0, 1.0])
     chunks["ens"][0]["static_mat"] = 2.0
-    assert [line.name for line in online._untaught(chunks)] == ["ogd, not learning", "ens, not learning"]
+    assert [line.name for line in online.untaught(chunks)] == ["ogd, not learning", "ens, not learning"]
     for rows in chunks.values():
         rows[1]["untrained_mat"] = {"lookup": 2.5}
-    rival = online._untaught(chunks)[-1]
+    rival = online.untaught(chunks)[-1]
     assert rival.name == "lookup" and math.isnan(rival.y[0]) and rival.y[1] == 2.5
 
 

@@ -56,8 +56,8 @@ def test_metasd_ucb_by_hand():
     policy.reward(1, 0.5)
     policy.reward(0, 0.6)  # n = (2, 1), t = 3 rounds played: √(ln 3) = 1.05 against √(2 ln 3) = 1.48
     assert policy.choose() == 1
-    assert policy._radius() == pytest.approx([sqrt(log(3)), sqrt(2 * log(3))])
-    assert bandit("metasd-ucb")._weigh() == pytest.approx([1, 0]), "arms not yet pulled come in order"
+    assert policy.radius() == pytest.approx([sqrt(log(3)), sqrt(2 * log(3))])
+    assert bandit("metasd-ucb").weights() == pytest.approx([1, 0]), "arms not yet pulled come in order"
 
 
 def test_exp3spec_by_hand():
@@ -135,7 +135,7 @@ def test_discounted_counts_by_hand():
     policy.reward(1, 0.2)
     assert policy.n == pytest.approx([0.25, 1.5])
     assert policy.total == pytest.approx([0.25, 0.4])
-    assert policy._radius() == pytest.approx(0.01 * np.sqrt(2 * log(1.75) / np.array(policy.n))), (
+    assert policy.radius() == pytest.approx(0.01 * np.sqrt(2 * log(1.75) / np.array(policy.n))), (
         "t is the sum of the counts"
     )
 
@@ -144,7 +144,7 @@ def test_a_window_forgets_and_pulls_what_left_it():
     policy = bandit("metasd-swucb", window=3)
     assert rounds_of(policy, [0.9, 0.1], 10) == [0, 1, 0, 0, 0, 1, 0, 0, 0, 1], "arm 1 left after 3 rounds"
     assert sum(policy.n) == 3 == len(policy.past)
-    assert policy._radius() == pytest.approx(0.01 * np.sqrt(2 * log(10) / np.array(policy.n))), "t is of all rounds"
+    assert policy.radius() == pytest.approx(0.01 * np.sqrt(2 * log(10) / np.array(policy.n))), "t is of all rounds"
 
 
 @pytest.mark.parametrize(("name", "adapts"), [("metasd-ucb", False), ("metasd-ducb", True), ("metasd-swucb", True)])

@@ -35,7 +35,6 @@ def test_hedge_by_hand():
     policy = learner("hedge")
     policy.losses([1.0, 0.0])
     assert policy.weights()[0] == pytest.approx(1 / (1 + exp(sqrt(4 * log(2)))))
-    assert learner("hedge", eta=0.3)._eta == 0.3
     fixed = learner("hedge", eta=0.3)
     fixed.losses([1.0, 0.0])
     assert fixed.weights()[0] == pytest.approx(1 / (1 + exp(0.3)))

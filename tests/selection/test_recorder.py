@@ -180,7 +180,7 @@ def test_stopped_in_the_middle_and_resumed(target, pool, queries, tmp_path, monk
     class Terminated(NoDraft):
         def advance(self, state):
             asked.append(len(state.rows[0].ids))
-            interrupts._note(signal.SIGTERM, None)
+            interrupts.note(signal.SIGTERM)
 
     def go(**options):
         return record(

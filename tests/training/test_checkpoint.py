@@ -21,7 +21,7 @@ def make(root, step, content=b"weights"):
 
 
 def seal(path):
-    (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint._digests(path)))
+    (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint.digests(path)))
     return path
 
 

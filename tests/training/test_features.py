@@ -79,31 +79,31 @@ def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     runs = {mode: train(distilled, tmp_path / mode, mode) for mode in ("memory", "online")}
     place = tmp_path / "cached"
-    compute, computed = FeatureStore._compute, []
+    compute, computed = FeatureStore.compute, []
 
     def stop_at_the_tenth(self, group):
         computed.append(group)
         if len(computed) == 10:
-            interrupts._note(15, None)
+            interrupts.note(15)
         return compute(self, group)
 
-    monkeypatch.setattr(FeatureStore, "_compute", stop_at_the_tenth)
+    monkeypatch.setattr(FeatureStore, "compute", stop_at_the_tenth)
     with pytest.raises(Interrupted):
         train(distilled, place, "cached")
     kept = {path: path.stat().st_mtime_ns for path in shards(tmp_path / "features")}
     assert kept
-    step = loop.Trainer._step
+    step = loop.Trainer.step
 
     def stop_after_one(self, bar):
         step(self, bar)
         if self.at.step == 1:
-            interrupts._note(15, None)
+            interrupts.note(15)
 
-    monkeypatch.setattr(loop.Trainer, "_step", stop_after_one)
+    monkeypatch.setattr(loop.Trainer, "step", stop_after_one)
     with pytest.raises(Interrupted):
         train(distilled, place, "cached", resume=True)
     assert kept.items() <= {path: path.stat().st_mtime_ns for path in shards(tmp_path / "features")}.items()
-    monkeypatch.setattr(loop.Trainer, "_step", step)
+    monkeypatch.setattr(loop.Trainer, "step", step)
     computed.clear()
     runs["cached"] = train(distilled, place, "cached", resume=True)
     assert not computed
@@ -176,7 +176,7 @@ def test_a_shard_that_is_damaged_while_it_is_used_says_what_to_do(
     store = cached(target, examples, tmp_path)
     expected = FeatureStore(target, TAPS).get(examples)
     damage(shards(tmp_path)[1])
-    store.kept._open.clear()
+    store.kept.opened.clear()
     with pytest.raises(CheckpointError, match=says) as caught:
         store.get(examples)
     assert "--resume" in caught.value.hint and str(tmp_path) in caught.value.message
@@ -219,11 +219,11 @@ def in_turn(target, examples, monkeypatch):
             raise Found
 
         for rank, store in enumerate(stores):
-            monkeypatch.setattr(features, "_over_ranks", note)
+            monkeypatch.setattr(features, "over_ranks", note)
             with pytest.raises(Found):
                 store.prepare(examples, recipe, place, homes, rank)
         sums = [sum(column) for column in zip(*found, strict=True)]
-        monkeypatch.setattr(features, "_over_ranks", lambda values, device: sums)
+        monkeypatch.setattr(features, "over_ranks", lambda values, device: sums)
         monkeypatch.setattr(feature_files.FeatureFiles, "require", lambda self, numbers: None)  # some are not there yet
         for rank, store in enumerate(stores):
             store.prepare(examples, recipe, place, homes, rank)
@@ -281,7 +281,7 @@ def test_few_shards_are_mapped_at_a_time(target, examples, tmp_path, monkeypatch
     monkeypatch.setattr(feature_files, "OPEN", 2)
     store = cached(target, examples, tmp_path)
     found = store.get(examples)
-    assert len(shards(tmp_path)) > 2 >= len(store.kept._open)
+    assert len(shards(tmp_path)) > 2 >= len(store.kept.opened)
     assert same(found, FeatureStore(target, TAPS).get(examples)), "views outlive the handle of their file"
 
 

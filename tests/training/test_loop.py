@@ -85,7 +85,7 @@ def test_one_clock_counts_for_all_processes(distilled, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", with_a_slower_one)
     trainer.world = 2
     with track("train") as bar:
-        trainer._step(bar)
+        trainer.step(bar)
     assert trainer.at.seconds > 60 and trainer.schedule.ended(1, trainer.at.seconds)
 
 
@@ -122,20 +122,20 @@ def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
     """Stopped after three steps and resumed: weights and losses are those of the uninterrupted run, bit for bit. The
     new run's metrics are those of all steps, each once, also where the third was written down and has to come again."""
     place, _ = trained
-    real = loop.Trainer._step
+    real = loop.Trainer.step
 
     def stop_after_three(self, bar):
         real(self, bar)
         if self.at.step == 3:
             if end is OSError:
                 raise OSError
-            interrupts._note(15, None)
+            interrupts.note(15)
 
-    monkeypatch.setattr(loop.Trainer, "_step", stop_after_three)
+    monkeypatch.setattr(loop.Trainer, "step", stop_after_three)
     with pytest.raises(end):
         train(recipe(distilled, tmp_path), tmp_path / "first")
     interrupts.reset()
-    monkeypatch.setattr(loop.Trainer, "_step", real)
+    monkeypatch.setattr(loop.Trainer, "step", real)
     train(recipe(distilled, tmp_path, resume=True), tmp_path / "again")
     kept = ("step", "loss", "mat", "tokens")
     ours, theirs = ([[line.get(key) for key in kept] for line in metrics(at)] for at in (tmp_path / "again", place))
@@ -158,9 +158,9 @@ def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
     options = dict(arch="hydra", dropout=0.5, drafter=DrafterRecipe(draft_heads=1))
     trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(make(tmp_path / "run")))
     chosen = [trainer.corpus.train[:2]]
-    first, again = (trainer._forward(chosen)[0].item() for _ in range(2))
+    first, again = (trainer.forward(chosen)[0].item() for _ in range(2))
     trainer.at.step += 1
-    assert first == again != trainer._forward(chosen)[0].item()
+    assert first == again != trainer.forward(chosen)[0].item()
 
 
 def test_another_recipe_is_not_resumed(trained, distilled):
@@ -251,7 +251,7 @@ def test_a_checkpoint_of_before_digests_is_resumed(trained, distilled, tmp_path)
         state = json.loads((path / checkpoint.STATE).read_text())
         del state["made_of"]
         (path / checkpoint.STATE).write_text(json.dumps(state))
-        (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint._digests(path)))
+        (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint.digests(path)))
     result = train(recipe(distilled, place, resume=True), tmp_path / "again")
     assert result.steps == 6
 
@@ -269,9 +269,9 @@ def test_every_zero_stage_goes_on(distilled, target, tmp_path, monkeypatch, stag
         assert trainer.at.step == step
         with track("train") as bar:
             for _ in range(2 - step):
-                trainer._step(bar)
+                trainer.step(bar)
                 if trainer.at.step == 1:
-                    trainer._save()
+                    trainer.save()
         weights.append(loop.weights(trainer.engine))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -287,22 +287,22 @@ def test_features_that_do_not_fit_leave_the_earlier_training(trained, distilled,
 
 
 def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):
-    real = loop.Trainer._forward
+    real = loop.Trainer.forward
 
     def poisoned(self, chosen):
         total, weight, steps = real(self, chosen)
         return (total * float("nan") if self.at.step == 2 else total), weight, steps
 
-    monkeypatch.setattr(loop.Trainer, "_forward", poisoned)
+    monkeypatch.setattr(loop.Trainer, "forward", poisoned)
     with pytest.raises(SpecctlError, match="loss is nan at step 2"):
         train(recipe(distilled, tmp_path), tmp_path)
-    assert [p.name for p in loop.checkpoint._found(tmp_path / "drafter.checkpoints")] == ["step-00000002"]
+    assert [p.name for p in (tmp_path / "drafter.checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, stage):
     """Under every ZeRO stage, with the checkpoint of the step before intact."""
-    real = loop.Trainer._forward
+    real = loop.Trainer.forward
 
     def poisoned(self, chosen):
         total, weight, steps = real(self, chosen)
@@ -310,11 +310,11 @@ def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, s
             total.register_hook(lambda gradient: gradient * float("nan"))
         return total, weight, steps
 
-    monkeypatch.setattr(loop.Trainer, "_forward", poisoned)
+    monkeypatch.setattr(loop.Trainer, "forward", poisoned)
     options = dict(zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"))
     with pytest.raises(SpecctlError, match="gradient is not finite at step 2"):
         train(recipe(distilled, tmp_path, **options), tmp_path)
-    assert [p.name for p in loop.checkpoint._found(tmp_path / "drafter.checkpoints")] == ["step-00000002"]
+    assert [p.name for p in (tmp_path / "drafter.checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 def test_fine_tuning_keeps_the_draft_vocabulary(trained, distilled, tmp_path):

@@ -152,10 +152,10 @@ class Ensemble:
             vectors = [descent.at(place) for descent in descents]
             return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
 
-        found = holdout.places(losses)
-        for descent, place in zip(descents, found, strict=True):
+        places = holdout.places(losses)
+        for descent, place in zip(descents, places, strict=True):
             descent.settle(place)
-        return found
+        return places
 
     def slow(self, factor: float) -> None:
         """Multiply the members' rates: after an update that did harm."""
@@ -164,15 +164,15 @@ class Ensemble:
 
     def state(self) -> dict[str, Tensor]:
         """All that was learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
-        found = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
+        tensors = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
         for place, member in enumerate(self.members):
             found |= prefixed(f"{place}.", member.state())
         return found
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a `state()`. CheckpointError where it is that of another learner."""
-        own = {name: (value.shape, value.dtype) for name, value in self.state().items()}
-        if own != {name: (value.shape, value.dtype) for name, value in state.items()}:
+        expected = {name: (value.shape, value.dtype) for name, value in self.state().items()}
+        if expected != {name: (value.shape, value.dtype) for name, value in state.items()}:
             raise CheckpointError(
                 "the learner's state does not fit its recipe", "resume with the algo, optimizer and members it had"
             )

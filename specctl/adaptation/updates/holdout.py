@@ -50,9 +50,9 @@ def places(losses: Callable[[Point], Tensor]) -> tuple[Point, ...]:
 
     def gains(place: Point) -> list[tuple[float, float]]:
         """The mean gain over the texts, and what it has to exceed, by learner."""
-        found = (stay - losses(place))[known]
-        error = found.std(0) / math.sqrt(len(found)) if len(found) > 1 else torch.zeros(found.shape[1])
-        return list(zip(found.mean(0).tolist(), (DOUBT * error).tolist(), strict=True))
+        savings = (stay - losses(place))[known]
+        error = savings.std(0) / math.sqrt(len(savings)) if len(savings) > 1 else torch.zeros(savings.shape[1])
+        return list(zip(savings.mean(0).tolist(), (DOUBT * error).tolist(), strict=True))
 
     best: list[tuple[float, Point]] = [(0.0, STAY)] * stay.shape[1]
     for share in SHARES:

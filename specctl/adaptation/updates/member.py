@@ -155,8 +155,8 @@ class Member:
 
     def after(self, w_hat: Tensor, h: Tensor | None, t: int, g: Tensor) -> tuple[Tensor, Tensor | None, int]:
         """ŵ, h and t of the next round."""
-        found = self._project(formulas.descend(w_hat, g, self.eta))
-        return found, None if h is None else formulas.next_hint(self._hint, h, g, t + 1), t + 1
+        next_w_hat = self._project(formulas.descend(w_hat, g, self.eta))
+        return next_w_hat, None if h is None else formulas.next_hint(self._hint, h, g, t + 1), t + 1
 
     def end(self, descent: Descent) -> None:
         """Take over what the inner loop found."""
@@ -164,9 +164,9 @@ class Member:
 
     def state(self) -> dict[str, Tensor]:
         """All that it learnt. The tensors are never changed afterwards."""
-        found = {"w_hat": self.w_hat, "t": torch.tensor(self.t), "eta": torch.tensor(self.eta, dtype=torch.float64)}
+        tensors = {"w_hat": self.w_hat, "t": torch.tensor(self.t), "eta": torch.tensor(self.eta, dtype=torch.float64)}
         if self.h is not None:
-            found["h"] = self.h
+            tensors["h"] = self.h
         if self.options.radius is not None:
             found["origin"] = self.origin
         return found | prefixed("optimizer.", self.buffers)
@@ -193,8 +193,8 @@ def inner_loop(
     for epoch in range(options.epochs or 1):
         for batch in map(objective.prepare, chunk):
             sound = [descent for descent in descents if descent.sound]
-            found = objective.gradients([descent.x for descent in sound], batch, draw)
-            for descent, sums in zip(sound, found, strict=True):
+            gradients = objective.gradients([descent.x for descent in sound], batch, draw)
+            for descent, sums in zip(sound, gradients, strict=True):
                 descent.add(*sums, first=epoch == 0)
                 if options.step == "batch":
                     descent.step()

@@ -57,7 +57,7 @@ class Objective:
         """
         self.module, self._run, self.prepare, self._group = module, run, prepare, group
         self._seed = seed_of(seed, group.rank) if group.rank else seed
-        self._stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
+        self.stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
@@ -78,15 +78,15 @@ class Objective:
 
     def state(self, w: Tensor) -> dict[str, Tensor]:
         """The module's state dict with the parameters w [P]; a tied weight has several names there, and one in w."""
-        found = self.parameters(w)
+        parameters = self.parameters(w)
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
-        own = {alias: found[names[parameter]] for alias, parameter in every if names[parameter] in found}
-        return self.module.state_dict() | own
+        aliases = {alias: parameters[names[parameter]] for alias, parameter in every if names[parameter] in parameters}
+        return self.module.state_dict() | aliases
 
     def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """`gradient` at every w [P], of a batch that is prepared; dropout masks are the same for all."""
-        if len(vectors) > 1 and self._stacks:
+        if len(vectors) > 1 and self.stacks:
             return list(zip(*self.gradient(torch.stack(tuple(vectors)), batch, draw), strict=True))
         return [self.gradient(w, batch, draw) for w in vectors]
 
@@ -116,13 +116,13 @@ class Objective:
         """f [N] fp64 of every w, on the CPU, without dropout; NaN where no row of the chunk has weight."""
         sums = torch.zeros(2, len(vectors), dtype=torch.float64)
         self.module.eval()
-        stacked = len(vectors) > 1 and self._stacks
+        stacked = len(vectors) > 1 and self.stacks
         several = [self.parameters(w) for w in ([torch.stack(tuple(vectors))] if stacked else vectors)]
         for batch in map(self.prepare, chunk):
             if batch is None:
                 continue
-            found = [torch.stack(self._sums(one, batch, stacked)).double() for one in several]
-            sums += torch.stack(found, -1).view_as(sums).cpu()
+            parts = [torch.stack(self._sums(parameters, batch, stacked)).double() for parameters in several]
+            sums += torch.stack(parts, -1).view_as(sums).cpu()
         sums = self._group.sum(sums)
         return sums[0] / sums[1]
 

@@ -61,5 +61,5 @@ def search(weight, threshold, SIZE: tl.constexpr):
     cumulative = tl.cumsum(weight, 0)
     last = tl.max(tl.where(weight > 0, index, 0), 0)
     beyond = tl.min(tl.where((cumulative > threshold) & (weight > 0), index, SIZE), 0)
-    found = tl.minimum(beyond, last)
-    return found, threshold - tl.sum(tl.where(index == found - 1, cumulative, 0.0), 0)
+    position = tl.minimum(beyond, last)
+    return position, threshold - tl.sum(tl.where(index == position - 1, cumulative, 0.0), 0)

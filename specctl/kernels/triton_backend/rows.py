@@ -87,14 +87,14 @@ def _highest(
     """Highest score at or above which lies `needed` or more; its bits are found four at a time."""
     sign = tl.full((), 1, INT) << (BITS - 1)
     digit = tl.arange(0, 16).to(INT)
-    found = tl.full((), 0, INT)
+    prefix = tl.full((), 0, INT)
     for step in range(BITS // 4):
         shift = BITS - 4 - 4 * step
-        least = (found | (digit << shift)) ^ sign
+        least = (prefix | (digit << shift)) ^ sign
         total = _mass_from(x, inv_temp, least, cut, peak, COUNT, INT, BITS, V, TILE, ACC)
         best = tl.max(tl.where((total >= needed) & (total > 0), digit, 0), 0)
-        found = found | (best << shift)
-    return _order(found ^ sign, INT, BITS).to(ACC, bitcast=True)
+        prefix = prefix | (best << shift)
+    return _order(prefix ^ sign, INT, BITS).to(ACC, bitcast=True)
 
 
 @triton.jit

@@ -48,13 +48,13 @@ def measure(
     recipe: BenchRecipe, target: Target, drafters: dict[str, Drafter], weights_ms: float, bar: Progress
 ) -> list[RoundRow]:
     """Plain decoding and every drafter that runs on the device; nothing where rounds are the host's (a CPU)."""
-    found = []
+    rows = []
     for name, drafter in {"vanilla": NoDraft(), **drafters}.items():
         rounds = _begin(recipe, target, drafter)
         if rounds is not None:
-            found.append(_row(recipe, name, rounds, weights_ms))
+            rows.append(_row(recipe, name, rounds, weights_ms))
         bar.update(1)
-    return found
+    return rows
 
 
 def random_head(recipe: BenchRecipe, target: Target) -> Drafter:

@@ -111,7 +111,7 @@ def weight_bytes(model) -> int:
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
     """Every drafter at every draft length and batch, after plain decoding and `transformers` on the same prompts."""
-    found: list[DecodingRow] = []
+    rows: list[DecodingRow] = []
     theirs = None
     if recipe.shape is None:
         generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
@@ -134,7 +134,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             plain = None if drafter is None else vanilla[batch]
             found.append(_row(Path(name).name, length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
             bar.update(1)
-    return found
+    return rows
 
 
 def _row(
@@ -191,10 +191,10 @@ def _decode(
 
 def _rate(decoded: list[Decoded], batch: int | None = None) -> float:
     """Tokens a second of the decode phase."""
-    return sum(one.decoded_tokens for one in decoded) / max(_seconds(decoded, batch, prefill=False), 1e-9)
+    return sum(text.decoded_tokens for text in decoded) / max(_seconds(decoded, batch, prefill=False), 1e-9)
 
 
 def _seconds(decoded: list[Decoded], batch: int | None, prefill: bool) -> float:
     """Wall-clock of one call for all texts (`batch`), or of a call for each."""
     parts = decoded[:1] if batch is not None else decoded
-    return sum(one.decode_s + (one.prefill_s if prefill else 0.0) for one in parts)
+    return sum(text.decode_s + (text.prefill_s if prefill else 0.0) for text in parts)

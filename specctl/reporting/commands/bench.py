@@ -100,11 +100,11 @@ def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
 
 
 def _lines(rows: Sequence[Row], names: Mapping[str, Any], key: str, looks: Looks) -> list[Curve]:
-    found = []
+    lines = []
     for name in names:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["batch"])
-        found.append(Curve(name, numbers(r["batch"] for r in mine), numbers(usable(r, key) for r in mine), looks[name]))
-    return found
+        lines.append(Curve(name, numbers(r["batch"] for r in mine), numbers(usable(r, key) for r in mine), looks[name]))
+    return lines
 
 
 def _steps(rows: Sequence[Row]) -> Figure:

@@ -83,16 +83,16 @@ def _rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]:
-    found = [records("rows", "Drafters and domains", [{**row, "drafter": row["label"]} for row in rows], COLUMNS)]
+    tables = [records("rows", "Drafters and domains", [{**row, "drafter": row["label"]} for row in rows], COLUMNS)]
     if len(runs) > 1:
-        found.append(_side_by_side(runs, rows))
+        tables.append(_side_by_side(runs, rows))
     diagonal = [
-        {**one, "drafter": run.named(one["drafter"])}
+        {**specialist, "drafter": run.named(specialist["drafter"])}
         for run in runs
-        for one in (run.result.get("matrix") or {}).get("diagonal") or []
+        for specialist in (run.result.get("matrix") or {}).get("diagonal") or []
     ]
     columns = ("drafter", "domain", "best", "rival", "lead", "interval")
-    found.append(records("diagonal", "Specialists in their own domains", diagonal, {key: key for key in columns}))
+    tables.append(records("diagonal", "Specialists in their own domains", diagonal, {key: key for key in columns}))
     verdicts = [
         [run.named(against), *(run.result[key].get(count) for count in ("sequences", "mismatches", "ties"))]
         for run in runs
@@ -108,10 +108,10 @@ def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]
 
 def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable:
     """mat of each drafter in each domain, a column per run."""
-    found = {(row["drafter"], row["domain"], row["label"]): row.get("mat") for row in rows}
-    cases = dict.fromkeys((drafter, domain) for drafter, domain, _ in found)
+    mats = {(row["drafter"], row["domain"], row["label"]): row.get("mat") for row in rows}
+    cases = dict.fromkeys((drafter, domain) for drafter, domain, _ in mats)
     lines = [
-        [drafter, domain, *(found.get((drafter, domain, run.named(drafter))) for run in runs)]
+        [drafter, domain, *(mats.get((drafter, domain, run.named(drafter))) for run in runs)]
         for drafter, domain in cases
     ]
     return ReportTable("mat", "mat side by side", ["drafter", "domain", *(f"#{run.number}" for run in runs)], lines)
@@ -136,8 +136,8 @@ def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
         value = usable(row, metric)
         if not is_baseline(row["drafter"]) and value is not None:
             values.setdefault(row["drafter"], []).append(value)
-    complete = {name: found for name, found in values.items() if len(found) == len(domains)}
-    return {name: sum(found) / len(found) for name, found in complete.items()}
+    complete = {name: measured for name, measured in values.items() if len(measured) == len(domains)}
+    return {name: sum(measured) / len(measured) for name, measured in complete.items()}
 
 
 def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Bar]]:
@@ -155,15 +155,15 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
     rows = run.result.get("rows") or []
     domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
     given = run.result.get("matrix")
-    found = {given["metric"]: given} if given else {}
+    matrices = {given["metric"]: given} if given else {}
     competing = given["drafters"] if given else [name for name in drafters if not is_baseline(name)]
     others = [name for name in drafters if name not in competing]
     for metric in ("mat", "speedup"):
         measured = {(row["drafter"], row["domain"]): usable(row, metric) for row in rows}
         enough = len(domains) > 1 and len(competing) > 1 and any(value is not None for value in measured.values())
-        if metric not in found and enough:
-            found[metric] = _matrix(metric, measured, domains, competing, others)
-    return found
+        if metric not in matrices and enough:
+            matrices[metric] = _matrix(metric, measured, domains, competing, others)
+    return matrices
 
 
 def _matrix(
@@ -209,14 +209,14 @@ def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
     for row in rows:
         accepted, offered = counts.get(row["drafter"], ([], []))
         counts[row["drafter"]] = _sum(accepted, row["accepted_by_depth"]), _sum(offered, row["offered_by_depth"])
-    found = {
+    rates = {
         name: [hits / number if number >= FEWEST else None for hits, number in zip(accepted, offered, strict=True)]
         for name, (accepted, offered) in counts.items()
     }
     result = run.result.get("rows") or []
-    if not found and len({row["domain"] for row in result}) == 1:
-        found = {row["drafter"]: row.get("acceptance_by_position") or [] for row in result}
-    return {run.named(name): values for name, values in found.items() if any(value is not None for value in values)}
+    if not rates and len({row["domain"] for row in result}) == 1:
+        rates = {row["drafter"]: row.get("acceptance_by_position") or [] for row in result}
+    return {run.named(name): values for name, values in rates.items() if any(value is not None for value in values)}
 
 
 def _sum(first: Sequence[int], second: Sequence[int]) -> list[int]:

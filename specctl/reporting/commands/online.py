@@ -53,11 +53,11 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     """Learners of tokens, then modes of lookahead reasoning."""
     steps = [run for run in runs if run.result.get("modes")]
     tokens = [run for run in runs if run not in steps]
-    found = [make(some, looks) for make, some in ((_tokens, tokens), (reasoning.contents, steps)) if some]
-    made = Contents(headline=found[0].headline)
-    for one in found:
-        made.pictures += one.pictures
-        made.tables += one.tables
+    parts = [make(some, looks) for make, some in ((_tokens, tokens), (reasoning.contents, steps)) if some]
+    made = Contents(headline=parts[0].headline)
+    for part in parts:
+        made.pictures += part.pictures
+        made.tables += part.tables
     return made
 
 
@@ -99,28 +99,28 @@ def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners: Looks) -> list[Curve]:
     return [
-        Curve(name, list(range(1, len(found) + 1)), numbers(chunk.get(key) for chunk in found), learners[name])
-        for name, found in chunks.items()
-        if any(chunk.get(key) is not None for chunk in found)
+        Curve(name, list(range(1, len(mine) + 1)), numbers(chunk.get(key) for chunk in mine), learners[name])
+        for name, mine in chunks.items()
+        if any(chunk.get(key) is not None for chunk in mine)
     ]
 
 
-def _untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
+def untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
     """mat without learning, once for learners that start from the same drafter, and of drafters without weights."""
     once = {tuple(line.y): line for line in _lines(chunks, "static_mat", Looks())}.values()
-    found = [replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning") for line in once]
+    lines = [replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning") for line in once]
     for run in chunks.values():
         rivals = {name: None for chunk in run for name in chunk.get("untrained_mat") or {}}
         for name in rivals:
             y = numbers((chunk.get("untrained_mat") or {}).get(name) for chunk in run)
-            if all(line.y != y for line in found):
-                found.append(Curve(name, list(range(1, len(run) + 1)), y, grey(0)))
-    return [replace(line, look=grey(n)) for n, line in enumerate(found)]
+            if all(line.y != y for line in lines):
+                lines.append(Curve(name, list(range(1, len(run) + 1)), y, grey(0)))
+    return [replace(line, look=grey(n)) for n, line in enumerate(lines)]
 
 
 def _weights(name: str, chunks: Sequence[Mapping[str, Any]]) -> list[Picture]:
     weights = [chunk["weights"] for chunk in chunks if chunk.get("weights")]
-    if not weights or {len(one) for one in weights} == {1} or len({len(one) for one in weights}) > 1:
+    if not weights or {len(shares) for shares in weights} == {1} or len({len(shares) for shares in weights}) > 1:
         return []
     names = [f"member {index}" for index in range(1, len(weights[0]) + 1)]
     members = Looks()

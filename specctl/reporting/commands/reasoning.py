@@ -53,9 +53,9 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     for key, title in MODE.items():
         columns |= {key: title} | ({f"{key}_interval": f"{title}, interval"} if key in INTERVALS else {})
     differences = [
-        {"label": f"{run.named(one['mode'])} − {one['than']}", **_flat(one)}
+        {"label": f"{run.named(gain['mode'])} − {gain['than']}", **_flat(gain)}
         for run in runs
-        for one in run.result.get("differences") or []
+        for gain in run.result.get("differences") or []
     ]
     difference = {"label": "modes", "step_acceptance": "steps accepted", "step_acceptance_interval": "interval"}
     chunk = {"label": "mode", "chunk": "chunk", **{key: title.replace("\n", " ") for key, title in CHUNK.items()}}
@@ -69,22 +69,22 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row whose rates are two fields: the value, and the interval in words."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping) and "interval" in value:
             ends = value["interval"]
-            found[name] = value["value"]
-            found[f"{name}_interval"] = f"{ends[0]:.3g} to {ends[1]:.3g}" if ends else None
+            fields[name] = value["value"]
+            fields[f"{name}_interval"] = f"{ends[0]:.3g} to {ends[1]:.3g}" if ends else None
         else:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
 def _lines(names: Sequence[str], chunks: Sequence[Mapping[str, Any]], key: str, colours: Looks) -> list[Curve]:
-    found = []
+    lines = []
     for name in names:
         rows = [row for row in chunks if row["label"] == name]
         if any(row.get(key) is not None for row in rows):
             values = numbers(row.get(key) for row in rows)
-            found.append(Curve(name, [row["chunk"] for row in rows], values, colours[name]))
-    return found
+            lines.append(Curve(name, [row["chunk"] for row in rows], values, colours[name]))
+    return lines

@@ -93,17 +93,18 @@ def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _curves(runs: Sequence[RunRecord], key: str) -> dict[str, Sequence[Any]]:
     """By policy, labelled where runs are compared."""
-    found = {}
+    curves_of = {}
     for run in runs:
         for policy, values in (run.result.get("curves") or {}).items():
             if values.get(key):
-                found[run.named(policy)] = values[key]
-    return found
+                curves_of[run.named(policy)] = values[key]
+    return curves_of
 
 
-def _lines(found: Mapping[str, Sequence[Any]], policies: Looks) -> list[Curve]:
+def _lines(curves_of: Mapping[str, Sequence[Any]], policies: Looks) -> list[Curve]:
     return [
-        Curve(name, list(range(1, len(values) + 1)), numbers(values), policies[name]) for name, values in found.items()
+        Curve(name, list(range(1, len(values) + 1)), numbers(values), policies[name])
+        for name, values in curves_of.items()
     ]
 
 
@@ -151,7 +152,7 @@ def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
             found.setdefault(run.named(row["algo"]), []).append(row)
     lines = [
         Curve(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
-        for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in found.items())
+        for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in by_policy.items())
     ]
     panel = Panel("mat (tokens per target pass)", lines)
     return curves.picture("pool-size", "What more drafters in the pool are worth.", [panel], "drafters in the pool, N")
@@ -178,12 +179,12 @@ def _played(run: RunRecord, rounds: Rounds, looks: Looks) -> list[Picture]:
     """The arms that one run played: weights over rounds, pulls by domain."""
     if not rounds.count:
         return []
-    own = [looks[arm] for arm in rounds.arms]
+    arm_looks = [looks[arm] for arm in rounds.arms]
     shares, what = rounds.shares, "weight of each arm"
     if not rounds.has_weights:
         shares, what = [curves.running_mean(row, SMOOTHED) for row in shares], "share of rounds played"
-    over_time = curves.stacked(rounds.middles, shares, rounds.arms, own, "round", what)
-    by_domain = bars.shares(_pulls(rounds), rounds.arms, own, "share of rounds")
+    over_time = curves.stacked(rounds.middles, shares, rounds.arms, arm_looks, "round", what)
+    by_domain = bars.shares(_pulls(rounds), rounds.arms, arm_looks, "share of rounds")
     suffix = f"-{run.number}" if run.number else ""
     return [
         Picture(f"weights{suffix}", f"{_algo(run)}: {what} over the stream.", over_time),
@@ -200,7 +201,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
     for row in policies:
         row["mat_low"], row["mat_high"] = _interval(row) or (None, None)
         row["share_low"], row["share_high"] = row.get("share_of_best_interval") or (None, None)
-    found = [
+    tables = [
         records("policies", "Policies compared", policies, POLICIES),
         records(
             "rewards",
@@ -213,10 +214,10 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
         ),
     ]
     summary = [{**run.result, "label": _algo(run)} for run in runs if run.result]
-    found.insert(0, records("select", "Selection", summary, SUMMARY))
+    tables.insert(0, records("select", "Selection", summary, SUMMARY))
     domains = [{"label": _algo(run), **row} for run in runs for row in _per_domain(run)]
     columns = {name: name for row in domains for name in row} | {"label": "policy"}
-    found.append(records("domains", "Domains", domains, columns))
+    tables.append(records("domains", "Domains", domains, columns))
     for run, rounds in zip(runs, played, strict=True):
         name = f"pulls-{run.number}" if run.number else "pulls"
         rows = [[domain, *pulls] for domain, pulls in _pulls(rounds).items()]

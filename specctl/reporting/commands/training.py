@@ -50,11 +50,16 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     made = Contents(headline=_headline(trainings[0].result) if len(runs) == 1 else {})
     panels = [
         Panel(
-            "training loss", [_line(one.name, one.losses, "loss", looks, noisy=True) for one in trainings if one.losses]
+            "training loss",
+            [
+                _line(training.name, training.losses, "loss", looks, noisy=True)
+                for training in trainings
+                if training.losses
+            ],
         ),
         Panel(
             "mat on held-out prompts\n(tokens per target pass)",
-            [_line(one.name, one.checks, "mat", looks) for one in trainings if len(one.checks) > 1],
+            [_line(training.name, training.checks, "mat", looks) for training in trainings if len(training.checks) > 1],
         ),
     ]
     caption = "Loss of the training batches (running mean) and acceptance checks while training."
@@ -62,11 +67,11 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     positions = {one.name: one.acceptance for one in trainings if one.acceptance}
     if positions:
         made.pictures.append(picture(positions, looks, "the kept drafter on held-out prompts"))
-    rows = [{**one.result, "drafter": one.name} for one in trainings]
+    rows = [{**training.result, "drafter": training.name} for training in trainings]
     made.tables.append(records("trained", "Trained drafters", rows, COLUMNS))
     if positions:
         made.tables.append(by_position(positions))
-    checks = [[one.name, check.get("step"), check["mat"]] for one in trainings for check in one.checks]
+    checks = [[training.name, check.get("step"), check["mat"]] for training in trainings for check in training.checks]
     if checks:
         made.tables.append(ReportTable("checks", "Acceptance checks", ["drafter", "step", "mat"], checks))
     return made

@@ -77,8 +77,8 @@ def overruled(names: Sequence[str], recipe: GameRecipe) -> list[str]:
     """A line for every policy whose own game takes the place of options that were set, if only to their defaults."""
     lines = []
     for name in names:
-        own = own_game(name, recipe)
-        told = [f"game.{key}={own[key]}" for key in own if key in recipe.model_fields_set and key != "reward"]
+        forced = own_game(name, recipe)
+        told = [f"game.{key}={forced[key]}" for key in forced if key in recipe.model_fields_set and key != "reward"]
         if told:
             lines.append(f"{name} plays a game of its own: {', '.join(told)}; another value than the default is obeyed")
     return lines

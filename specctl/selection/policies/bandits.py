@@ -42,13 +42,13 @@ class Index(Weighted):
         self._changed()
 
     @abstractmethod
-    def _radius(self) -> Numbers:
+    def radius(self) -> Numbers:
         """[N] what uncertainty adds to the means."""
 
     def _weigh(self) -> Numbers:
         if 0 in self.n:
             return one_hot(self.n.index(0), self.arms.count)
-        index = [total / n + radius for total, n, radius in zip(self.total, self.n, self._radius(), strict=True)]
+        index = [total / n + radius for total, n, radius in zip(self.total, self.n, self.radius(), strict=True)]
         return one_hot(argmax(index), self.arms.count)
 
 
@@ -57,7 +57,7 @@ class UcbSpec(Index):
 
     scale: ClassVar[Scale] = "tokens"
 
-    def _radius(self) -> Numbers:
+    def radius(self) -> Numbers:
         N, K, options = self.arms.count, self.arms.depth, self.options
         return [options.radius_scale * ucbspec_radius(n, self.t, N, K, options.delta) for n in self.n]
 
@@ -68,7 +68,7 @@ class MetaUcb(Index):
     def _time(self) -> float:
         return self.t
 
-    def _radius(self) -> Numbers:
+    def radius(self) -> Numbers:
         t = self._time()
         return [ucb_radius(n, t, self.options.beta) for n in self.n]
 

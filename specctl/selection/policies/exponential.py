@@ -25,7 +25,7 @@ def importance_weighted(arm: int, value: float, p: Sequence[float]) -> Numbers:
 def mixed_weights(log_w: Sequence[float], mix: float) -> Numbers:
     """p = (1 − γ) w/Σw + γ/N, from ln w; γ is `mix` (MetaSD, Algorithm 7)."""
     top = max(log_w)
-    return [(1 - mix) * share + mix / len(log_w) for share in normalized(exp(one - top) for one in log_w)]
+    return [(1 - mix) * share + mix / len(log_w) for share in normalized(exp(weight - top) for weight in log_w)]
 
 
 class Exp3Spec(Weighted):

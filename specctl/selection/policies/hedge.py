@@ -142,8 +142,8 @@ class NormalHedge(HedgeLearner):
         self._changed()
 
     def losses(self, losses: Sequence[float]) -> None:
-        own = dot(self.weights(), losses)
-        self.R = [regret + own - loss for regret, loss in zip(self.R, losses, strict=True)]
+        expected = dot(self.weights(), losses)
+        self.R = [regret + expected - loss for regret, loss in zip(self.R, losses, strict=True)]
         self._changed()
 
     def _weigh(self) -> Numbers:
@@ -160,8 +160,8 @@ class AdaNormalHedge(HedgeLearner):
         self._changed()
 
     def losses(self, losses: Sequence[float]) -> None:
-        own = dot(self.weights(), losses)
-        regrets = [own - loss for loss in losses]
+        expected = dot(self.weights(), losses)
+        regrets = [expected - loss for loss in losses]
         self.R = list(map(add, self.R, regrets))
         self.C = [total + abs(regret) for total, regret in zip(self.C, regrets, strict=True)]
         self._changed()

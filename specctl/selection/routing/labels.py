@@ -73,20 +73,20 @@ def label_by_domain(domains: Sequence[str], made_for: Sequence[Sequence[str]]) -
     Of several arms the one made for the fewest domains, then the first. A domain that no arm was made for goes to the
     arm made for the most domains, if that is a generalist (more than one); else it has no label, and a warning says so.
     """
-    found, left_out = {}, []
+    labels, left_out = {}, []
     arms = range(len(made_for))
     generalist = max(arms, key=lambda arm: len(made_for[arm]), default=None)
     for domain in dict.fromkeys(domains):
-        own = [arm for arm in arms if domain in made_for[arm]]
-        if own:
-            found[domain] = min(own, key=lambda arm: len(made_for[arm]))
+        candidates = [arm for arm in arms if domain in made_for[arm]]
+        if candidates:
+            labels[domain] = min(candidates, key=lambda arm: len(made_for[arm]))
         elif generalist is not None and len(made_for[generalist]) > 1:
-            found[domain] = generalist
+            labels[domain] = generalist
         else:
             left_out.append(domain)
     if left_out:
         warn(f"no drafter was made for {', '.join(left_out)}: the router is trained without these prompts")
-    return found
+    return labels
 
 
 def label_by_hindsight(table: Table, arms: Sequence[str]) -> dict[str, int]:
@@ -121,11 +121,11 @@ def split(examples: Sequence[RouterExample], recipe: RouterRecipe) -> tuple[list
     kept: list[RouterExample] = []
     held: list[RouterExample] = []
     for domain in dict.fromkeys(example.domain for example in examples):
-        own = [example for example in examples if example.domain == domain]
-        Random(f"{recipe.seed}/{domain}").shuffle(own)
-        count = max(round(recipe.held_out * len(own)), 1) if len(own) > 1 else 0
-        held += own[:count]
-        kept += own[count:]
+        mine = [example for example in examples if example.domain == domain]
+        Random(f"{recipe.seed}/{domain}").shuffle(mine)
+        count = max(round(recipe.held_out * len(mine)), 1) if len(mine) > 1 else 0
+        held += mine[:count]
+        kept += mine[count:]
     if not kept or not held:
         raise DataError(
             f"{len(examples)} labelled prompts are too few to train a router on some and measure it on others",

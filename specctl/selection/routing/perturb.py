@@ -89,11 +89,11 @@ def _words(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
 
 
 def _paraphrase(text: str, strength: float, rng: Random, _: Sequence[str]) -> str:
-    def other(found: re.Match[str]) -> str:
+    def other(match: re.Match[str]) -> str:
         if rng.random() >= strength:
-            return found[0]
-        phrase = rng.choice(PHRASES[found[0].lower()])
-        return phrase.capitalize() if found[0][0].isupper() else phrase
+            return match[0]
+        phrase = rng.choice(PHRASES[match[0].lower()])
+        return phrase.capitalize() if match[0][0].isupper() else phrase
 
     return PHRASE.sub(other, text)
 

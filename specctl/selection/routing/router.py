@@ -83,8 +83,8 @@ class Router:
         self.model.eval()
         rows = self.encode(texts)
         parts = [self.logits(rows[at : at + BATCH]).double().softmax(-1).cpu() for at in range(0, len(rows), BATCH)]
-        found = torch.cat(parts).numpy() if parts else np.zeros((0, len(self.classes)))
-        return found[:, [self.classes.index(name) for name in self.arms]]
+        shares = torch.cat(parts).numpy() if parts else np.zeros((0, len(self.classes)))
+        return shares[:, [self.classes.index(name) for name in self.arms]]
 
     def arm(self, text: str) -> int:
         """The arm to play for the whole answer to a prompt."""
