@@ -165,11 +165,11 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
     from specctl.cli import plan
     from specctl.recipe import ReasonRecipe
 
-    found = [plan.check_target(recipe.target)]
-    found += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
-    found += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
+    plans = [plan.check_target(recipe.target)]
+    plans += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
+    plans += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
     if isinstance(recipe, ReasonRecipe):
-        return [*found, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
+        return [*plans, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
         several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"

@@ -47,9 +47,9 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         UsageError: no drafter named, the place is taken, or that format has no room for the family.
         CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back otherwise.
     """
-    found = pool.whole(pool.known(recipe.source))
-    pool.sound(found)
-    head = Head(found.config["family"], found.config["architecture"], found.tensors)
+    drafter = pool.whole(pool.known(recipe.source))
+    pool.sound(drafter)
+    head = Head(drafter.config["family"], drafter.config["architecture"], drafter.tensors)
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None
     # The revision is the drafter's own, too, unless one is named.
@@ -67,7 +67,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     serving = form.serving(recipe.to, place, facts, tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
-        record = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": found.config["target"]}
+        record = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": drafter.config["target"]}
         atomic_write(draft / RECORD, to_json(record | {"commands": serving.commands}, indent=2) + "\n")
         difference = None
         if recipe.check:

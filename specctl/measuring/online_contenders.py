@@ -206,7 +206,7 @@ class OnlineContenders:
                 Acceptance.of((answer.accepted, answer.accepted + answer.rejections) for answer in answers)
             )
             self._watch(name, lesson)
-            rows.append(self._row(name, lesson, domains, own, records))
+            rows.append(self._row(name, lesson, domains, answers, records))
         self.chunks += 1
         if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
             self.fixed_pool.sit(Acceptance())

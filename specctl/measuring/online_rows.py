@@ -123,9 +123,9 @@ class Passes:
             tokens_per_s=metrics.tokens_per_s(decoded),
             learn_s=learn_s,
             learn_share=ratio(learn_s, decode_s + learn_s),
-            rollbacks=sum(chunk.ruling == "rollback" for chunk in own),
-            refused=sum(chunk.status == "refused" for chunk in own),
-            dropped=sum(max((c.dropped for c in own if c.seed == seed), default=0) for seed in self.recipe.seeds),
+            rollbacks=sum(chunk.ruling == "rollback" for chunk in chunks),
+            refused=sum(chunk.status == "refused" for chunk in chunks),
+            dropped=sum(max((c.dropped for c in chunks if c.seed == seed), default=0) for seed in self.recipe.seeds),
             unusable=unusable(gross, mat) or unusable(net, mat),
             **columns(
                 mat=mat,

@@ -166,8 +166,8 @@ class Ensemble:
         """All that was learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
         tensors = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
         for place, member in enumerate(self.members):
-            found |= prefixed(f"{place}.", member.state())
-        return found
+            tensors |= prefixed(f"{place}.", member.state())
+        return tensors
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a `state()`. CheckpointError where it is that of another learner."""

@@ -168,8 +168,8 @@ class Member:
         if self.h is not None:
             tensors["h"] = self.h
         if self.options.radius is not None:
-            found["origin"] = self.origin
-        return found | prefixed("optimizer.", self.buffers)
+            tensors["origin"] = self.origin
+        return tensors | prefixed("optimizer.", self.buffers)
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Go on from a `state()`, whichever device its tensors are on."""

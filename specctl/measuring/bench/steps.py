@@ -132,7 +132,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             vanilla.setdefault(batch, rate)
             alone = rate if batch == 1 else alone
             plain = None if drafter is None else vanilla[batch]
-            found.append(_row(Path(name).name, length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
+            rows.append(_row(Path(name).name, length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
             bar.update(1)
     return rows
 

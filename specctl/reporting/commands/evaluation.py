@@ -102,8 +102,8 @@ def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]
         )
         if (run.result.get(key) or {}).get("sequences")
     ]
-    found.append(ReportTable("lossless", "Texts compared", ["", "sequences", "mismatches", "ties"], verdicts))
-    return found
+    tables.append(ReportTable("lossless", "Texts compared", ["", "sequences", "mismatches", "ties"], verdicts))
+    return tables
 
 
 def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable:

@@ -71,7 +71,7 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             chunks.setdefault(run.named(row["algo"]), []).append(row)
     learners = Looks()
     panels = [Panel(label, _lines(chunks, key, learners)) for key, label in CHUNK.items()]
-    panels[0].lines.extend(_untaught(chunks))
+    panels[0].lines.extend(untaught(chunks))
     made = Contents()
     if len(runs) == 1:
         made.headline = {

@@ -146,10 +146,10 @@ def _interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    by_policy: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         for row in run.result.get("pool_size") or []:
-            found.setdefault(run.named(row["algo"]), []).append(row)
+            by_policy.setdefault(run.named(row["algo"]), []).append(row)
     lines = [
         Curve(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
         for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in by_policy.items())
@@ -221,8 +221,8 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
     for run, rounds in zip(runs, played, strict=True):
         name = f"pulls-{run.number}" if run.number else "pulls"
         rows = [[domain, *pulls] for domain, pulls in _pulls(rounds).items()]
-        found.append(ReportTable(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
-    return found
+        tables.append(ReportTable(name, run.named("Rounds by domain and arm"), ["domain", *rounds.arms], rows))
+    return tables
 
 
 def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
