@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -137,7 +136,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             speedup = None if drafter is None else rate / vanilla[batch]
             found.append(
                 DecodingRow(
-                    drafter=Path(name).name,
+                    drafter=pool.name_of(name),
                     batch=batch,
                     draft_length=length,
                     tokens=tokens,
