@@ -18,7 +18,7 @@ CAME_TRUE = ((2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95), (1.8, 1.4, 1.7, 1.5, 1.4
 # on it. Before anything is known: so many tokens, worth as much as so many rounds.
 EDGES = (0.05, 0.25, 1.0, 2.5)
 GAIN, GAIN_ROUNDS = (1.5, 1.2, 1.0, 0.7, 0.4), 2.0
-MOST_ROUNDS = 12.0  # of memory: what a head adds changes along a text
+GAIN_MEMORY = 0.92  # per round in which the head was asked: what it adds changes along a text
 LEVELS = 4.0  # that a head drafts, before it is known
 LEVELS_MEMORY = 0.8
 TOKENS, COST = 6.0, 4.0  # what decoding yields, before it is known
@@ -50,7 +50,7 @@ class Gate:
     def __init__(self) -> None:
         self.trust = tuple(map(Trust, CAME_TRUE))
         self.tokens, self.cost = TOKENS, COST
-        self.gain, self.rounds = list(GAIN), [GAIN_ROUNDS] * len(GAIN)
+        self.added, self.rounds = [0.0] * len(GAIN), [0.0] * len(GAIN)  # tokens, and rounds that the head was asked in
         self.levels = LEVELS
         self.unasked, self.patience = [0] * len(GAIN), [PATIENCE] * len(GAIN)
         self.pending: Pending | None = None
@@ -59,6 +59,16 @@ class Gate:
     def rate(self) -> float:
         """Tokens that decoding yields for the cost of a round of one row: what a cost must bring to be worth it."""
         return self.tokens / self.cost
+
+    def gain(self, kind: int) -> float:
+        """The tokens that the head is expected to add in a round of this kind.
+
+        What is known beforehand is multiplied by how good the head was in rounds of all kinds, then corrected by those
+        of this one.
+        """
+        foreseen = sum(rounds * gain for rounds, gain in zip(self.rounds, GAIN, strict=True))
+        quality = (GAIN_ROUNDS + sum(self.added)) / (GAIN_ROUNDS + foreseen)
+        return (GAIN_ROUNDS * GAIN[kind] * quality + self.added[kind]) / (GAIN_ROUNDS + self.rounds[kind])
 
     @staticmethod
     def kind(promised: float) -> int:
@@ -86,8 +96,9 @@ class Gate:
         if done.levels:
             accepted = len(committed) - 1
             added = accepted - min(done.candidates.foreseen(committed, TEXT), accepted)
-            rounds = self.rounds[done.kind]
-            self.gain[done.kind] += (added - self.gain[done.kind]) / (rounds + 1)
-            self.rounds[done.kind] = min(rounds + 1, MOST_ROUNDS)
+            self.added = [GAIN_MEMORY * tokens for tokens in self.added]
+            self.rounds = [GAIN_MEMORY * rounds for rounds in self.rounds]
+            self.added[done.kind] += added
+            self.rounds[done.kind] += 1
             self.levels = LEVELS_MEMORY * self.levels + (1 - LEVELS_MEMORY) * done.levels
             self.unasked[done.kind] = 0

@@ -89,7 +89,7 @@ class Hybrid:
         if not asking:
             return False
         overdue = [gates[b].overdue(kinds[b]) for b in asking]
-        gain = sum(gates[b].gain[kinds[b]] for b in asking)
+        gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = sum(gates[b].levels for b in asking) / len(asking)
         rows = 2 * levels * state.batch  # the likeliest token of each level, and a runner-up
         cost = self.costs.drafting(levels) + rows * self._row_cost(1)
