@@ -67,10 +67,17 @@ def step_name(path: str) -> str:
 
 
 def check_drafters(names: list[str]) -> None:
-    """Each is a drafter directory or a drafter that needs no weights. Raises UsageError, CheckpointError."""
+    """Each is a drafter directory, a drafter that needs no weights, or a hybrid of both. Raises UsageError,
+    CheckpointError."""
+    from specctl.drafters.pool import HYBRIDS, parts_of
+
     for name in names:
-        if name not in NAMED:
-            check_directory(name, otherwise=f", or {', '.join(NAMED)}")
+        parts = parts_of(name)
+        if len(parts) > 1 and parts[0] in NAMED:
+            raise UsageError(f"{name}: {parts[0]} is no trained drafter", HYBRIDS)
+        for part in parts:
+            if part not in NAMED:
+                check_directory(part, otherwise=f", or {', '.join(NAMED)}")
 
 
 def check_directory(name: str, otherwise: str = "") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -118,7 +117,7 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
     """The drafters whose rounds are timed: the recipe's, and for random weights a random head."""
-    loaded = {Path(name).name: pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
+    loaded = {pool.name_of(name): pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
     if recipe.shape is not None:
         loaded["eagle3, random"] = bench_rounds.random_head(recipe, target)
     return loaded

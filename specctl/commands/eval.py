@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from specctl import threads
 from specctl.decoding.protocols import Drafter
@@ -111,8 +110,7 @@ def named(recipe: EvalRecipe) -> dict[str, str]:
     """Drafters by the last part of their path; by all of it where that is not unique or names a baseline."""
     members = map(str, pool.find_pool(recipe.pool)) if recipe.pool else ()
     paths = list(dict.fromkeys([*recipe.drafters, *members]))
-    taken = [VANILLA, PLAIN, *(Path(path).name for path in paths)]
-    return {Path(path).name if taken.count(Path(path).name) == 1 else path: path for path in paths}
+    return {path if name in (VANILLA, PLAIN) else name: path for path, name in pool.named(paths).items()}
 
 
 def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dict[str, list[str]]:

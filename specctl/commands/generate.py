@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from specctl.decoding import metrics
@@ -79,7 +78,7 @@ def generate(
         run.annotate(target=target.identity)
     if drafter is None and recipe.drafter:
         drafter = pool.load_drafter(recipe.drafter, target, recipe.drafting)
-    name = Path(recipe.drafter).name if recipe.drafter else type(drafter).__name__.lower()
+    name = pool.name_of(recipe.drafter) if recipe.drafter else type(drafter).__name__.lower()
     messages = [{"role": "user", "content": recipe.prompt}]
     ids = target.render(messages, **recipe.target.chat_template_kwargs)
     plain = _decode(target, recipe, ids, None)

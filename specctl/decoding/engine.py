@@ -167,7 +167,7 @@ class Engine:
             return
         chosen = self._choose(controllers)
         try:
-            draft = chosen.propose(state, _budget(state, self.share_rows))
+            draft = chosen.propose(state, self._budget_of(chosen))
         except Exception as error:  # whatever a drafter raises ends no text but its own
             self._blame(chosen, error)
             return
@@ -189,6 +189,10 @@ class Engine:
             self._device = device_rounds(self.target, self.state, self.controller.drafter, budget)
             self._ahead = self._device is not None
         return self._device is not None and self._device.advance()
+
+    def _budget_of(self, chosen: Proposer) -> int:
+        """Draft nodes that a proposer may have; one that weighs the rows of a batch itself shares none."""
+        return _budget(self.state, self.share_rows and not getattr(chosen, "weighs_rows", False))
 
     def _settle(self) -> None:
         """Wait for rounds under way: the host may change the batch afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +13,11 @@ from torch import Tensor
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters.candidates import Proposal
 from specctl.drafters.depth_heads import DepthHeads
 from specctl.drafters.feature_layer import HeadWeights
 from specctl.drafters.static_tree import Trees
-from specctl.drafters.tree import TreeShape
+from specctl.drafters.tree import Pays, TreeShape
 
 
 class DepthDrafter(HeadWeights, ABC):
@@ -54,10 +56,25 @@ class DepthDrafter(HeadWeights, ABC):
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A static tree from the last committed token, never deeper than there are heads, or room."""
+        floor = self.shape.floor
+        grown = self._grow(state, budget, None if floor == -math.inf else lambda joint: max(joint) >= floor)
+        return empty_draft(state.batch, state.device) if grown is None else grown[0]
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[Proposal]:
+        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+        grown = self._grow(state, budget, pays)
+        if grown is None:
+            return [Proposal([], [], []) for _ in state.rows]
+        draft, claimed = grown
+        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), claimed.exp().tolist(), strict=True)
+        return [Proposal(*row) for row in rows]
+
+    def _grow(self, state: DecodeState, budget: int, pays: Pays | None) -> tuple[DraftTree, Tensor] | None:
+        """The tree with the log probability of each node given its parent; None where there is no room for any."""
         self.advance(state)
         tree = self.trees.of(state, budget)
         if tree is None:
-            return empty_draft(state.batch, state.device)
+            return None
         states = self.last(state).unsqueeze(1)
 
         def logits(depth: int, paths: Tensor) -> Tensor:
@@ -66,7 +83,7 @@ class DepthDrafter(HeadWeights, ABC):
             return self.logits(depth, nodes.flatten(0, 1), behind.flatten(0, 1)).unflatten(0, (state.batch, -1))
 
         roots = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
-        return tree.grow(roots, logits, self.ids, self.shape.floor)
+        return tree.grow(roots, logits, self.ids, pays)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Head k's rows at depth k + 1, behind the tokens of the text; there are none deeper than the heads.

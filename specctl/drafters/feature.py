@@ -16,9 +16,10 @@ from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters.candidates import Proposal
 from specctl.drafters.feature_layer import FeatureLayer, FeatureMemory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
-from specctl.drafters.tree import GrowingTree, TreeShape, best, shape_for
+from specctl.drafters.tree import GrowingTree, Pays, TreeShape, best, shape_for
 from specctl.recipe import DraftingRecipe
 
 
@@ -82,6 +83,22 @@ class FeatureDrafter(FeatureLayer):
         return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
 
     def _tree(self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape) -> DraftTree:
+        floor = shape.floor
+        growing, asked = self._grow(state, memory, depth, shape, lambda joint: max(joint) >= floor)
+        rooms = [row.room for row in state.rows]
+        return best(growing, rooms, shape.nodes, state.device, asked, self.ids)
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[Proposal]:
+        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+        memory = self._ready(state)
+        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        growing, _ = self._grow(state, memory, depth, self.shape, pays)
+        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+
+    def _grow(
+        self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape, pays: Pays
+    ) -> tuple[list[GrowingTree], list[Tensor]]:
+        """Trees of candidates, and the rows of logits that each level was chosen from."""
         growing = [GrowingTree() for _ in state.rows]
         width, children = shape.width, min(shape.children, len(self.ids))
         asked = [self.logits(memory.hidden)]
@@ -89,11 +106,10 @@ class FeatureDrafter(FeatureLayer):
         for tree, gains, ids in zip(growing, logprob.tolist(), index.tolist(), strict=True):
             tree.add(-1, gains, [self._to_target[i] for i in ids])
         hidden = memory.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
-        floor = self.shape.floor
         tables = self._tables(memory, depth)
         for step in range(depth - 1):
             frontiers = [tree.frontier(width) for tree in growing]
-            if max(tree.joint[frontier[0]] for tree, frontier in zip(growing, frontiers, strict=True)) < floor:
+            if not pays([tree.joint[frontier[0]] for tree, frontier in zip(growing, frontiers, strict=True)]):
                 break
             tokens = torch.tensor(
                 [[t.tokens[n] for n in f] for t, f in zip(growing, frontiers, strict=True)], device=state.device
@@ -116,8 +132,7 @@ class FeatureDrafter(FeatureLayer):
                 for place, node in enumerate(frontier):
                     tree.expanded[node] = step * width + place
                     tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
-        rooms = [row.room for row in state.rows]
-        return best(growing, rooms, shape.nodes, state.device, asked, self.ids)
+        return growing, asked
 
     def _plan(
         self,

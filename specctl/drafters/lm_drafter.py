@@ -21,7 +21,9 @@ from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target
+from specctl.drafters.candidates import Proposal
 from specctl.drafters.lora import Adapter
+from specctl.drafters.tree import GrowingTree, Pays
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe
 
@@ -43,6 +45,9 @@ def cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Pr
         module, _, last = name.rpartition(".")
         model.get_submodule(module).register_buffer(last, buffer.to(device), persistent=False)
     return model
+
+
+RUNNERS_UP = 2  # beside each token of a chain, where drafts are weighed by their rows
 
 
 @dataclass(frozen=True)
@@ -255,13 +260,34 @@ class LMDrafter:
                     growing |= step + 1 < depths[b] and joint[b] >= self.shape.stop_below
             if not growing:
                 break
-            plan = plan_rows([n + step for n in memory.length], 1, device=state.device, dtype=state.dtype)
-            hidden = self._forward(drawn.unsqueeze(1), memory.cache, plan)
-            for fed, token in zip(memory.drafted, picked, strict=True):
-                fed.append(token)
-            logits = self.logits(hidden[:, 0])
+            logits = self._behind(state, memory, step, picked)
         drawn_from = stacked(rows) if sampled else None
         return DraftTree.from_chains(chains, state.device, drawn_from, self.shape.rule, ChainRows(asked))
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[Proposal]:
+        """A chain behind the last committed token of every sequence, at most `budget` tokens long, with runners-up."""
+        memory = self._ready(state)
+        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        growing = [GrowingTree() for _ in state.rows]
+        chain = [-1] * state.batch
+        logits = memory.logits
+        for step in range(depth):
+            logprob, index = kernels.expand_topk(logits, RUNNERS_UP + 1)
+            for b, (tree, gains, ids) in enumerate(zip(growing, logprob.tolist(), index.tolist(), strict=True)):
+                tree.add(chain[b], gains, ids)
+                chain[b] = len(tree.tokens) - len(ids)
+            if step + 1 == depth or not pays([tree.joint[node] for tree, node in zip(growing, chain, strict=True)]):
+                break
+            logits = self._behind(state, memory, step, index[:, 0].tolist())
+        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+
+    def _behind(self, state: DecodeState, memory: _Memory, step: int, tokens: list[int]) -> Tensor:
+        """Logits [B, V] behind the tokens [B] drafted at `step`, which are read."""
+        plan = plan_rows([n + step for n in memory.length], 1, device=state.device, dtype=state.dtype)
+        hidden = self._forward(torch.tensor(tokens, device=state.device).unsqueeze(1), memory.cache, plan)
+        for fed, token in zip(memory.drafted, tokens, strict=True):
+            fed.append(token)
+        return self.logits(hidden[:, 0])
 
     def _samples(self, state: DecodeState) -> bool:
         return self.shape.sampled and not state.draws.greedy

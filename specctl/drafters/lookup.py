@@ -11,12 +11,17 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
+from specctl.drafters.candidates import Proposal
 from specctl.recipe import DraftingRecipe
 
 # On a CPU 8 rows cost what 1 costs, more do not. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 /
 # 1.65 / 1.65, math 2.18 / 2.32 / 2.46; without 1-grams 1.63 and 2.18 at depth 7; 4-grams change nothing.
 DEPTH = {"cpu": 7, "cuda": 10}
 LONGEST, SHORTEST = 3, 1  # n-grams that are looked up, longest first
+
+# How often the token behind a match of so many tokens is the next one, in 1,050 responses of the built-in target to
+# training prompts of seven domains.
+HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0.88, 0.90, 0.92, 0.94, 0.95, 0.96, 0.97)
 
 
 class Lookup:
@@ -36,6 +41,17 @@ class Lookup:
             for index, row in zip(indices, state.rows, strict=True)
         ]
         return DraftTree.from_chains(chains, state.device)
+
+    def offer(self, state: DecodeState, nodes: int) -> list[Proposal]:
+        """A chain of at most `nodes` tokens behind every text's match, no longer than it has room for."""
+        self.advance(state)
+        trees = []
+        for index, row in zip(state.memory[self].rows, state.rows, strict=True):
+            tokens = index.continuation(row.ids, min(nodes, row.room))
+            length = index.matched(row.ids) if tokens else 0
+            odds = [HITS[min(length + depth, len(HITS) - 1)] for depth in range(len(tokens))]
+            trees.append(Proposal(tokens, list(range(-1, len(tokens) - 1)), odds))
+        return trees
 
     def advance(self, state: DecodeState) -> None:
         memory = state.memory.get(self)
@@ -79,6 +95,15 @@ class NGramIndex:
             grams = [tuple(ids[end - size : end]) for size in self.sizes if size <= end]
             self.expected.append(next((ids[after[gram]] for gram in grams if gram in after), -1))
             after.update(dict.fromkeys(grams, end))
+
+    def matched(self, ids: list[int]) -> int:
+        """How many tokens at the end of `ids` stand before the occurrence that `continuation` goes on from; no more
+        than `HITS` tells apart."""
+        start = next((self.after[gram] for size in self.sizes if (gram := tuple(ids[-size:])) in self.after), 0)
+        count = 0
+        while count < min(start, len(HITS)) and ids[start - 1 - count] == ids[-1 - count]:
+            count += 1
+        return count
 
     def continuation(self, ids: list[int], count: int) -> list[int]:
         """The `count` tokens behind the last occurrence of the longest known n-gram at the end of `ids`, or [].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -16,10 +17,16 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, located, misfit, shown
+from specctl.drafters.costs import costs_of
+from specctl.drafters.hybrid import Grower, Hybrid, TextDrafter
 from specctl.drafters.lora import Adapter, Update
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import FAMILIES, NAMED
 from specctl.recipe import DraftingRecipe, TrainRecipe
+
+HYBRIDS = (
+    "a hybrid is a trained drafter and a text drafter: drafters/sql-eagle3+lookup, …+suffix, …+drafters/sql-retrieval"
+)
 
 
 class FamilyModule(Protocol):
@@ -93,7 +100,8 @@ def collected(name: str) -> CollectedFamily:
 def load_drafter(
     path_or_name: str, target: Target, drafting: DraftingRecipe, bases: dict[str, Drafter] | None = None
 ) -> Drafter:
-    """A drafter without weights by its name, or the one in a directory, checked against its manifest and the target.
+    """A drafter without weights by its name, the one in a directory, checked against its manifest and the target, or
+    a hybrid of two: `drafters/sql-eagle3+lookup`.
 
     Args:
         bases: drafters loaded so far that are no LoRA adapters, by their contents. Give one dictionary to all drafters
@@ -101,9 +109,12 @@ def load_drafter(
 
     Raises:
         CheckpointError: there is no such drafter, it is damaged, of an unknown family, or made for another target.
+        UsageError: two that cannot draft as one.
     """
     if path_or_name in NAMED:
         return cast(Drafter, pkgutil.resolve_name(NAMED[path_or_name])(drafting))
+    if len(parts := parts_of(path_or_name)) > 1:
+        return _hybrid(path_or_name, [load_drafter(part, target, drafting, bases) for part in parts], target, drafting)
     found = read_drafter(path_or_name, target)
     bases = {} if bases is None else bases
     base = find_base(found) if "lora" in found.config else found
@@ -113,6 +124,52 @@ def load_drafter(
     if base is found:
         return bases[key]
     return bases[key].adapted(adapter(found, base))  # type: ignore[attr-defined]
+
+
+def parts_of(path_or_name: str) -> list[str]:
+    """The drafters that a name stands for: two where it is `a+b` and there is no directory of that name."""
+    if path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser()) or "+" not in path_or_name:
+        return [path_or_name]
+    first, _, second = path_or_name.rpartition("+")
+    # Paths may have a + of their own: as in drafters/sql-eagle3+stores/sql+math.
+    while not _is_there(second) and _is_there(f"{first.rpartition('+')[2]}+{second}"):
+        first, _, last = first.rpartition("+")
+        second = f"{last}+{second}"
+    return [first, second]
+
+
+def _is_there(path_or_name: str) -> bool:
+    return path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser())
+
+
+def name_of(path_or_name: str) -> str:
+    """The last part of a drafter's path; of a hybrid those of both: `sql-eagle3+lookup`."""
+    return "+".join(Path(part).name for part in parts_of(path_or_name))
+
+
+def named(paths: Iterable[str]) -> dict[str, str]:
+    """Path → name: its last part, or all of it where another one has the same."""
+    names = {path: name_of(path) for path in paths}
+    return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}
+
+
+def _hybrid(name: str, parts: list[Drafter], target: Target, drafting: DraftingRecipe) -> Drafter:
+    """Two drafters that draft as one. UsageError where they cannot."""
+    head, text = parts
+    if not hasattr(head, "grow"):
+        raise UsageError(f"{name}: {name_of(name).split('+')[0]} is no trained drafter", HYBRIDS)
+    if not hasattr(text, "offer"):
+        raise UsageError(f"{name}: {name_of(name).split('+')[-1]} is no text drafter", HYBRIDS)
+    if drafting.proposal == "sampled":
+        raise UsageError(f"{name}: a hybrid's proposals are not sampled", "leave drafting.proposal at deterministic")
+    head, text = cast(Grower, head), cast(TextDrafter, text)
+    return Hybrid(head, text, costs_of(target, head, _architecture(parts_of(name)[0])))
+
+
+def _architecture(directory: str) -> str:
+    """Family and shape of a drafter, on which its costs depend."""
+    config = checkpoint.load(directory).config
+    return json.dumps([config["family"], config.get("architecture")], sort_keys=True)
 
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:
@@ -200,12 +257,15 @@ def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRec
 
 
 def domains_of(path_or_name: str) -> list[str]:
-    """The domains that the drafter in a directory was made for, as its drafter.json says; none for one by name.
+    """The domains that the drafter in a directory was made for, as its drafter.json says; none for one by name. Those
+    of a hybrid are those of both.
 
     Raises CheckpointError where drafter.json cannot be read.
     """
     if path_or_name in NAMED:
         return []
+    if len(parts := parts_of(path_or_name)) > 1:
+        return list(dict.fromkeys(domain for part in parts for domain in domains_of(part)))
     named = checkpoint.read_info(path_or_name).get("domain") or []
     return [named] if isinstance(named, str) else [str(domain) for domain in named]
 

@@ -8,7 +8,6 @@ paths are accepted most often, by the accuracies of the ranks.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,7 +18,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.records import ChainRows, DraftTree
 from specctl.decoding.state import DecodeState
-from specctl.drafters.tree import TreeShape
+from specctl.drafters.tree import Pays, TreeShape
 
 Path = tuple[int, ...]
 
@@ -102,23 +101,25 @@ class StaticTree:
         return result
 
     def grow(
-        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, floor: float
-    ) -> DraftTree:
-        """The draft with this tree's form, cut before the first level that is not worth drafting.
+        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, pays: Pays | None
+    ) -> tuple[DraftTree, Tensor]:
+        """The draft with this tree's form, cut before the first level that is not worth drafting, and the log
+        probability [B, n] of each node given its parent.
 
         Args:
             roots: [B] last committed token of every sequence.
             logits: (depth, paths) → [B, m, Vd], the next token's behind the m nodes of a depth that have children, or
                 [B, 1, Vd] where all have the same; `paths` [B, m, depth + 1] are their tokens, the root's first.
             ids: [Vd] target id of every draft token; None = the same.
-            floor: joint log probability of the likeliest node under which the next level is not drafted.
+            pays: None = all levels.
         """
         batch = roots.shape[0]
         paths, joint = roots.view(-1, 1, 1), torch.zeros(batch, 1, device=roots.device)
         drafted: list[Tensor] = []
+        claimed: list[Tensor] = []
         first: list[Tensor] = []
         for depth, level in enumerate(self.levels):
-            if depth and floor > -math.inf and joint.max().item() < floor:
+            if depth and pays is not None and not pays(joint.amax(1).tolist()):
                 break
             rows = logits(depth, paths)
             first.append(rows[:, 0])
@@ -129,11 +130,12 @@ class StaticTree:
             if ids is not None:
                 tokens = ids[tokens]
             drafted.append(tokens)
-            joint = (joint[:, level.parent] + gain[:, level.parent, level.rank])[:, level.inner]
+            claimed.append(gain[:, level.parent, level.rank])
+            joint = (joint[:, level.parent] + claimed[-1])[:, level.inner]
             paths = torch.cat((paths[:, level.parent], tokens.unsqueeze(-1)), -1)[:, level.inner]
         flat = torch.cat(drafted, 1)
         parents = self.parents[:, : flat.shape[1]].expand(batch, -1)
-        return DraftTree(flat, parents, chain=self.chain, q=ChainRows(first, ids))
+        return DraftTree(flat, parents, chain=self.chain, q=ChainRows(first, ids)), torch.cat(claimed, 1)
 
 
 class Trees:

@@ -11,6 +11,7 @@ import torch
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.automaton import Match, SuffixAutomaton
+from specctl.drafters.candidates import Proposal
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.trie import Place, TextTreeShape, first_level, grow
 from specctl.recipe import DraftingRecipe
@@ -43,12 +44,17 @@ class Suffix:
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """At most `budget` nodes, no deeper than a sequence has room for."""
+        trees = self.offer(state, min(self._shape(state).nodes, budget))
+        return DraftTree.from_trees([(tree.tokens, tree.parents) for tree in trees], state.device)
+
+    def offer(self, state: DecodeState, nodes: int) -> list[Proposal]:
+        """The `nodes` most probable continuations of every text, no deeper than it has room for."""
         self.advance(state)
         shape, trees = self._shape(state), []
         for text, row in zip(state.memory[self].rows, state.rows, strict=True):
-            fitting = TextTreeShape(min(shape.depth, row.room), min(shape.nodes, budget), shape.children)
-            trees.append(grow(self._places(text.automaton, row.ids), fitting) if row.room else ([], []))
-        return DraftTree.from_trees(trees, state.device)
+            fitting = TextTreeShape(min(shape.depth, row.room), nodes, shape.children)
+            trees.append(grow(self._places(text.automaton, row.ids), fitting))
+        return trees
 
     def advance(self, state: DecodeState) -> None:
         memory = state.memory.get(self)

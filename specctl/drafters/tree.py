@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
+from specctl.drafters.candidates import Proposal
 from specctl.recipe import DraftingRecipe
+
+Pays = Callable[[list[float]], bool]
+"""Whether a further level of a draft is worth drafting, given the joint log probability of the likeliest node of the
+last level of every sequence."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,14 @@ class GrowingTree:
     def within(self, depth: int) -> range:
         """The nodes that are no deeper."""
         return range(self.starts[depth] if depth < len(self.starts) else len(self.tokens))
+
+    def proposal(self, depth: int) -> Proposal:
+        """The nodes that are no deeper, with their probabilities given their parents."""
+        kept = len(self.within(depth))
+        joint = [*self.joint[:kept], 0.0]  # the last one is the root's
+        parents = self.parents[:kept]
+        odds = [math.exp(joint[node] - joint[parent]) for node, parent in enumerate(parents)]
+        return Proposal(self.tokens[:kept], parents, odds)
 
     def source(self, frontier: list[int]) -> list[int]:
         """Place of each node's parent among the rows of the step before."""

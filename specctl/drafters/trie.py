@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from specctl.drafters.candidates import Proposal
+
 
 class Follower(NamedTuple):
     """A token that may come next, its probability, and the place behind it."""
@@ -33,28 +35,28 @@ class TextTreeShape:
     children: int
 
 
-def grow(places: Sequence[Place], shape: TextTreeShape) -> tuple[list[int], list[int]]:
-    """(tokens, parents) of the `nodes` most probable continuations, parents first.
+def grow(places: Sequence[Place], shape: TextTreeShape) -> Proposal:
+    """The `nodes` most probable continuations.
 
     `places` are the current position in several bodies of text. A node's children are weighed by the mean of those
     that know any. A path is less probable than its beginnings, so taking the best node first needs no look ahead.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    waiting: list[tuple[float, int, int, int, int, list[Place]]] = []
+    tree = Proposal([], [], [])
+    waiting: list[tuple[float, int, int, int, int, float, list[Place]]] = []
     found = 0  # ties go to the node found first
     node, joint, depth = -1, 1.0, 0
     while True:
         if depth < shape.depth:
             for token, probability, behind in _children(places, shape.children):
                 found += 1
-                heapq.heappush(waiting, (-joint * probability, found, token, node, depth + 1, behind))
-        if not waiting or len(tokens) >= shape.nodes:
-            return tokens, parents
-        negative, _, token, parent, depth, places = heapq.heappop(waiting)
-        node, joint = len(tokens), -negative
-        tokens.append(token)
-        parents.append(parent)
+                heapq.heappush(waiting, (-joint * probability, found, token, node, depth + 1, probability, behind))
+        if not waiting or len(tree.tokens) >= shape.nodes:
+            return tree
+        negative, _, token, parent, depth, probability, places = heapq.heappop(waiting)
+        node, joint = len(tree.tokens), -negative
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.odds.append(probability)
 
 
 def _children(places: Sequence[Place], limit: int) -> list[tuple[int, float, list[Place]]]:
@@ -69,6 +71,6 @@ def _children(places: Sequence[Place], limit: int) -> list[tuple[int, float, lis
     return [(token, probability, behind) for token, (probability, behind) in best]
 
 
-def first_level(tree: tuple[list[int], list[int]]) -> list[int]:
+def first_level(tree: Proposal) -> list[int]:
     """The children of the root."""
-    return [token for token, parent in zip(*tree, strict=True) if parent == -1]
+    return [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from specctl.decoding.models.identity import with_weights
 from specctl.decoding.records import Decoded
 from specctl.drafters import checkpoint
+from specctl.drafters.pool import parts_of
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
 from specctl.families import NAMED
 from specctl.measuring.lossless import Agreement
@@ -128,7 +129,8 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
 
 def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
     """A fingerprint of each drafter that has weights, which tells whether its directory still holds the same one."""
-    return {name: checkpoint.fingerprint(path) for name, path in paths.items() if path not in NAMED}
+    weighty = {name: [part for part in parts_of(path) if part not in NAMED] for name, path in paths.items()}
+    return {name: "+".join(map(checkpoint.fingerprint, parts)) for name, parts in weighty.items() if parts}
 
 
 def recipe_stamp(recipe: EvalRecipe | LearningRecipe) -> Stamp:

@@ -77,8 +77,7 @@ def chosen(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 def named(paths: list[str]) -> dict[str, str]:
     """Path → name: its last part, or all of it where that is not unique."""
-    last = [Path(path).name for path in paths]
-    return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
+    return pool.named(paths)
 
 
 def make_arms(recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter]) -> list[Guarded]:

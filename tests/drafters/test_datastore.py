@@ -40,7 +40,7 @@ def test_occurrences_are_all_and_no_others(documents, context):
 @given(documents=DOCUMENTS, ids=st.lists(st.integers(0, 2), min_size=1, max_size=20))
 def test_no_draft_crosses_a_document(documents, ids):
     """Every path of the tree stands in one document, behind a suffix of the context."""
-    tokens, parents = grow([Datastore.of(documents).find(ids, 6)], TextTreeShape(depth=6, nodes=40, children=4))
+    tokens, parents, _ = grow([Datastore.of(documents).find(ids, 6)], TextTreeShape(depth=6, nodes=40, children=4))
     for node in range(len(tokens)):
         path, at = [], node
         while at >= 0:
@@ -82,5 +82,5 @@ def test_a_frequent_context_is_sampled(monkeypatch):
 @pytest.mark.parametrize("documents", [[], [[]], [[4]]])
 def test_almost_nothing_in_store(documents):
     store = Datastore.of(documents)
-    assert grow([store.find([4], 3)], TextTreeShape(3, 3, 3)) == ([], [])
+    assert grow([store.find([4], 3)], TextTreeShape(3, 3, 3)) == ([], [], [])
     assert store.find([], 3).rows == []

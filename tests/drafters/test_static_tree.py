@@ -1,6 +1,5 @@
 """The form of static trees, and that every round fills in the right tokens behind the right parents."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -51,8 +50,10 @@ PATHS = [(0,), (2,), (0, 1), (2, 0), (2, 3), (2, 3, 1)]
 
 def test_tokens_stand_behind_their_parents():
     tree = StaticTree(PATHS, CPU)
-    draft = tree.grow(torch.tensor([3, 5]), rows, None, -math.inf)
+    draft, claimed = tree.grow(torch.tensor([3, 5]), rows, None, None)
     assert tree.paths == PATHS
+    behind = rows(0, torch.tensor([[[3]]])).log_softmax(-1).amax().item()  # every row is the same, shifted
+    assert claimed[0].tolist() == pytest.approx([behind - path[-1] for path in PATHS])
     assert draft.parents.tolist() == [[-1, -1, 0, 1, 1, 4]] * 2 and not draft.chain
     for root, tokens in zip((3, 5), draft.tokens.tolist(), strict=True):
         known = {(): [root]}
@@ -64,8 +65,8 @@ def test_tokens_stand_behind_their_parents():
 
 def test_candidates_that_do_not_depend_on_the_path():
     """Medusa's rows [B, 1, V] serve all parents of a level."""
-    draft = StaticTree(PATHS, CPU).grow(
-        torch.tensor([3]), lambda depth, paths: rows(0, paths[:, :1, :1]), None, -math.inf
+    draft, _ = StaticTree(PATHS, CPU).grow(
+        torch.tensor([3]), lambda depth, paths: rows(0, paths[:, :1, :1]), None, None
     )
     assert draft.tokens.tolist() == [[next_tokens([3])[path[-1]] for path in PATHS]]
 
@@ -73,7 +74,7 @@ def test_candidates_that_do_not_depend_on_the_path():
 def test_draft_ids():
     ids = 10 * torch.arange(VOCAB)
     tree = StaticTree([(0,), (0, 0)], CPU)
-    draft = tree.grow(torch.tensor([3]), lambda depth, paths: rows(0, paths[:, :, -1:] // 10), ids, -math.inf)
+    draft, _ = tree.grow(torch.tensor([3]), lambda depth, paths: rows(0, paths[:, :, -1:] // 10), ids, None)
     assert draft.tokens.tolist() == [[0, 0]] and draft.chain
 
 
@@ -82,7 +83,8 @@ def test_unlikely_levels_are_left_out():
     tree = StaticTree([(0,), (2,), (2, 0), (2, 0, 0)], CPU)
     logprob = rows(0, torch.tensor([[[3]]])).log_softmax(-1).max() - 2
     for floor, size in ((logprob - 0.1, 3), (logprob + 0.1, 2)):
-        assert tree.grow(torch.tensor([3]), rows, None, float(floor)).size == size
+        draft, _ = tree.grow(torch.tensor([3]), rows, None, lambda joint, floor=floor: max(joint) >= floor)
+        assert draft.size == size
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, pool
+from specctl.drafters.costs import ROWS, Costs
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3 import Eagle3Drafter
 from specctl.drafters.eagle3_head import Eagle3Head
 from specctl.drafters.head import HeadConfig
+from specctl.drafters.hybrid import Hybrid
 from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
 from specctl.drafters.suffix import Suffix
@@ -104,7 +106,19 @@ DRAFTERS = {
     "medusa": lambda target, texts: random_heads("medusa", target),
     "medusa tree": lambda target, texts: random_heads("medusa", target, width=3, nodes=20, children=3),
     "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
+    "lm + lookup": lambda target, texts: hybrid(
+        LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)), Lookup()
+    ),
+    "eagle3 + suffix": lambda target, texts: hybrid(random_eagle3(target, TreeShape(4, 2, 7, 2, 0.0)), Suffix()),
+    "hydra + retrieval": lambda target, texts: hybrid(
+        random_heads("hydra", target), Suffix(corpus=Datastore.of(misprinted(text) for text in texts))
+    ),
 }
+
+
+def hybrid(head, text):
+    """A hybrid whose head costs next to nothing, so that it is asked, and whose rows are worth verifying."""
+    return Hybrid(head, text, Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001))
 
 
 def misprinted(text):
@@ -178,8 +192,11 @@ def assert_counts(one):
     assert one.accepted <= one.drafted
 
 
+EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "hydra", "eagle3 + suffix"]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "hydra"])
+@pytest.mark.parametrize("kind", EXACTLY)
 def test_exact_mode_at_temperature_one(dtype, kind, target, prompts):
     """Chains in fixed shapes: bitwise, so also in bf16, where batch and single plain decoding differ otherwise."""
     here = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype="bf16")
@@ -204,7 +221,7 @@ def test_switching_drafters_every_round(target, prompts, plain, catch_up):
     """Each of them sits idle while others commit tokens; a stale cache would draft on, unseen but for acceptance, and
     one that has skipped most of the text drafts badly."""
     texts = whole(plain(GREEDY))
-    names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "retrieval", "garbage", "lm itself"]
+    names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "lm + lookup", "retrieval", "garbage", "lm itself"]
     controller = Rotate([DRAFTERS[name](target, texts) for name in names])
     own = [d for d in controller.drafters if isinstance(d, LMDrafter)]
     accepted = []
@@ -276,7 +293,7 @@ def test_shrinking_batch(target, prompts, plain):
     texts = whole(plain(HOT))
     batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 18, 5, 9, 13, 20]
     sizes = set()
-    for name in ("lookup", "retrieval", "lm", "trees", "eagle3 tree", "hydra tree", "medusa"):
+    for name in ("lookup", "retrieval", "lm", "trees", "eagle3 tree", "hydra tree", "medusa", "eagle3 + suffix"):
         found = decode(
             target,
             batch,
@@ -328,7 +345,7 @@ def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
     assert sum(one.accepted for one in found) > 0
 
 
-@pytest.mark.parametrize("name", ["lm itself", "eagle3 chain", "eagle3 tree", "hydra"])
+@pytest.mark.parametrize("name", ["lm itself", "eagle3 chain", "eagle3 tree", "hydra", "eagle3 + suffix"])
 def test_waking_up_in_a_batch_with_finished_rows(target, prompts, name, monkeypatch):
     """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""
     monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -132,7 +131,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             vanilla.setdefault(batch, rate)
             alone = rate if batch == 1 else alone
             plain = None if drafter is None else vanilla[batch]
-            rows.append(_row(Path(name).name, length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
+            rows.append(_row(pool.name_of(name), length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
             bar.update(1)
     return rows
 

@@ -1,0 +1,268 @@
+"""Hybrid drafts: one tree of two drafters' candidates, a gate that learns when to ask the head, and measured costs."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specctl.decoding.loop import decode
+from specctl.decoding.records import Score, topology
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters import costs, pool
+from specctl.drafters.candidates import Candidates, Proposal, Trust
+from specctl.drafters.costs import ROWS, Costs
+from specctl.drafters.gate import CAME_TRUE, GAIN, HEAD, PATIENCE, TEXT, Gate, Pending
+from specctl.drafters.hybrid import Hybrid
+from specctl.drafters.lookup import Lookup
+from specctl.errors import UsageError
+from specctl.recipe import DraftingRecipe
+
+EVEN = [1.0] * 8  # claims that are right on average
+CHEAP = Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001)
+DEAR = Costs(CHEAP.rounds, first=50.0, level=50.0)
+
+
+def merged(*proposals):
+    """Candidates of several proposals; the place of each is its drafter."""
+    candidates = Candidates()
+    for who, proposal in enumerate(proposals):
+        candidates.add(Proposal(*proposal), who, Trust(EVEN))
+    return candidates
+
+
+class TestCandidates:
+    def test_what_both_propose_is_there_once_with_the_larger_probability(self):
+        candidates = merged(([5, 6], [-1, 0], [0.5, 0.5]), ([5, 7, 8], [-1, -1, 0], [0.8, 0.1, 0.5]))
+        assert candidates.tokens == [5, 6, 7, 8]
+        assert candidates.parents == [-1, 0, -1, 0]
+        assert candidates.joint == pytest.approx([0.8, 0.25, 0.1, 0.4])  # 8 stands behind the likelier 5
+
+    def test_parents_are_ranked_before_their_children(self):
+        candidates = merged(([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 1.0]), ([4], [-1], [0.98]))
+        assert candidates.ranked() == [0, 1, 3, 2] or candidates.ranked() == [0, 3, 1, 2]
+        order = candidates.ranked()
+        assert all(parent < 0 or order.index(parent) < order.index(node) for node, parent in enumerate([-1, 0, 1, -1]))
+
+    def test_cut(self):
+        candidates = merged(([1, 2, 3, 4], [-1, 0, -1, 2], [0.5, 0.5, 0.4, 0.9]))
+        assert candidates.cut([0, 2, 3]) == ([1, 3, 4], [-1, -1, 1])
+
+    def test_the_longest_path_is_that_of_most_expected_tokens(self):
+        candidates = merged(([1, 2, 3, 4, 5], [-1, -1, 1, 2, 3], [0.6, 0.4, 0.9, 0.9, 0.9]))
+        assert [candidates.tokens[node] for node in candidates.longest()] == [2, 3, 4, 5]  # 0.4 · (1 + 0.9 + …) > 0.6
+        assert Candidates().longest() == []
+
+    def test_claims_are_settled_along_what_was_committed(self):
+        candidates = merged(([1, 2], [-1, 0], [0.5, 0.25]), ([1, 3, 9], [-1, 0, 1], [0.75, 0.3, 0.2]))
+        settled = [((claim.drafter, claim.probability), true) for claim, true in candidates.outcomes([1, 3, 4])]
+        assert settled == [
+            ((0, 0.5), True),
+            ((1, 0.75), True),
+            ((0, 0.25), False),
+            ((1, 0.3), True),
+            ((1, 0.2), False),
+        ]
+        assert candidates.foreseen([1, 3, 4], 0) == 1 and candidates.foreseen([1, 3, 4], 1) == 2
+
+
+class TestTrust:
+    def test_by_hand(self):
+        trust = Trust([2.0] + [1.0] * 7)
+        assert trust(0.1) == pytest.approx(0.2) and trust(0.5) == 0.5
+        for came_true in (True, False, False):
+            trust.learn(0.5, came_true)
+        assert trust(0.5) == pytest.approx(0.5 * (2 + 1) / (2 + 1.5))
+        assert trust(0.1) == pytest.approx(0.2)  # another eighth
+
+    def test_nothing_is_certain(self):
+        assert Trust([9.0] * 8)(1.0) < 1
+
+    def test_a_prior_for_every_eighth(self):
+        assert {len(ratios) for ratios in CAME_TRUE} == {8}
+
+
+class TestGate:
+    def pending(self, *proposals, levels=0, kind=0, cost=2.0, length=3):
+        return Pending(length, merged(*proposals), cost, kind, levels)
+
+    def test_a_head_is_credited_with_what_the_text_did_not_foresee(self):
+        gate = Gate()
+        gate.pending = self.pending(([5], [-1], [0.5]), ([5, 6, 7], [-1, 0, 1], [0.5] * 3), levels=3)
+        gate.settle([1, 2, 3, 5, 6, 7, 8])
+        quality = (2 + 2) / (2 + GAIN[0])  # two tokens more than the text drafter's one; as if two rounds came before
+        assert gate.gain(0) == pytest.approx((2 * GAIN[0] * quality + 2) / 3)
+        assert gate.gain(3) == pytest.approx(GAIN[3] * quality)
+
+    def test_a_round_without_the_head_says_nothing_of_it(self):
+        gate = Gate()
+        gate.pending = self.pending(([5], [-1], [0.5]))
+        gate.settle([1, 2, 3, 9])
+        assert [gate.gain(kind) for kind in range(len(GAIN))] == list(GAIN) and gate.levels == Gate().levels
+
+    def test_the_rate_follows_what_rounds_yield_and_cost(self):
+        gate = Gate()
+        for _ in range(400):
+            gate.pending = self.pending(cost=1.5)
+            gate.settle([1, 2, 3, 4, 5, 6])
+        assert gate.rate == pytest.approx(3 / 1.5, rel=0.01)
+
+    def test_trials_become_rarer(self):
+        gate = Gate()
+        rounds = [number for number in range(60) if gate.overdue(2)]
+        # Nobody settles what was tried: the count goes on, the patience doubles.
+        assert rounds[0] == PATIENCE and rounds[1] == 2 * PATIENCE and rounds[2] == 4 * PATIENCE
+
+
+class Claims:
+    """A head that claims to be sure of the token 7, over and over; it counts how often it is asked."""
+
+    taps = ()
+
+    def __init__(self):
+        self.asked = 0
+
+    def grow(self, state, budget, pays):
+        self.asked += 1
+        depth, joint = 1, [math.log(0.95)] * state.batch
+        while depth < min(5, budget) and pays(joint):
+            depth += 1
+            joint = [value + math.log(0.95) for value in joint]
+        return [Proposal([7] * (n := min(depth, row.room)), list(range(-1, n - 1)), [0.95] * n) for row in state.rows]
+
+    def advance(self, state):
+        pass
+
+    def invalidate(self, state):
+        pass
+
+    def behind(self, state):
+        return [0] * state.batch
+
+
+def rounds_of(target, drafter, prompts, new=60):
+    return decode(target, prompts, sampling=GREEDY, max_new_tokens=new, seeds=[0] * len(prompts), drafter=drafter)
+
+
+class TestHybrid:
+    def test_a_head_that_is_always_wrong_is_hardly_asked(self, target, prompts):
+        head = Claims()
+        level = Costs(CHEAP.rounds, first=0.2, level=0.1)
+        (decoded,) = rounds_of(target, Hybrid(head, Lookup(), level), prompts[1:2])
+        assert 0 < head.asked < decoded.target_passes / 2
+
+    def test_a_head_that_costs_more_than_it_can_bring_is_only_tried(self, target, prompts):
+        head = Claims()
+        (decoded,) = rounds_of(target, Hybrid(head, Lookup(), DEAR), prompts[1:2])
+        assert head.asked <= 5 < decoded.target_passes
+
+    def test_rows_that_are_dear_are_not_verified(self, target, prompts):
+        dear = Costs(tuple(float(rows) for rows in ROWS), first=50.0, level=50.0)
+        free = rounds_of(target, Hybrid(Claims(), Lookup(), CHEAP), prompts)
+        few = rounds_of(target, Hybrid(Claims(), Lookup(), dear), prompts)
+        assert [one.output_ids for one in few] == [one.output_ids for one in free]
+        assert sum(one.drafted for one in few) < sum(one.drafted for one in free) / 2
+
+    def test_in_a_batch_it_weighs_rows_itself(self, target, prompts):
+        """The engine would grant a batch of eight two nodes each; where rows cost nothing, more are worth it."""
+        sizes = []
+        rounds_of_batch = decode(
+            target,
+            [prompts[1]] * 8,
+            sampling=GREEDY,
+            max_new_tokens=40,
+            seeds=[0] * 8,
+            drafter=Hybrid(Claims(), Lookup(), CHEAP),
+            on_round=lambda state, draft, verdict: sizes.append(draft.size),
+        )
+        assert len(rounds_of_batch) == 8 and max(sizes) > 4
+
+    def test_no_deeper_than_there_is_room(self, target, prompts):
+        rooms = []
+
+        class Watched(Hybrid):
+            def propose(self, state, budget):
+                draft = super().propose(state, budget)
+                depths = [max(topology(parents)[0], default=0) for parents in draft.parents.tolist()]
+                rooms.extend(row.room for row in state.rows)
+                assert draft.size <= budget
+                assert all(depth <= row.room for depth, row in zip(depths, state.rows, strict=True))
+                return draft
+
+        limits = [1, 2, 9]
+        drafter = Watched(Claims(), Lookup(), CHEAP)
+        texts = decode(target, prompts, sampling=GREEDY, max_new_tokens=limits, seeds=[0] * 3, drafter=drafter)
+        assert min(rooms) == 0 and max(rooms) > 5
+        assert all(len(one.output_ids) <= limit for one, limit in zip(texts, limits, strict=True))
+
+    def test_scores_are_the_children_of_both(self, target):
+        span = range(4, 6)
+        logits = torch.zeros(2, 2, 6)
+        logits[..., 3], logits[..., 1] = 2, 1
+        head = SimpleNamespace(
+            taps=(), score=lambda *_: [Score(span, logits, torch.arange(0, 60, 10), children=(2, 2, 2))]
+        )
+        text = SimpleNamespace(score=lambda *_: [Score(span, tokens=torch.tensor([[[7], [-1]]]), children=(1,) * 5)])
+        (score,) = Hybrid(head, text, CHEAP).score(SimpleNamespace(), [span], 2)
+        assert score.tokens.tolist() == [[[30, 10, 7], [30, 10, -1]]] * 2
+        assert score.logits is None and score.children == (3,) * 5
+
+
+class TestCosts:
+    def test_rounds_between_and_behind_what_was_measured(self):
+        known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), first=0.2, level=0.1)
+        assert [known.round(rows) for rows in (1, 2, 3, 8, 12)] == pytest.approx([1, 1.5, 1.55, 1.8, 2.0])
+        assert known.round(94) == pytest.approx(6.1 + 3.1)  # on, as steep as at the end
+        assert [known.drafting(levels) for levels in (0, 1, 3)] == pytest.approx([0, 0.2, 0.4])
+
+    def test_more_rows_are_never_cheaper(self):
+        ratios = {f"{rows} rows": 1.0 for rows in ROWS} | {"4 rows": 1.3, "1 levels": 0.2, "5 levels": 0.1}
+        made = costs.from_ratios(ratios)
+        assert list(made.rounds) == sorted(made.rounds) and made.level == 0
+
+    def test_measured_once_and_kept(self, target, tmp_path, monkeypatch):
+        monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
+        monkeypatch.setattr(costs, "REPEATS", 1)
+        first = costs.costs_of(target, Claims(), "claims")
+        assert first.round(1) == 1
+        kept = tmp_path / "specctl" / "costs.json"
+        assert len(json.loads(kept.read_text())) == 1
+        monkeypatch.setattr(costs, "measure", lambda *_: pytest.fail("measured again"))
+        assert costs.costs_of(target, Claims(), "claims") == first
+        kept.write_text("{")
+        monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
+        assert costs.costs_of(target, Claims(), "claims") == CHEAP  # a damaged file is none
+
+    def test_where_nothing_can_be_kept(self, target, tmp_path, monkeypatch):
+        (tmp_path / "specctl").write_text("a file is in the way")
+        monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
+        monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
+        assert costs.costs_of(target, Claims(), "claims") == CHEAP
+
+
+class TestNames:
+    def test_a_directory_wins_over_a_hybrid(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "sql+lookup").mkdir()
+        assert pool.parts_of("sql+lookup") == ["sql+lookup"]
+        assert pool.parts_of("other+lookup") == ["other", "lookup"]
+        assert pool.parts_of("lookup") == ["lookup"]
+
+    def test_a_plus_in_a_path(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "stores" / "sql+math").mkdir(parents=True)
+        assert pool.parts_of("drafters/a+stores/sql+math") == ["drafters/a", "stores/sql+math"]
+        assert pool.name_of("drafters/a+stores/sql+math") == "a+sql+math"
+
+    def test_names_of_several(self):
+        paths = ["x/a", "y/a", "x/a+lookup"]
+        assert pool.named(paths) == {"x/a": "x/a", "y/a": "y/a", "x/a+lookup": "a+lookup"}
+
+    @pytest.mark.parametrize("name", ["lookup+lookup", "lookup+suffix", "suffix+none"])
+    def test_two_of_one_kind_are_refused(self, name, target):
+        with pytest.raises(UsageError, match="no trained drafter"):
+            pool.load_drafter(name, target, DraftingRecipe())
+
+    def test_who_claims(self):
+        assert (TEXT, HEAD) == (0, 1)  # places in CAME_TRUE
