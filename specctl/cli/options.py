@@ -66,6 +66,7 @@ class Flag:
         return Annotated[self.type | None, option]
 
 
+DRAFTERS = f"Drafter directory, {listed([*UNTRAINED])}, or both: DIR+lookup"
 FLAGS: dict[str, Flag] = {
     "target": Flag(("target.name",), str, "Hugging Face id, directory, or builtin."),
     "device": Flag(("target.device",), str, "auto, cpu, cuda or cuda:N."),
@@ -88,9 +89,13 @@ FLAGS: dict[str, Flag] = {
     "each": Flag(("each",), bool, "One drafter per domain, into one directory, instead of one for the mixture."),
     "init": Flag(("init",), Path, "Drafter to start from: fine-tunes it to the domain.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
-    "drafter": Flag(("drafter",), str, f"Drafter directory, or {listed([*UNTRAINED])}.", metavar="PATH"),
+    "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
     "drafters": Flag(
-        ("drafters",), list[str], f"Drafter directory, or {listed([*UNTRAINED])}; repeatable.", _names, metavar="PATH"
+        ("drafters",),
+        list[str],
+        f"{DRAFTERS}; repeatable.",
+        _names,
+        metavar="PATH",
     ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
     "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), or some of them.", _none_or_names),

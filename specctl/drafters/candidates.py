@@ -8,7 +8,7 @@ from typing import NamedTuple
 SURE = 0.99  # no claim is trusted further: a child is less probable than its parent
 
 
-class Proposal(NamedTuple):
+class ProposedTree(NamedTuple):
     """A tree of what a drafter proposes behind a text: tokens, parents first; the places of their parents (−1 = the end
     of the text); and the probability that it gives each, given its parent."""
 
@@ -67,7 +67,7 @@ class Candidates:
         self.claims: list[list[Claim]] = []
         self._children: list[dict[int, int]] = [{}]  # token → node, of the end of the text and of every node
 
-    def add(self, proposal: Proposal, who: int, trust: Trust) -> None:
+    def add(self, proposal: ProposedTree, who: int, trust: Trust) -> None:
         """Merge what a drafter proposes."""
         places: list[int] = []
         for token, parent, probability in zip(*proposal, strict=True):

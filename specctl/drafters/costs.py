@@ -64,7 +64,7 @@ class Costs:
         return self.first + (levels - 1) * self.level if levels else 0.0
 
 
-class Head(Protocol):
+class LevelDrafter(Protocol):
     """A drafter that grows its drafts level by level (`drafters.hybrid.Grower`)."""
 
     taps: tuple[int, ...]
@@ -74,7 +74,7 @@ class Head(Protocol):
         ...
 
 
-def costs_of(target: Target, head: Head, name: str) -> Costs:
+def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     """The costs of rounds with a head, kept from before or measured. `name`: its family and architecture."""
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
     key = json.dumps([_machine(target), target.identity["weights"] or target.name, str(target.dtype), name])
@@ -109,7 +109,7 @@ def _threads(target: Target) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What is kept; nothing where the file is missing or damaged."""
+    """The costs that are kept; none where the file is missing or damaged."""
     try:
         kept = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def measure(target: Target, head: Head) -> Costs:
+def measure(target: Target, head: LevelDrafter) -> Costs:
     """Time rounds of all sizes in turn, and the head before them, each beside a round of one row: medians of that."""
     ratios: dict[str, list[float]] = {}
     with threads.suited(target.row_flops):

@@ -13,7 +13,7 @@ from torch import Tensor
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.candidates import Proposal
+from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.depth_heads import DepthHeads
 from specctl.drafters.feature_layer import HeadWeights
 from specctl.drafters.static_tree import Trees
@@ -60,14 +60,14 @@ class DepthDrafter(HeadWeights, ABC):
         grown = self._grow(state, budget, None if floor == -math.inf else lambda joint: max(joint) >= floor)
         return empty_draft(state.batch, state.device) if grown is None else grown[0]
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[Proposal]:
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
         grown = self._grow(state, budget, pays)
         if grown is None:
-            return [Proposal([], [], []) for _ in state.rows]
+            return [ProposedTree([], [], []) for _ in state.rows]
         draft, claimed = grown
         rows = zip(draft.tokens.tolist(), draft.parents.tolist(), claimed.exp().tolist(), strict=True)
-        return [Proposal(*row) for row in rows]
+        return [ProposedTree(*row) for row in rows]
 
     def _grow(self, state: DecodeState, budget: int, pays: Pays | None) -> tuple[DraftTree, Tensor] | None:
         """The tree with the log probability of each node given its parent; None where there is no room for any."""

@@ -16,7 +16,7 @@ from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.candidates import Proposal
+from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.feature_layer import FeatureLayer, FeatureMemory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
 from specctl.drafters.tree import GrowingTree, Pays, TreeShape, best, shape_for
@@ -88,7 +88,7 @@ class FeatureDrafter(FeatureLayer):
         rooms = [row.room for row in state.rows]
         return best(growing, rooms, shape.nodes, state.device, asked, self.ids)
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[Proposal]:
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
         memory = self._ready(state)
         depth = min(self.shape.depth, max(row.room for row in state.rows), budget)

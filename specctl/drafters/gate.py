@@ -45,7 +45,7 @@ class Pending:
 
 
 class Gate:
-    """What is known of one text: which claims came true, what decoding yields, what the head adds."""
+    """Facts about one text: which claims came true, what decoding yields, what the head adds."""
 
     def __init__(self) -> None:
         self.trust = tuple(map(Trust, CAME_TRUE))

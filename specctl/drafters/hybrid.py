@@ -20,7 +20,7 @@ import torch
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.candidates import Candidates, Proposal
+from specctl.drafters.candidates import Candidates, ProposedTree
 from specctl.drafters.costs import Costs
 from specctl.drafters.gate import HEAD, TEXT, Gate, Pending
 from specctl.drafters.tree import Pays
@@ -32,7 +32,7 @@ NEXT = 0.9  # claim by which the worth of a level that is not drafted yet is jud
 class Grower(Drafter, Protocol):
     """A trained drafter that can tell how probable its candidates are, and stop where a further level does not pay."""
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[Proposal]:
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep and no deeper than
         it has room for; a level deeper while that `pays`."""
         ...
@@ -41,7 +41,7 @@ class Grower(Drafter, Protocol):
 class TextDrafter(Drafter, Protocol):
     """A drafter that reads its drafts off text, without a forward pass."""
 
-    def offer(self, state: DecodeState, nodes: int) -> list[Proposal]:
+    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """At most `nodes` continuations of every sequence, with their probabilities."""
         ...
 

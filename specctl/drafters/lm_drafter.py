@@ -21,7 +21,7 @@ from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target
-from specctl.drafters.candidates import Proposal
+from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.lora import Adapter
 from specctl.drafters.tree import GrowingTree, Pays
 from specctl.errors import CheckpointError
@@ -264,7 +264,7 @@ class LMDrafter:
         drawn_from = stacked(rows) if sampled else None
         return DraftTree.from_chains(chains, state.device, drawn_from, self.shape.rule, ChainRows(asked))
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[Proposal]:
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """A chain behind the last committed token of every sequence, at most `budget` tokens long, with runners-up."""
         memory = self._ready(state)
         depth = min(self.shape.depth, max(row.room for row in state.rows), budget)

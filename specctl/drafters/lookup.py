@@ -11,7 +11,7 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.candidates import Proposal
+from specctl.drafters.candidates import ProposedTree
 from specctl.recipe import DraftingRecipe
 
 # On a CPU 8 rows cost what 1 costs, more do not. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 /
@@ -42,7 +42,7 @@ class Lookup:
         ]
         return DraftTree.from_chains(chains, state.device)
 
-    def offer(self, state: DecodeState, nodes: int) -> list[Proposal]:
+    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """A chain of at most `nodes` tokens behind every text's match, no longer than it has room for."""
         self.advance(state)
         trees = []
@@ -50,7 +50,7 @@ class Lookup:
             tokens = index.continuation(row.ids, min(nodes, row.room))
             length = index.matched(row.ids) if tokens else 0
             odds = [HITS[min(length + depth, len(HITS) - 1)] for depth in range(len(tokens))]
-            trees.append(Proposal(tokens, list(range(-1, len(tokens) - 1)), odds))
+            trees.append(ProposedTree(tokens, list(range(-1, len(tokens) - 1)), odds))
         return trees
 
     def advance(self, state: DecodeState) -> None:

@@ -11,7 +11,7 @@ import torch
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.automaton import Match, SuffixAutomaton
-from specctl.drafters.candidates import Proposal
+from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.trie import Place, TextTreeShape, first_level, grow
 from specctl.recipe import DraftingRecipe
@@ -47,7 +47,7 @@ class Suffix:
         trees = self.offer(state, min(self._shape(state).nodes, budget))
         return DraftTree.from_trees([(tree.tokens, tree.parents) for tree in trees], state.device)
 
-    def offer(self, state: DecodeState, nodes: int) -> list[Proposal]:
+    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """The `nodes` most probable continuations of every text, no deeper than it has room for."""
         self.advance(state)
         shape, trees = self._shape(state), []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
-from specctl.drafters.candidates import Proposal
+from specctl.drafters.candidates import ProposedTree
 from specctl.recipe import DraftingRecipe
 
 Pays = Callable[[list[float]], bool]
@@ -102,13 +102,13 @@ class GrowingTree:
         """The nodes that are no deeper."""
         return range(self.starts[depth] if depth < len(self.starts) else len(self.tokens))
 
-    def proposal(self, depth: int) -> Proposal:
+    def proposal(self, depth: int) -> ProposedTree:
         """The nodes that are no deeper, with their probabilities given their parents."""
         kept = len(self.within(depth))
         joint = [*self.joint[:kept], 0.0]  # the last one is the root's
         parents = self.parents[:kept]
         odds = [math.exp(joint[node] - joint[parent]) for node, parent in enumerate(parents)]
-        return Proposal(self.tokens[:kept], parents, odds)
+        return ProposedTree(self.tokens[:kept], parents, odds)
 
     def source(self, frontier: list[int]) -> list[int]:
         """Place of each node's parent among the rows of the step before."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from specctl.drafters.candidates import Proposal
+from specctl.drafters.candidates import ProposedTree
 
 
 class Follower(NamedTuple):
@@ -35,13 +35,13 @@ class TextTreeShape:
     children: int
 
 
-def grow(places: Sequence[Place], shape: TextTreeShape) -> Proposal:
+def grow(places: Sequence[Place], shape: TextTreeShape) -> ProposedTree:
     """The `nodes` most probable continuations.
 
     `places` are the current position in several bodies of text. A node's children are weighed by the mean of those
     that know any. A path is less probable than its beginnings, so taking the best node first needs no look ahead.
     """
-    tree = Proposal([], [], [])
+    tree = ProposedTree([], [], [])
     waiting: list[tuple[float, int, int, int, int, float, list[Place]]] = []
     found = 0  # ties go to the node found first
     node, joint, depth = -1, 1.0, 0
@@ -71,6 +71,6 @@ def _children(places: Sequence[Place], limit: int) -> list[tuple[int, float, lis
     return [(token, probability, behind) for token, (probability, behind) in best]
 
 
-def first_level(tree: Proposal) -> list[int]:
+def first_level(tree: ProposedTree) -> list[int]:
     """The children of the root."""
     return [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]

@@ -11,7 +11,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import costs, pool
-from specctl.drafters.candidates import Candidates, Proposal, Trust
+from specctl.drafters.candidates import Candidates, ProposedTree, Trust
 from specctl.drafters.costs import ROWS, Costs
 from specctl.drafters.gate import CAME_TRUE, GAIN, HEAD, PATIENCE, TEXT, Gate, Pending
 from specctl.drafters.hybrid import Hybrid
@@ -28,7 +28,7 @@ def merged(*proposals):
     """Candidates of several proposals; the place of each is its drafter."""
     candidates = Candidates()
     for who, proposal in enumerate(proposals):
-        candidates.add(Proposal(*proposal), who, Trust(EVEN))
+        candidates.add(ProposedTree(*proposal), who, Trust(EVEN))
     return candidates
 
 
@@ -129,7 +129,9 @@ class Claims:
         while depth < min(5, budget) and pays(joint):
             depth += 1
             joint = [value + math.log(0.95) for value in joint]
-        return [Proposal([7] * (n := min(depth, row.room)), list(range(-1, n - 1)), [0.95] * n) for row in state.rows]
+        return [
+            ProposedTree([7] * (n := min(depth, row.room)), list(range(-1, n - 1)), [0.95] * n) for row in state.rows
+        ]
 
     def advance(self, state):
         pass
