@@ -73,6 +73,14 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_its_own(tmp_path_factory):
+    """What is kept for later runs, such as measured costs, is none of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def target():
     """The built-in target in fp32, where one row and many agree to the last few bits."""

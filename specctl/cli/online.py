@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
-    *("target_schedule", "draft_length", "asynchronous", "learner_device", "online_baselines", "batch", "seeds"),
+    *(
+        "target_schedule",
+        "draft_length",
+        "beside",
+        "asynchronous",
+        "learner_device",
+        "online_baselines",
+        "batch",
+        "seeds",
+    ),
     "allow_code_execution",
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )

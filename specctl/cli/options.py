@@ -115,6 +115,7 @@ FLAGS: dict[str, Flag] = {
     "target_schedule": Flag(
         ("target_schedule",), str, "Targets along the stream: ./step-100:400,./step-200:400.", metavar="LIST"
     ),
+    "beside": Flag(("beside",), str, f"{listed([*UNTRAINED])}: every head drafts in one tree with it.", metavar="NAME"),
     "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
     "asynchronous": Flag(
         ("asynchronous",), bool, "A process of its own learns while the decoder goes on; no two such runs are equal."

@@ -114,7 +114,10 @@ def load_drafter(
     if path_or_name in NAMED:
         return cast(Drafter, pkgutil.resolve_name(NAMED[path_or_name])(drafting))
     if len(parts := parts_of(path_or_name)) > 1:
-        return _hybrid(path_or_name, [load_drafter(part, target, drafting, bases) for part in parts], target, drafting)
+        if drafting.proposal == "sampled":
+            raise UsageError(f"{path_or_name}: a hybrid's proposals are not sampled", "set drafting.proposal otherwise")
+        head, text = (load_drafter(part, target, drafting, bases) for part in parts)
+        return hybrid(path_or_name, head, text, target)
     found = read_drafter(path_or_name, target)
     bases = {} if bases is None else bases
     base = find_base(found) if "lora" in found.config else found
@@ -153,17 +156,15 @@ def named(paths: Iterable[str]) -> dict[str, str]:
     return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}
 
 
-def _hybrid(name: str, parts: list[Drafter], target: Target, drafting: DraftingRecipe) -> Drafter:
-    """Two drafters that draft as one. UsageError where they cannot."""
-    head, text = parts
+def hybrid(name: str, head: Drafter, text: Drafter, target: Target) -> Hybrid:
+    """Two drafters, loaded, that draft as one; `name`: `DIRECTORY+text drafter`. UsageError where they cannot."""
+    first, second = parts_of(name)
     if not hasattr(head, "grow"):
-        raise UsageError(f"{name}: {name_of(name).split('+')[0]} is no trained drafter", HYBRIDS)
+        raise UsageError(f"{name}: {name_of(first)} is no trained drafter", HYBRIDS)
     if not hasattr(text, "offer"):
-        raise UsageError(f"{name}: {name_of(name).split('+')[-1]} is no text drafter", HYBRIDS)
-    if drafting.proposal == "sampled":
-        raise UsageError(f"{name}: a hybrid's proposals are not sampled", "leave drafting.proposal at deterministic")
-    head, text = cast(Grower, head), cast(TextDrafter, text)
-    return Hybrid(head, text, costs_of(target, head, _architecture(parts_of(name)[0])))
+        raise UsageError(f"{name}: {name_of(second)} is no text drafter", HYBRIDS)
+    grower = cast(Grower, head)
+    return Hybrid(grower, cast(TextDrafter, text), costs_of(target, grower, _architecture(first)))
 
 
 def _architecture(directory: str) -> str:

@@ -166,13 +166,24 @@ class OnlineContenders:
         return answer
 
     def _drafting(self, name: str, drafter: Drafter) -> dict[str, Any]:
-        """Options of `decode` for a drafter: at its own depth, or at the one that pays."""
+        """Options of `decode` for a drafter: at its own depth, or at the one that pays, or beside a text drafter."""
+        if self.recipe.beside is not None:
+            return self._hybrid(name, drafter)
         if self.recipe.draft_length == "fixed":
             return {"drafter": drafter}
         length = self.lengths.setdefault(name, AutoLength(drafter, self.recipe.draft_cost))
         if length.drafter is not drafter:
             length.use(drafter)
         return {"controller": length, "taps": drafter.taps}
+
+    def _hybrid(self, name: str, head: Drafter) -> dict[str, Any]:
+        """Options of `decode` for a head and the recipe's text drafter as one."""
+        recipe, beside = self.recipe, self.recipe.beside
+        assert beside is not None
+        algo = next(algo for algo in self.pupils if name in (algo, static_name(recipe, algo)))
+        start = recipe.start_of(recipe.family_of(algo))
+        text = pool.load_drafter(beside, self.target, recipe.drafting)
+        return {"drafter": pool.hybrid(f"{start}+{beside}", head, text, self.target)}
 
     def case(self, arrival: Arrival) -> Case:
         room = self.target.context_length - len(arrival.ids)

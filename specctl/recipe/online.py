@@ -51,6 +51,8 @@ class OnlineRecipe(LearningRecipe):
     # to the end. They share vocabulary and sizes; `target` says how they are loaded.
     target_schedule: Names = []
     draft_length: Literal["fixed", "auto"] = "fixed"  # auto: as deep as pays, by running acceptance and cost
+    # A text drafter that every head drafts with in one tree, learner or not (a hybrid); it decides how deep.
+    beside: Annotated[str, OneOf(lambda: UNTRAINED)] | None = None
     draft_cost: NonNegativeFloat | None = None  # auto: α, a draft token's cost in target steps; None = measured
     asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
     # asynchronous: where it learns; several devices share every batch: cuda:1,cuda:2; cpu,cpu = two processes.
@@ -102,6 +104,8 @@ class OnlineRecipe(LearningRecipe):
         if self.pool is not None:
             self._of_pool()
         self._of_stdin()
+        if self.beside is not None and (self.pool is not None or self.draft_length == "auto"):
+            raise ValueError("beside: a hybrid decides itself how deep it drafts, and specialists of a pool have none")
         if "static" in self.baselines and "static" in (rule_and_family(name)[0] for name in self.algo):
             raise ValueError("the drafter that does not learn is a baseline already: set baselines without static")
         return self

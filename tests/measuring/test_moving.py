@@ -18,7 +18,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
-from specctl.drafters import checkpoint
+from specctl.drafters import checkpoint, costs
 from specctl.errors import CheckpointError, SpecctlError
 from specctl.measuring.online_contenders import OnlineContenders
 from specctl.recipe import OnlineRecipe
@@ -192,6 +192,25 @@ def test_draft_lengths_follow_the_drafter(tmp_path, prompts, tiny, pool):
         assert found.lossless.mismatches == 0
         lengths.append(sum(row.draft_length for row in found.per_chunk))
     assert lengths[0] > 2 * lengths[1]
+
+
+def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkeypatch):
+    """The head that learns and the one that does not, each in one tree with `lookup`; rows and levels cost nothing."""
+    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    mats = {}
+    for beside in (None, "lookup"):
+        made = recipe(prompts, pool / "good", tiny, algo=["ogd"], beside=beside, baselines=["static", "lookup"])
+        found, _ = learnt(tmp_path / f"run-{beside}", made, tiny)
+        assert found.lossless.mismatches == 0
+        mats[beside] = {row.algo: row.mat for row in found.learners}
+    for name in ("static", "ogd"):
+        assert mats["lookup"][name] >= max(mats[None][name], mats[None]["lookup"])
+
+
+def test_a_hybrid_decides_its_own_length(prompts, tiny, pool):
+    with pytest.raises(ValueError, match="decides itself how deep"):
+        recipe(prompts, pool / "good", tiny, beside="lookup", draft_length="auto")
 
 
 def test_members_may_draft_together(tmp_path, prompts, tiny, pool):
