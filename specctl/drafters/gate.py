@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specctl.decoding.records import Sequence
 from specctl.drafters.candidates import Candidates, Trust
 
 TEXT, HEAD = 0, 1  # who claims
@@ -32,12 +33,14 @@ class Pending:
 
     Attributes:
         length: of the text before it.
+        passes: rounds that the text has had before it.
         cost: of the round, of all texts together.
         kind: by what the text drafter promised (`Gate.kind`).
         levels: that the head has drafted; 0 = it was not asked.
     """
 
     length: int
+    passes: int
     candidates: Candidates
     cost: float
     kind: int
@@ -83,16 +86,18 @@ class Gate:
         self.patience[kind] *= 2
         return True
 
-    def settle(self, ids: list[int]) -> None:
-        """Learn from the round before, now that the text has become `ids`."""
+    def settle(self, text: Sequence) -> None:
+        """Learn from the round that was proposed last, now that the text has gone on."""
         done, self.pending = self.pending, None
-        if done is None or len(ids) == done.length:
+        if done is None or len(text.ids) == done.length:
             return
-        committed = ids[done.length :]
-        self.tokens = MEMORY * self.tokens + len(committed)
-        self.cost = MEMORY * self.cost + done.cost
+        committed = text.ids[done.length :]
         for claim, came_true in done.candidates.outcomes(committed):
             self.trust[claim.drafter].learn(claim.probability, came_true)
+        if text.target_passes != done.passes + 1:  # others have drafted since: what it yielded is not known
+            return
+        self.tokens = MEMORY * self.tokens + len(committed)
+        self.cost = MEMORY * self.cost + done.cost
         if done.levels:
             accepted = len(committed) - 1
             added = accepted - min(done.candidates.foreseen(committed, TEXT), accepted)

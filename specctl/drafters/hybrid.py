@@ -63,7 +63,7 @@ class Hybrid:
         """A tree from the last committed token; in exact mode a chain."""
         gates = self._gates(state)
         for gate, row in zip(gates, state.rows, strict=True):
-            gate.settle(row.ids)
+            gate.settle(row)
         live = state.live
         rate = sum(gates[b].rate for b in live)
         drafts = [Candidates() for _ in gates]
@@ -78,7 +78,8 @@ class Hybrid:
         width = self._worth(state.batch, [[drafts[b].joint[node] for node in ranked[b]] for b in live], rate, budget)
         cost = self.costs.round(state.batch * (width + 1)) + self.costs.drafting(levels)
         for b in live:
-            gates[b].pending = Pending(len(state.rows[b].ids), drafts[b], cost, kinds[b], levels)
+            row = state.rows[b]
+            gates[b].pending = Pending(len(row.ids), row.target_passes, drafts[b], cost, kinds[b], levels)
         return DraftTree.from_trees(
             [draft.cut(nodes[:width]) for draft, nodes in zip(drafts, ranked, strict=True)], state.device
         )

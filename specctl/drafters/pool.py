@@ -17,7 +17,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, located, misfit, shown
-from specctl.drafters.costs import costs_of
+from specctl.drafters.costs import Costs, costs_of
 from specctl.drafters.hybrid import Grower, Hybrid, TextDrafter
 from specctl.drafters.lora import Adapter, Update
 from specctl.errors import CheckpointError, UsageError
@@ -117,7 +117,7 @@ def load_drafter(
         if drafting.proposal == "sampled":
             raise UsageError(f"{path_or_name}: a hybrid's proposals are not sampled", "set drafting.proposal otherwise")
         head, text = (load_drafter(part, target, drafting, bases) for part in parts)
-        return hybrid(path_or_name, head, text, target)
+        return hybrid(path_or_name, head, text, hybrid_costs(path_or_name, head, target))
     found = read_drafter(path_or_name, target)
     bases = {} if bases is None else bases
     base = find_base(found) if "lora" in found.config else found
@@ -156,21 +156,21 @@ def named(paths: Iterable[str]) -> dict[str, str]:
     return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}
 
 
-def hybrid(name: str, head: Drafter, text: Drafter, target: Target) -> Hybrid:
-    """Two drafters, loaded, that draft as one; `name`: `DIRECTORY+text drafter`. UsageError where they cannot."""
-    first, second = parts_of(name)
-    if not hasattr(head, "grow"):
-        raise UsageError(f"{name}: {name_of(first)} is no trained drafter", HYBRIDS)
+def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs) -> Hybrid:
+    """A head and a text drafter, loaded, as one; `name`: of both. UsageError where the other is no text drafter."""
     if not hasattr(text, "offer"):
-        raise UsageError(f"{name}: {name_of(second)} is no text drafter", HYBRIDS)
-    grower = cast(Grower, head)
-    return Hybrid(grower, cast(TextDrafter, text), costs_of(target, grower, _architecture(first)))
+        raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is no text drafter", HYBRIDS)
+    return Hybrid(cast(Grower, head), cast(TextDrafter, text), costs)
 
 
-def _architecture(directory: str) -> str:
-    """Family and shape of a drafter, on which its costs depend."""
+def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
+    """The costs of a hybrid's rounds, which depend on family and shape of its head. UsageError where that is none."""
+    directory = parts_of(name)[0]
+    if not hasattr(head, "grow"):
+        raise UsageError(f"{name}: {name_of(directory)} is no trained drafter", HYBRIDS)
     config = checkpoint.load(directory).config
-    return json.dumps([config["family"], config.get("architecture")], sort_keys=True)
+    shape = json.dumps([config["family"], config.get("architecture")], sort_keys=True)
+    return costs_of(target, cast(Grower, head), shape)
 
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:

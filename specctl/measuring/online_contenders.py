@@ -24,6 +24,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
+from specctl.drafters.costs import Costs
 from specctl.errors import SpecctlError, UsageError
 from specctl.families import UNTRAINED
 from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
@@ -99,6 +100,7 @@ class OnlineContenders:
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
+        self.costs: dict[str, Costs] = {}  # of hybrids, by the names of both
         self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
         self._warm = False  # in this process
 
@@ -181,9 +183,11 @@ class OnlineContenders:
         recipe, beside = self.recipe, self.recipe.beside
         assert beside is not None
         algo = next(algo for algo in self.pupils if name in (algo, static_name(recipe, algo)))
-        start = recipe.start_of(recipe.family_of(algo))
+        both = f"{recipe.start_of(recipe.family_of(algo))}+{beside}"
+        if both not in self.costs:
+            self.costs[both] = pool.hybrid_costs(both, head, self.target)
         text = pool.load_drafter(beside, self.target, recipe.drafting)
-        return {"drafter": pool.hybrid(f"{start}+{beside}", head, text, self.target)}
+        return {"drafter": pool.hybrid(both, head, text, self.costs[both])}
 
     def case(self, arrival: Arrival) -> Case:
         room = self.target.context_length - len(arrival.ids)

@@ -83,14 +83,18 @@ class TestTrust:
         assert {len(ratios) for ratios in CAME_TRUE} == {8}
 
 
+def text_of(*ids, passes=1):
+    return SimpleNamespace(ids=[*ids], target_passes=passes)
+
+
 class TestGate:
     def pending(self, *proposals, levels=0, kind=0, cost=2.0, length=3):
-        return Pending(length, merged(*proposals), cost, kind, levels)
+        return Pending(length, 0, merged(*proposals), cost, kind, levels)
 
     def test_a_head_is_credited_with_what_the_text_did_not_foresee(self):
         gate = Gate()
         gate.pending = self.pending(([5], [-1], [0.5]), ([5, 6, 7], [-1, 0, 1], [0.5] * 3), levels=3)
-        gate.settle([1, 2, 3, 5, 6, 7, 8])
+        gate.settle(text_of(1, 2, 3, 5, 6, 7, 8))
         quality = (2 + 2) / (2 + GAIN[0])  # two tokens more than the text drafter's one; as if two rounds came before
         assert gate.gain(0) == pytest.approx((2 * GAIN[0] * quality + 2) / 3)
         assert gate.gain(3) == pytest.approx(GAIN[3] * quality)
@@ -98,15 +102,22 @@ class TestGate:
     def test_a_round_without_the_head_says_nothing_of_it(self):
         gate = Gate()
         gate.pending = self.pending(([5], [-1], [0.5]))
-        gate.settle([1, 2, 3, 9])
+        gate.settle(text_of(1, 2, 3, 9))
         assert [gate.gain(kind) for kind in range(len(GAIN))] == list(GAIN) and gate.levels == Gate().levels
 
     def test_the_rate_follows_what_rounds_yield_and_cost(self):
         gate = Gate()
         for _ in range(400):
             gate.pending = self.pending(cost=1.5)
-            gate.settle([1, 2, 3, 4, 5, 6])
+            gate.settle(text_of(1, 2, 3, 4, 5, 6))
         assert gate.rate == pytest.approx(3 / 1.5, rel=0.01)
+
+    def test_rounds_in_which_others_drafted_say_only_what_came_true(self):
+        gate = Gate()
+        gate.pending = self.pending(([5], [-1], [0.5]), ([5, 6], [-1, 0], [0.5] * 2), levels=2)
+        gate.settle(text_of(1, 2, 3, 5, 9, 9, 9, passes=3))
+        assert gate.rate == Gate().rate and gate.gain(0) == GAIN[0]
+        assert gate.trust[TEXT](0.5) > Gate().trust[TEXT](0.5)
 
     def test_trials_become_rarer(self):
         gate = Gate()
