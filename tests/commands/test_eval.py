@@ -13,7 +13,7 @@ from specctl.commands.eval import evaluate, with_domains_of_drafters
 from specctl.decoding import metrics
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import checkpoint, lm
+from specctl.drafters import checkpoint, lm, pool
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import contenders
 from specctl.recipe import DataRecipe, DrafterRecipe, EvalRecipe, SamplingRecipe, TargetRecipe
@@ -294,6 +294,20 @@ def test_a_drafter_that_was_trained_again_is_not_continued(tmp_path, prompts, ta
         file.write(" ")
     again = made.model_copy(update={"resume": True, "output_dir": tmp_path / "run"})
     with pytest.raises(UsageError, match="sql-lm was"):
+        evaluate(again, run_of(tmp_path, again), target=target)
+
+
+def test_a_hybrid_has_the_name_domains_and_weights_of_its_parts(tmp_path, prompts, target):
+    head = pool_of(tmp_path, target) / "sql-lm"
+    made = recipe(prompts, drafters=[f"{head}+lookup", "lookup"], baselines=["vanilla"], limit=2, sampling=SHORT)
+    result = evaluate(made, run_of(tmp_path, made), target=target)
+    assert [row.drafter for row in result.rows] == ["sql-lm+lookup", "lookup", "vanilla"]
+    assert result.lossless.sequences == 4 and result.lossless.mismatches == 0
+    assert pool.domains_of(f"{head}+lookup") == pool.domains_of(str(head)) == ["sql"]
+    with open(head / "manifest.json", "a") as file:
+        file.write(" ")
+    again = made.model_copy(update={"resume": True, "output_dir": tmp_path / "run"})
+    with pytest.raises(UsageError, match=r"sql-lm\+lookup was"):
         evaluate(again, run_of(tmp_path, again), target=target)
 
 
