@@ -138,7 +138,7 @@ def parts_of(path_or_name: str) -> list[str]:
     while not _is_there(second) and _is_there(f"{first.rpartition('+')[2]}+{second}"):
         first, _, last = first.rpartition("+")
         second = f"{last}+{second}"
-    return [first, second]
+    return [first, second] if first and second else [path_or_name]
 
 
 def _is_there(path_or_name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from specctl.drafters.costs import ROWS, Costs
 from specctl.drafters.gate import CAME_TRUE, GAIN, HEAD, PATIENCE, TEXT, Gate, Pending
 from specctl.drafters.hybrid import Hybrid
 from specctl.drafters.lookup import Lookup
-from specctl.errors import UsageError
+from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DraftingRecipe
 
 EVEN = [1.0] * 8  # claims that are right on average
@@ -267,6 +268,11 @@ class TestNames:
         (tmp_path / "stores" / "sql+math").mkdir(parents=True)
         assert pool.parts_of("drafters/a+stores/sql+math") == ["drafters/a", "stores/sql+math"]
         assert pool.name_of("drafters/a+stores/sql+math") == "a+sql+math"
+
+    @pytest.mark.parametrize("name", ["+lookup", "sql-eagle3+", "+"])
+    def test_a_part_that_is_missing(self, name, target):
+        with pytest.raises(CheckpointError, match=f"no drafter {re.escape(repr(name))}"):
+            pool.load_drafter(name, target, DraftingRecipe())
 
     def test_names_of_several(self):
         paths = ["x/a", "y/a", "x/a+lookup"]
