@@ -165,6 +165,15 @@ def test_help_imports_nothing_heavy():
     assert "train-drafter" in done.stdout
 
 
+def test_a_wrong_drafter_is_refused_before_anything_heavy_is_imported():
+    code = (
+        "import sys\nfrom specctl.cli.main import run\ncode = run(['eval', '--drafter', 'nowhere+lookup'])\n"
+        "sys.exit(99 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "no drafter nowhere" in done.stderr
+
+
 def test_no_two_classes_have_one_name():
     """Who searches for a class finds one."""
     names = [

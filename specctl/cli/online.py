@@ -21,17 +21,8 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
-    *(
-        "target_schedule",
-        "draft_length",
-        "beside",
-        "asynchronous",
-        "learner_device",
-        "online_baselines",
-        "batch",
-        "seeds",
-    ),
-    "allow_code_execution",
+    *("target_schedule", "draft_length", "beside", "asynchronous", "learner_device", "online_baselines"),
+    *("batch", "seeds", "allow_code_execution"),
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
 COLUMNS = {

@@ -69,7 +69,7 @@ def step_name(path: str) -> str:
 def check_drafters(names: list[str]) -> None:
     """Each is a drafter directory, a drafter that needs no weights, or a hybrid of both. Raises UsageError,
     CheckpointError."""
-    from specctl.drafters.pool import HYBRIDS, parts_of
+    from specctl.drafters.names import HYBRIDS, parts_of
 
     for name in names:
         parts = parts_of(name)

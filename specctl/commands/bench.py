@@ -12,7 +12,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.timing import bandwidth
 from specctl.distillation.prompts import Prompt, Rejections, read_domains
-from specctl.drafters import pool
+from specctl.drafters import names, pool
 from specctl.measuring.bench import kernels as bench_kernels
 from specctl.measuring.bench import rounds as bench_rounds
 from specctl.measuring.bench import steps as bench_decoding
@@ -117,7 +117,7 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
     """The drafters whose rounds are timed: the recipe's, and for random weights a random head."""
-    loaded = {pool.name_of(name): pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
+    loaded = {names.name_of(name): pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
     if recipe.shape is not None:
         loaded["eagle3, random"] = bench_rounds.random_head(recipe, target)
     return loaded

@@ -10,7 +10,7 @@ from specctl import threads
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
-from specctl.drafters import pool
+from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.families import NAMED
 from specctl.measuring import lossless
@@ -110,7 +110,7 @@ def named(recipe: EvalRecipe) -> dict[str, str]:
     """Drafters by the last part of their path; by all of it where that is not unique or names a baseline."""
     members = map(str, pool.find_pool(recipe.pool)) if recipe.pool else ()
     paths = list(dict.fromkeys([*recipe.drafters, *members]))
-    return {path if name in (VANILLA, PLAIN) else name: path for path, name in pool.named(paths).items()}
+    return {path if name in (VANILLA, PLAIN) else name: path for path, name in names.named(paths).items()}
 
 
 def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from specctl.decoding.records import Decoded, DraftTree, Verdict
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import prompt_id
-from specctl.drafters import pool
+from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.measuring import lossless
 from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS, filters
@@ -78,7 +78,7 @@ def generate(
         run.annotate(target=target.identity)
     if drafter is None and recipe.drafter:
         drafter = pool.load_drafter(recipe.drafter, target, recipe.drafting)
-    name = pool.name_of(recipe.drafter) if recipe.drafter else type(drafter).__name__.lower()
+    name = names.name_of(recipe.drafter) if recipe.drafter else type(drafter).__name__.lower()
     messages = [{"role": "user", "content": recipe.prompt}]
     ids = target.render(messages, **recipe.target.chat_template_kwargs)
     plain = _decode(target, recipe, ids, None)

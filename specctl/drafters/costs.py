@@ -35,6 +35,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 63)
 LEVELS = 5  # of a head, timed together
 CONTEXT = 64  # tokens of the text that rounds are timed behind
 REPEATS, WARM_UP = 15, 2
+ENOUGH_S = 20.0  # a large target has its medians of fewer repeats
 ENVIRONMENT = "XDG_CACHE_HOME"
 
 
@@ -122,8 +123,12 @@ def measure(target: Target, head: LevelDrafter) -> Costs:
     """Time rounds of all sizes in turn, and the head before them, each beside a round of one row: medians of that."""
     ratios: dict[str, list[float]] = {}
     with threads.suited(target.row_flops):
-        state = _text(target, head.taps)
+        state, began = _text(target, head), time.monotonic()
         for repeat in range(REPEATS + WARM_UP):
+            if repeat > WARM_UP and time.monotonic() - began > ENOUGH_S:
+                break
+            if state.rows[0].room < 2 * max(ROWS):
+                state = _text(target, head)
             taken: dict[str, float] = {}
             for rows in ROWS:
                 draft = DraftTree.from_chains([[0] * (rows - 1)], target.device)
@@ -144,13 +149,15 @@ def from_ratios(ratios: dict[str, float]) -> Costs:
     return Costs(tuple(max(rounds[: place + 1]) for place in range(len(rounds))), first, level)
 
 
-def _text(target: Target, taps: tuple[int, ...]) -> DecodeState:
-    """A text of random tokens, read by the target, with room for what is timed."""
+def _text(target: Target, head: LevelDrafter) -> DecodeState:
+    """A text of random tokens, read by the target and the head, with room for what is timed."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(target.vocab_size, (min(CONTEXT, target.context_length // 4),), generator=generator)
-    engine = Engine(target, taps=taps, host=True)
+    engine = Engine(target, taps=head.taps, host=True)
     engine.add(Request(prompt.tolist(), GREEDY, target.context_length))
     engine.step()
+    engine.state.rows[0].stop = None  # its first token may end texts
+    head.grow(engine.state, 1, lambda joint: False)
     return engine.state
 
 

@@ -20,13 +20,10 @@ from specctl.drafters.blueprint import CONFIG, located, misfit, shown
 from specctl.drafters.costs import Costs, costs_of
 from specctl.drafters.hybrid import Grower, Hybrid, TextDrafter
 from specctl.drafters.lora import Adapter, Update
+from specctl.drafters.names import HYBRIDS, name_of, parts_of
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import FAMILIES, NAMED
 from specctl.recipe import DraftingRecipe, TrainRecipe
-
-HYBRIDS = (
-    "a hybrid is a trained drafter and a text drafter: drafters/sql-eagle3+lookup, …+suffix, …+drafters/sql-retrieval"
-)
 
 
 class FamilyModule(Protocol):
@@ -129,33 +126,6 @@ def load_drafter(
     return bases[key].adapted(adapter(found, base))  # type: ignore[attr-defined]
 
 
-def parts_of(path_or_name: str) -> list[str]:
-    """The drafters that a name stands for: two where it is `a+b` and there is no directory of that name."""
-    if path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser()) or "+" not in path_or_name:
-        return [path_or_name]
-    first, _, second = path_or_name.rpartition("+")
-    # Paths may have a + of their own: as in drafters/sql-eagle3+stores/sql+math.
-    while not _is_there(second) and _is_there(f"{first.rpartition('+')[2]}+{second}"):
-        first, _, last = first.rpartition("+")
-        second = f"{last}+{second}"
-    return [first, second] if first and second else [path_or_name]
-
-
-def _is_there(path_or_name: str) -> bool:
-    return path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser())
-
-
-def name_of(path_or_name: str) -> str:
-    """The last part of a drafter's path; of a hybrid those of both: `sql-eagle3+lookup`."""
-    return "+".join(Path(part).name for part in parts_of(path_or_name))
-
-
-def named(paths: Iterable[str]) -> dict[str, str]:
-    """Path → name: its last part, or all of it where another one has the same."""
-    names = {path: name_of(path) for path in paths}
-    return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}
-
-
 def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs) -> Hybrid:
     """A head and a text drafter, loaded, as one; `name`: of both. UsageError where the other is no text drafter."""
     if not hasattr(text, "offer"):
@@ -168,7 +138,7 @@ def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
     directory = parts_of(name)[0]
     if not hasattr(head, "grow"):
         raise UsageError(f"{name}: {name_of(directory)} is no trained drafter", HYBRIDS)
-    config = checkpoint.load(directory).config
+    config = checkpoint.read_json(checkpoint.present(Path(directory)) / CONFIG)
     shape = json.dumps([config["family"], config.get("architecture")], sort_keys=True)
     return costs_of(target, cast(Grower, head), shape)
 

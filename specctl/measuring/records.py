@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from specctl.decoding.models.identity import with_weights
 from specctl.decoding.records import Decoded
 from specctl.drafters import checkpoint
-from specctl.drafters.pool import parts_of
+from specctl.drafters.names import parts_of
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
 from specctl.families import NAMED
 from specctl.measuring.lossless import Agreement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,14 +86,14 @@ class LearningRecipe(RunRecipe):
     checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # in chunks
 
     @property
+    @abstractmethod
     def families(self) -> list[str]:
         """Families of the drafters that a stream starts with, warmed up where they are missing."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def chunk(self) -> int:
         """Prompts between two updates."""
-        raise NotImplementedError
 
     @property
     def first_domain(self) -> str:

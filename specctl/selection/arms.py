@@ -9,7 +9,7 @@ from specctl import progress
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters import pool
+from specctl.drafters import names, pool
 from specctl.drafters.lookup import DEPTH
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import UNTRAINED
@@ -77,7 +77,7 @@ def chosen(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 def named(paths: list[str]) -> dict[str, str]:
     """Path → name: its last part, or all of it where that is not unique."""
-    return pool.named(paths)
+    return names.named(paths)
 
 
 def make_arms(recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter]) -> list[Guarded]:

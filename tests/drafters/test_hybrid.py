@@ -11,7 +11,7 @@ import torch
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import costs, pool
+from specctl.drafters import costs, names, pool
 from specctl.drafters.candidates import Candidates, ProposedTree, Trust
 from specctl.drafters.costs import ROWS, Costs
 from specctl.drafters.gate import CAME_TRUE, GAIN, HEAD, PATIENCE, TEXT, Gate, Pending
@@ -248,6 +248,21 @@ class TestCosts:
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         assert costs.costs_of(target, Claims(), "claims") == CHEAP  # a damaged file is none
 
+    def test_a_short_context(self, target, monkeypatch):
+        """The text is begun anew before what is timed could stand behind the context's end."""
+        monkeypatch.setattr(target, "context_length", 100)
+        longest = []
+        real = costs.verify
+
+        def watched(target, state, draft):
+            longest.append(len(state.rows[0].ids) + draft.size)
+            return real(target, state, draft)
+
+        monkeypatch.setattr(costs, "verify", watched)
+        monkeypatch.setattr(costs, "REPEATS", 3)
+        assert costs.measure(target, Claims()).round(1) == 1
+        assert max(longest) <= 100
+
     def test_where_nothing_can_be_kept(self, target, tmp_path, monkeypatch):
         (tmp_path / "specctl").write_text("a file is in the way")
         monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
@@ -259,15 +274,15 @@ class TestNames:
     def test_a_directory_wins_over_a_hybrid(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "sql+lookup").mkdir()
-        assert pool.parts_of("sql+lookup") == ["sql+lookup"]
-        assert pool.parts_of("other+lookup") == ["other", "lookup"]
-        assert pool.parts_of("lookup") == ["lookup"]
+        assert names.parts_of("sql+lookup") == ["sql+lookup"]
+        assert names.parts_of("other+lookup") == ["other", "lookup"]
+        assert names.parts_of("lookup") == ["lookup"]
 
     def test_a_plus_in_a_path(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "stores" / "sql+math").mkdir(parents=True)
-        assert pool.parts_of("drafters/a+stores/sql+math") == ["drafters/a", "stores/sql+math"]
-        assert pool.name_of("drafters/a+stores/sql+math") == "a+sql+math"
+        assert names.parts_of("drafters/a+stores/sql+math") == ["drafters/a", "stores/sql+math"]
+        assert names.name_of("drafters/a+stores/sql+math") == "a+sql+math"
 
     @pytest.mark.parametrize("name", ["+lookup", "sql-eagle3+", "+"])
     def test_a_part_that_is_missing(self, name, target):
@@ -276,7 +291,7 @@ class TestNames:
 
     def test_names_of_several(self):
         paths = ["x/a", "y/a", "x/a+lookup"]
-        assert pool.named(paths) == {"x/a": "x/a", "y/a": "y/a", "x/a+lookup": "a+lookup"}
+        assert names.named(paths) == {"x/a": "x/a", "y/a": "y/a", "x/a+lookup": "a+lookup"}
 
     @pytest.mark.parametrize("name", ["lookup+lookup", "lookup+suffix", "suffix+none"])
     def test_two_of_one_kind_are_refused(self, name, target):

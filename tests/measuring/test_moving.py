@@ -208,6 +208,15 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkey
         assert mats["lookup"][name] >= max(mats[None][name], mats[None]["lookup"])
 
 
+def test_a_mixture_drafts_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkeypatch):
+    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    options = {"learner": {"combine": "probs"}, "beside": "suffix"}
+    made = recipe(prompts, pool / "head", tiny, algo=["ensemble"], **options)
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert found.lossless.mismatches == 0
+
+
 def test_a_hybrid_decides_its_own_length(prompts, tiny, pool):
     with pytest.raises(ValueError, match="decides itself how deep"):
         recipe(prompts, pool / "good", tiny, beside="lookup", draft_length="auto")

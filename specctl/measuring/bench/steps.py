@@ -15,7 +15,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
-from specctl.drafters import pool
+from specctl.drafters import names, pool
 from specctl.measuring.contenders import VANILLA, Case, filters
 from specctl.measuring.transformers import PLAIN, load_generator
 from specctl.progress import Progress, interrupts
@@ -131,7 +131,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             vanilla.setdefault(batch, rate)
             alone = rate if batch == 1 else alone
             plain = None if drafter is None else vanilla[batch]
-            rows.append(_row(pool.name_of(name), length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
+            rows.append(_row(names.name_of(name), length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
             bar.update(1)
     return rows
 

@@ -1,0 +1,43 @@
+"""Names of drafters on the command line: a directory, one that needs no weights, or two with a plus between them.
+
+Nothing heavy is imported here, as commands look at names before they load anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from specctl.families import NAMED
+
+HYBRIDS = (
+    "a hybrid is a trained drafter and a text drafter: drafters/sql-eagle3+lookup, …+suffix, …+drafters/sql-retrieval"
+)
+
+
+def parts_of(path_or_name: str) -> list[str]:
+    """The drafters that a name stands for: two where it is `a+b` and there is no directory of that name."""
+    if path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser()) or "+" not in path_or_name:
+        return [path_or_name]
+    first, _, second = path_or_name.rpartition("+")
+    # Paths may have a + of their own: as in drafters/sql-eagle3+stores/sql+math.
+    while not _is_there(second) and _is_there(f"{first.rpartition('+')[2]}+{second}"):
+        first, _, last = first.rpartition("+")
+        second = f"{last}+{second}"
+    return [first, second] if first and second else [path_or_name]
+
+
+def _is_there(path_or_name: str) -> bool:
+    return path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser())
+
+
+def name_of(path_or_name: str) -> str:
+    """The last part of a drafter's path; of a hybrid those of both: `sql-eagle3+lookup`."""
+    return "+".join(Path(part).name for part in parts_of(path_or_name))
+
+
+def named(paths: Iterable[str]) -> dict[str, str]:
+    """Path → name: its last part, or all of it where another one has the same."""
+    names = {path: name_of(path) for path in paths}
+    return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}
