@@ -78,6 +78,12 @@ FAMILIES: dict[str, Family] = {
         adaptable=("fc", *LAYER, "lm_head"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
     ),
+    "dflash": Family(
+        "specctl.drafters.dflash",
+        rates=ONE_LAYER,
+        adaptable=("fc", *LAYER),
+        learning=Learning(adam=6e-5, epochs=2, clip=0.5),
+    ),
     "hydra": Family(
         "specctl.drafters.hydra",
         epochs=10,

@@ -18,7 +18,7 @@ from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Target
-from specctl.drafters.head import DraftHead, HeadLayer
+from specctl.drafters.head import DraftHead, HeadConfig, HeadLayer
 from specctl.drafters.lora import Adapter, Part
 
 
@@ -78,22 +78,24 @@ class FeatureMemory:
         self.cached[b], self.cache.skipped[b] = 0, range(0)
 
 
-class FeatureLayer(HeadWeights, ABC):
-    """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it."""
+class FeatureReader(HeadWeights, ABC):
+    """Keys and values that a head makes of the target's features: slot i holds the feature of position i.
 
-    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
+    Attributes:
+        layers: decoder layers that have keys and values.
+        size: width of what is carried from one round to the next; 0 = nothing.
+        reach: slots behind the committed ones that a draft takes beyond those of the target's step.
+    """
+
+    layers = 1
+    reach = 0
+
+    def __init__(self, head: DraftHead, config: HeadConfig, inv_freq: Tensor, target: Target):
         super().__init__(head, target)
-        config = layer.config
         self.taps = head.config.taps
         self.size = config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o = self.linear(attention.o_proj)
-        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
-        self.down = self.linear(mlp.down_proj)
-        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
-        self._inv_freq = layer.inv_freq.to(self.device)
+        self._inv_freq = inv_freq.to(self.device)
         self.key = object()  # of its memory: twins that differ in nothing but the shape of their drafts share it
         self._rope: Rope | None = None
 
@@ -107,6 +109,89 @@ class FeatureLayer(HeadWeights, ABC):
         """Tapped target states [N, F] as features [N, H] fp32."""
 
     @abstractmethod
+    def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
+        """Fill some slots of sequence b."""
+
+    @abstractmethod
+    def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
+        """Fill every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end."""
+
+    def _rope_for(self, capacity: int) -> Rope:
+        if self._rope is None or self._rope.cos.shape[0] < capacity:
+            self._rope = Rope.of(self._inv_freq, torch.arange(capacity, device=self.device), self.dtype)
+        return self._rope
+
+    def _memory(self, state: DecodeState) -> FeatureMemory:
+        memory = state.memory.get(self.key)
+        if memory is None:
+            hidden = torch.zeros(state.batch, self.size, device=state.device)
+            memory = state.memory[self.key] = FeatureMemory(self._new_cache(state), [0] * state.batch, hidden)
+        elif memory.cache.capacity < state.capacity + self.reach:
+            memory.cache = memory.cache.moved_to(self._new_cache(state))
+        return memory
+
+    def _new_cache(self, state: DecodeState) -> KVCache:
+        options = dict(dtype=state.dtype, device=state.device)
+        capacity = state.capacity + self.reach
+        cache = KVCache(self.layers, state.batch, self.kv_heads, capacity, self.dim, **options)
+        cache.rope = self._rope_for(capacity)
+        return cache
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget keys and values; the next `advance` recomputes them from the retained features."""
+        state.memory.pop(self.key, None)
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """Slots of committed tokens that the next `advance` fills."""
+        memory = state.memory.get(self.key)
+        cached = [0] * state.batch if memory is None else memory.cached
+        pairs = list(zip(cached, state.cached, strict=True))
+        assert all(start <= end for start, end in pairs), "stale draft cache"
+        return [state.catch_up.count(start, end) for start, end in pairs]
+
+    def advance(self, state: DecodeState) -> None:
+        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row, but for
+        those that are skipped."""
+        self.behind(state)  # or it is stale
+        memory = self._memory(state)
+        fill = partial(self._fill, state, memory)
+        memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
+        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
+        behind = far_behind(missing, state.device)
+        for b in behind:
+            fill(b, range(memory.cached[b], state.cached[b]))
+        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
+        if width > 0:
+            self._fill_last(state, memory, width)
+        memory.cached = list(state.cached)
+
+    def cover(self, state: DecodeState, asked: list[int]) -> None:
+        """Fill what was skipped of the slots from `asked` [B] on, and a window before them."""
+        memory = self.current(state)
+        width = state.catch_up.again(memory.cache, asked, state.cached)
+        if width > 0:
+            self._fill_last(state, memory, width)
+
+    def current(self, state: DecodeState) -> FeatureMemory:
+        """The memory, which must be up to the last committed token."""
+        memory = self._memory(state)
+        assert memory.cached == state.cached, "stale draft cache"
+        return memory
+
+
+class FeatureLayer(FeatureReader):
+    """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it."""
+
+    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
+        super().__init__(head, layer.config, layer.inv_freq, target)
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o = self.linear(attention.o_proj)
+        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
+        self.down = self.linear(mlp.down_proj)
+        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
+
+    @abstractmethod
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [N] and features [N, H]: the residual stream [N, H] fp32 and the input of the projections."""
 
@@ -114,11 +199,6 @@ class FeatureLayer(HeadWeights, ABC):
         """Rotary tables of the drafting steps of a round, made at once."""
         rope = self._rope_for(memory.cache.capacity)
         return rope.ahead(memory.cached, steps, self.heads + self.kv_heads, self.kv_heads)
-
-    def _rope_for(self, capacity: int) -> Rope:
-        if self._rope is None or self._rope.cos.shape[0] < capacity:
-            self._rope = Rope.of(self._inv_freq, torch.arange(capacity, device=self.device), self.dtype)
-        return self._rope
 
     def _layer(
         self,
@@ -176,51 +256,7 @@ class FeatureLayer(HeadWeights, ABC):
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate).mul_(up))
 
-    def _memory(self, state: DecodeState) -> FeatureMemory:
-        memory = state.memory.get(self.key)
-        if memory is None:
-            hidden = torch.zeros(state.batch, self.size, device=state.device)
-            memory = state.memory[self.key] = FeatureMemory(self._new_cache(state), [0] * state.batch, hidden)
-        elif memory.cache.capacity < state.capacity:
-            memory.cache = memory.cache.moved_to(self._new_cache(state))
-        return memory
-
-    def _new_cache(self, state: DecodeState) -> KVCache:
-        options = dict(dtype=state.dtype, device=state.device)
-        cache = KVCache(1, state.batch, self.kv_heads, state.capacity, self.dim, **options)
-        cache.rope = self._rope_for(state.capacity)
-        return cache
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Forget keys and values; the next `advance` recomputes them from the retained features."""
-        state.memory.pop(self.key, None)
-
-    def behind(self, state: DecodeState) -> list[int]:
-        """Slots of committed tokens that the next `advance` fills."""
-        memory = state.memory.get(self.key)
-        cached = [0] * state.batch if memory is None else memory.cached
-        pairs = list(zip(cached, state.cached, strict=True))
-        assert all(start <= end for start, end in pairs), "stale draft cache"
-        return [state.catch_up.count(start, end) for start, end in pairs]
-
-    def advance(self, state: DecodeState) -> None:
-        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row, but for
-        those that are skipped."""
-        self.behind(state)  # or it is stale
-        memory = self._memory(state)
-        fill = partial(self._fill, state, memory)
-        memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
-        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
-        behind = far_behind(missing, state.device)
-        for b in behind:
-            fill(b, range(memory.cached[b], state.cached[b]))
-        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
-        if width > 0:
-            memory.hidden, _ = self.read(state, width, every=False)
-        memory.cached = list(state.cached)
-
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
-        """Fill some slots of sequence b."""
         assert state.features is not None
         start, end = slots.start, slots.stop
         tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
@@ -230,22 +266,12 @@ class FeatureLayer(HeadWeights, ABC):
         last = [len(slots) - 1]
         memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
 
-    def cover(self, state: DecodeState, asked: list[int]) -> None:
-        """Fill what was skipped of the slots from `asked` [B] on, and a window before them."""
-        memory = self.current(state)
-        width = state.catch_up.again(memory.cache, asked, state.cached)
-        if width > 0:
-            memory.hidden, _ = self.read(state, width, every=False)
+    def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
+        memory.hidden, _ = self.read(state, width, every=False)
 
     def last(self, state: DecodeState) -> Tensor:
         """The layer's output at every sequence's last slot [B, H]."""
         return self.current(state).hidden
-
-    def current(self, state: DecodeState) -> FeatureMemory:
-        """The memory, which must be up to the last committed token."""
-        memory = self._memory(state)
-        assert memory.cached == state.cached, "stale draft cache"
-        return memory
 
     def read(self, state: DecodeState, width: int, every: bool) -> tuple[Tensor, list[int]]:
         """Run every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end.

@@ -1,4 +1,7 @@
-"""Attention of the training-time test: step-0 keys of the whole document, then one key of its own per later step.
+"""Attention of drafters in training: a row attends keys of its document up to its slot, then keys of its own draft.
+
+In the training-time test (`attention`) those are step-0 keys of the whole document, then one key of its own per later
+step. Where a block is drafted at once (`block_attention`), they are keys of the target's features, then of the block.
 
 A query row at slot s of its document attends step-0 slots 0 .. s and, at step k, its own rows of steps 1 .. k (EAGLE-3,
 Fig. 6). The two parts are computed apart and merged by their normalisers, so no later step widens the attention matrix:
@@ -45,6 +48,11 @@ class Layout:
     rows: list[tuple[int, int]]
     at: list[int]
     device: torch.device | str = "cpu"
+
+    def blockwise(self, height: int) -> Layout:
+        """The layout of blocks of `height` rows in the places of single ones: all of a block look at the same slots."""
+        rows = [(height * first, height * end) for first, end in self.rows]
+        return Layout(self.slots, rows, [slot for slot in self.at for _ in range(height)], self.device)
 
     @cached_property
     def blocks(self) -> list[_Block]:
@@ -152,6 +160,54 @@ def reference(
     return torch.cat(outputs)
 
 
+def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
+    """Blocks of R rows each: a row attends slots 0 … `at` of its document, and all rows of its block.
+
+    Args:
+        query: [n, R, H, D].
+        key, value: [M, Hkv, D] of the documents' slots.
+        own: [2, n, R, Hkv, D] keys and values of the blocks' rows.
+        layout: of the n·R rows, block by block.
+
+    Returns:
+        [n, R, H, D] in the dtype of `query`.
+    """
+    return _Blocks.apply(query, key, value, own, layout)[0]
+
+
+def _read(q: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Scaled queries q [N, Hkv, G, D] over their documents: (`out` [N, Hkv, G, D], `lse` [N, Hkv, G]) in fp32."""
+    out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+    for block in layout.blocks:
+        scores = _scores(_fold(q, block), _pad(key, block), block)
+        top = scores.amax(-1, keepdim=True)
+        share = scores.sub_(top).exp_()
+        total = share.sum(-1, keepdim=True)
+        mixed = torch.bmm(share.to(value.dtype), _pad(value, block)).float().div_(total)
+        out[block.rows] = _unfold(mixed, block)
+        lse[block.rows] = _unfold(total.log_().add_(top), block).squeeze(-1)
+    return out, lse
+
+
+def _read_backward(
+    q: Tensor, key: Tensor, value: Tensor, grad: Tensor, delta: Tensor, lse: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by scaled queries, keys and values, given those of the result [N, Hkv, G, D] and its `m` as `lse`."""
+    dq = torch.empty_like(q)
+    # A long document's keys collect from hundreds of blocks: in bf16 the late ones would be rounded away.
+    dk, dv = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
+    for block in layout.blocks:
+        folded, keys, folded_grad = _fold(q, block), _pad(key, block), _fold(grad, block)
+        share = _scores(folded, keys, block).sub_(_fold(lse.unsqueeze(-1), block)).exp_()
+        low = share.to(value.dtype)
+        dv[block.slots] += _unpad(torch.bmm(low.transpose(1, 2), folded_grad), block)
+        dp = torch.bmm(folded_grad, _pad(value, block).transpose(1, 2)).float()
+        ds = dp.sub_(_fold(delta.unsqueeze(-1), block)).mul_(share).to(key.dtype)
+        dq[block.rows] = _unfold(torch.bmm(ds, keys), block)
+        dk[block.slots] += _unpad(torch.bmm(ds.transpose(1, 2), folded), block)
+    return dq, dk, dv
+
+
 class _Merged(torch.autograd.Function):
     """Scores in fp32 (rounded to bf16 they would be off by per cents), the other products in the input's dtype."""
 
@@ -161,15 +217,7 @@ class _Merged(torch.autograd.Function):
         rows, heads, dim = query.shape
         kv_heads = key.shape[1]
         q = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5  # no −1: there may be no rows
-        out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for block in layout.blocks:
-            scores = _scores(_fold(q, block), _pad(key, block), block)
-            top = scores.amax(-1, keepdim=True)
-            share = scores.sub_(top).exp_()
-            total = share.sum(-1, keepdim=True)
-            mixed = torch.bmm(share.to(value.dtype), _pad(value, block)).float().div_(total)
-            out[block.rows] = _unfold(mixed, block)
-            lse[block.rows] = _unfold(total.log_().add_(top), block).squeeze(-1)
+        out, lse = _read(q, key, value, layout)
         if own.shape[0]:
             own_keys, own_values = own.unsqueeze(3).chunk(2)  # each [k, N, Hkv, 1, D]
             scores = torch.linalg.vecdot(q.float(), own_keys.float())
@@ -191,18 +239,7 @@ class _Merged(torch.autograd.Function):
         q, key, value, own, out, lse = ctx.saved_tensors
         grad = grads[0].view_as(q)
         delta = torch.linalg.vecdot(grad.float(), out)  # rowsum(dO ∘ out)
-        dq = torch.empty_like(q)
-        # A long document's keys collect from hundreds of blocks: in bf16 the late ones would be rounded away.
-        dk, dv = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
-        for block in ctx.layout.blocks:
-            folded, keys, folded_grad = _fold(q, block), _pad(key, block), _fold(grad, block)
-            share = _scores(folded, keys, block).sub_(_fold(lse.unsqueeze(-1), block)).exp_()
-            low = share.to(value.dtype)
-            dv[block.slots] += _unpad(torch.bmm(low.transpose(1, 2), folded_grad), block)
-            dp = torch.bmm(folded_grad, _pad(value, block).transpose(1, 2)).float()
-            ds = dp.sub_(_fold(delta.unsqueeze(-1), block)).mul_(share).to(key.dtype)
-            dq[block.rows] = _unfold(torch.bmm(ds, keys), block)
-            dk[block.slots] += _unpad(torch.bmm(ds.transpose(1, 2), folded), block)
+        dq, dk, dv = _read_backward(q, key, value, grad, delta, lse, ctx.layout)
         down = None
         if own.shape[0]:
             own_keys, own_values = own.unsqueeze(3).chunk(2)
@@ -223,6 +260,74 @@ class _Merged(torch.autograd.Function):
         )
         out, *_ = _Merged.apply(query, key, value, own, layout)
         return (out.unflatten(1, (info.batch_size, -1)),), (1,)
+
+
+class _Blocks(torch.autograd.Function):
+    """As `_Merged`, with the keys of whole blocks instead of those of earlier steps."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+        """The result, and what the backward pass needs besides it and the inputs: scaled queries, `out` and `m`."""
+        count, height, heads, dim = query.shape
+        kv_heads = key.shape[1]
+        q = query.view(count * height, kv_heads, heads // kv_heads, dim) * dim**-0.5
+        out, lse = _read(q, key, value, layout)
+        own_keys, own_values = _of_blocks(own)
+        scores = torch.matmul(_by_blocks(q, count).float(), own_keys.float().mT)
+        merged = torch.logaddexp(_by_blocks(lse.unsqueeze(-1), count), scores.logsumexp(-1, keepdim=True))
+        mixed = torch.matmul((scores - merged).exp_().to(own.dtype), own_values).float()
+        groups = q.shape[2]
+        m = _by_rows(merged, groups).squeeze(-1)
+        out = out.mul_((lse - m).exp_().unsqueeze(-1)).add_(_by_rows(mixed, groups))
+        return out.view(query.shape).to(query.dtype), q, out, m
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _Merged.setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, key, value, own, out, lse = ctx.saved_tensors
+        count, (_, kv_heads, groups, dim) = own.shape[1], q.shape
+        grad = grads[0].reshape(q.shape)
+        delta = torch.linalg.vecdot(grad.float(), out)
+        dq, dk, dv = _read_backward(q, key, value, grad, delta, lse, ctx.layout)
+        own_keys, own_values = _of_blocks(own)
+        folded, folded_grad = _by_blocks(q, count), _by_blocks(grad, count)
+        scores = torch.matmul(folded.float(), own_keys.float().mT)
+        share = scores.sub_(_by_blocks(lse.unsqueeze(-1), count)).exp_()
+        dp = torch.matmul(folded_grad, own_values.mT).float()
+        ds = dp.sub_(_by_blocks(delta.unsqueeze(-1), count)).mul_(share).to(own.dtype)
+        dq += _by_rows(torch.matmul(ds, own_keys), groups)
+        down = torch.stack((torch.matmul(ds.mT, folded), torch.matmul(share.to(own.dtype).mT, folded_grad)))
+        dq = (dq * dim**-0.5).view(count, -1, kv_heads * groups, dim)
+        return dq, dk.to(key.dtype), dv.to(value.dtype), down.transpose(2, 3), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Several attentions over one layout are one with as many times the heads."""
+        *tensors, layout = inputs
+        query, key, value, own = (
+            _together(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims[:4], strict=True)
+        )
+        out, *_ = _Blocks.apply(query, key, value, own, layout)
+        return (out.unflatten(2, (info.batch_size, -1)),), (2,)
+
+
+def _of_blocks(own: Tensor) -> tuple[Tensor, Tensor]:
+    """[2, n, R, Hkv, D] → keys and values, each [n, Hkv, R, D]."""
+    keys, values = own.transpose(2, 3)
+    return keys, values
+
+
+def _by_blocks(x: Tensor, count: int) -> Tensor:
+    """Rows [n·R, Hkv, G, ·] → [n, Hkv, G·R, ·]."""
+    return x.unflatten(0, (count, x.shape[0] // count)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _by_rows(x: Tensor, groups: int) -> Tensor:
+    """[n, Hkv, G·R, ·] → rows [n·R, Hkv, G, ·]: the inverse of `_by_blocks`."""
+    return x.unflatten(2, (groups, x.shape[2] // groups)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 def _together(x: Tensor, dim: int | None, count: int) -> Tensor:

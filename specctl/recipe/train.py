@@ -35,6 +35,8 @@ class DrafterRecipe(Section):
     num_kv_heads: PositiveInt | None = None
     num_layers: PositiveInt | None = None
     draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth; None = 4
+    block_size: Annotated[int, Field(ge=2, le=64)] | None = None  # dflash: slots that are drafted at once; None = 8
+    markov_rank: NonNegativeInt | None = None  # dflash: of the head that ties a block's tokens; 0 = none, None = 32
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
 
