@@ -4,8 +4,8 @@ Markov head, where there is one, then goes through it token by token."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.models.layers import DraftLinear, RMSNorm, attend
 from specctl.decoding.plan import Plan, plan_rows
-from specctl.decoding.records import ChainRows, DraftTree, Score
+from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -28,6 +28,7 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 BLOCK = 8  # slots
 LAYERS = 2  # for a target of ten layers; the papers take five for one of 36
+CANDIDATES = 32  # tokens of each slot among which the Markov head chooses
 RANK = 32  # of the Markov head; the papers take 256 for vocabularies of 150,000 tokens
 
 
@@ -69,6 +70,23 @@ class BlockPass(HeadWeights):
         return x + self.down(F.silu(gate).mul_(up))
 
 
+@dataclass(frozen=True)
+class BlockRows(ChainRows):
+    """Rows of a block with a Markov head.
+
+    Attributes:
+        tokens: of each sequence, the anchor and its chain.
+        following: (logits [d, Vd], tokens [d]) → the logits behind these tokens.
+    """
+
+    tokens: Sequence[list[int]] = ()
+    following: Callable[[Tensor, Tensor], Tensor] = lambda logits, tokens: logits
+
+    def of(self, b: int, depth: int) -> Tensor:
+        rows = super().of(b, depth)
+        return self.following(rows, torch.tensor(self.tokens[b][:depth], device=rows.device))
+
+
 class BlockDrafter(FeatureReader):
     """Inference of a `BlockHead`: keys and values of the context are made once for every committed position."""
 
@@ -97,7 +115,7 @@ class BlockDrafter(FeatureReader):
         self._to_target = head.draft_ids.tolist() if pruned else range(head.config.vocab_size)
         markov = head.markov_head
         self.before = None if markov is None else markov.markov_w1.weight.detach().to(self.device, self.dtype)
-        self.change = None if markov is None else self.linear(markov.markov_w2)
+        self.after = None if markov is None else markov.markov_w2.weight.detach().to(self.device, self.dtype)
 
     def feature(self, tapped: Tensor) -> Tensor:
         return self.fc(tapped).float()
@@ -133,14 +151,14 @@ class BlockDrafter(FeatureReader):
         chain = self.shape.chain or bool(state.exact_rows)
         shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
         rooms, floor = [row.room for row in state.rows], shape.floor
-        if min(max(rooms), budget, shape.depth) <= 0:
-            self.advance(state)
-            return DraftTree.from_chains([[] for _ in state.rows], state.device)
-        growing, asked = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
+        growing, logits = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
+        if logits is None:
+            return empty_draft(state.batch, state.device)
         if chain:
             chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
-            return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
-        return best(growing, rooms, shape.nodes, state.device, asked, self.ids)
+            return DraftTree.from_chains(chains, state.device, q=self._rows(state, chains, logits))
+        chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
+        return best(growing, rooms, shape.nodes, state.device, self._rows(state, chains, logits))
 
     def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
@@ -149,40 +167,59 @@ class BlockDrafter(FeatureReader):
 
     def _grow(
         self, state: DecodeState, budget: int, shape: TreeShape, pays: Pays
-    ) -> tuple[list[GrowingTree], list[Tensor]]:
-        """Trees of candidates, and the rows of logits that each level was chosen from."""
+    ) -> tuple[list[GrowingTree], Tensor | None]:
+        """Trees of candidates, and the block's logits [B, depth, Vd]; None where there is no room for any."""
         self.advance(state)
         growing = [GrowingTree() for _ in state.rows]
         depth = min(shape.depth, self.config.depth, max(row.room for row in state.rows), budget)
         if depth <= 0:
-            return growing, []
+            return growing, None
         logits = self._block(state, depth)
-        children = min(shape.children, logits.shape[-1])
-        levels = _candidates(logits, children) if self.change is None else None
-        asked: list[Tensor] = []
-        frontiers = [[-1]] * state.batch
+        known = self._transitions(state, logits, shape.children)
+        ranks: list[list[int]] = [[] for _ in growing]  # of every node, its place among the candidates of its level
         for step in range(depth):
-            if step:
-                frontiers = [tree.frontier(shape.width) for tree in growing]
-                if not pays([tree.joint[front[0]] for tree, front in zip(growing, frontiers, strict=True)]):
-                    break
-            rows = logits[:, step]
-            if levels is not None:
-                gains, index = ([[part[step]] * len(frontiers[0]) for part in parts] for parts in levels)
-            else:
-                before = [
-                    [tree.tokens[node] if node >= 0 else row.ids[-1] for node in front]
-                    for tree, front, row in zip(growing, frontiers, state.rows, strict=True)
-                ]
-                changed = self._following(rows.unsqueeze(1), torch.tensor(before, device=state.device))
-                gains, index = _candidates(changed, children)
-                rows = changed.flatten(0, 1)
-            asked.append(rows)
-            for b, (tree, frontier) in enumerate(zip(growing, frontiers, strict=True)):
-                for place, node in enumerate(frontier):
-                    tree.expanded[node] = (step - 1) * shape.width + place
-                    tree.add(node, gains[b][place], [self._to_target[i] for i in index[b][place]])
-        return growing, asked
+            if step and not pays([tree.joint[tree.frontier(1)[0]] for tree in growing]):
+                break
+            for tree, rank, candidates, gains, likeliest in zip(growing, ranks, *known, strict=True):
+                for node in dict.fromkeys(tree.frontier(shape.width)) if step else [-1]:
+                    before = rank[node] if node >= 0 else 0
+                    chosen = likeliest[step][before]
+                    rank += chosen
+                    tree.add(node, gains[step][before], [self._to_target[candidates[step][i]] for i in chosen])
+        return growing, logits
+
+    def _transitions(self, state: DecodeState, logits: Tensor, children: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """What each token of a level makes of the next one, for the C likeliest candidates of every level, of which the
+        Markov head changes the order.
+
+        Returns, by sequence and level, as lists: the candidates [C] as draft tokens; and behind each candidate of the
+        level before (behind the anchor, at the first) the log probabilities of the likeliest and their places [C][c].
+        """
+        batch, depth, vocabulary = logits.shape
+        children = min(children, vocabulary)
+        many = children if self.before is None or self.after is None else min(max(CANDIDATES, children), vocabulary)
+        logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
+        if self.before is None or self.after is None:
+            places = torch.arange(many).expand(batch, depth, many, -1)
+            return index.tolist(), logprob.unsqueeze(2).expand(-1, -1, many, -1).tolist(), places.tolist()
+        anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
+        tokens = index if self.ids is None else self.ids[index]
+        before = torch.cat((anchors.view(-1, 1, 1).expand(-1, 1, many), tokens[:, :-1]), 1)
+        change = F.embedding(before, self.before) @ self.after[index].mT  # [B, depth, C before, C]
+        # Tokens beyond the candidates are taken to be as probable as before.
+        left = torch.log1p(-logprob.exp().sum(-1).clamp_max(1 - 1e-6))[..., None, None]
+        changed = logprob.unsqueeze(2) + change
+        changed = changed - torch.logaddexp(changed.logsumexp(-1, keepdim=True), left)
+        gains, places = changed.topk(children, -1)
+        return index.tolist(), gains.tolist(), places.tolist()
+
+    def _rows(self, state: DecodeState, chains: list[list[int]], logits: Tensor) -> ChainRows:
+        """The rows that chains were chosen from, whose part of the Markov head is only made for those who ask."""
+        if self.before is None:
+            return ChainRows(logits.unbind(1), self.ids)
+        anchors = [row.ids[-1:] for row in state.rows]
+        tokens = [[*anchor, *chain] for anchor, chain in zip(anchors, chains, strict=True)]
+        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, following=self._following)
 
     def _block(self, state: DecodeState, depth: int) -> Tensor:
         """Logits [B, depth, Vd] of the block that begins at every sequence's last token; the Markov head's part is not
@@ -219,9 +256,9 @@ class BlockDrafter(FeatureReader):
 
     def _following(self, logits: Tensor, before: Tensor) -> Tensor:
         """Logits [..., Vd] of tokens behind those of `before` [...]."""
-        if self.before is None or self.change is None:
+        if self.before is None or self.after is None:
             return logits
-        return logits + self.change(F.embedding(before, self.before).flatten(0, -2)).unflatten(0, before.shape)
+        return logits + F.linear(F.embedding(before, self.before), self.after)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Rows at the positions of `spans`, of blocks that begin behind earlier positions; none is deeper than a block.
@@ -280,12 +317,6 @@ class BlockDrafter(FeatureReader):
             )
             x = layer.leave(x, out.transpose(1, 2).flatten(0, 1).flatten(1))
         return x.view(many, width, size, -1)
-
-
-def _candidates(logits: Tensor, children: int) -> tuple[list[Any], list[Any]]:
-    """Log probabilities and places of the likeliest tokens of rows [B, n, Vd], as lists [B][n][children]."""
-    logprob, index = kernels.expand_topk(logits.flatten(0, 1), children)
-    return logprob.unflatten(0, logits.shape[:2]).tolist(), index.unflatten(0, logits.shape[:2]).tolist()
 
 
 def _mask(at: Tensor, span: int, size: int, skipped: list[range], dtype: torch.dtype) -> Tensor:

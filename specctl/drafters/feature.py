@@ -19,7 +19,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.feature_layer import FeatureLayer, FeatureMemory, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
-from specctl.drafters.tree import GrowingTree, Pays, TreeShape, best, shape_for
+from specctl.drafters.tree import GrowingTree, Pays, TreeShape, best, chain_rows, shape_for
 from specctl.recipe import DraftingRecipe
 
 
@@ -86,7 +86,7 @@ class FeatureDrafter(FeatureLayer):
         floor = shape.floor
         growing, asked = self._grow(state, memory, depth, shape, lambda joint: max(joint) >= floor)
         rooms = [row.room for row in state.rows]
-        return best(growing, rooms, shape.nodes, state.device, asked, self.ids)
+        return best(growing, rooms, shape.nodes, state.device, chain_rows(growing, asked, self.ids))
 
     def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""

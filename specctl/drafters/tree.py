@@ -122,22 +122,14 @@ class GrowingTree:
         return found
 
 
-def best(
-    growing: list[GrowingTree],
-    rooms: list[int],
-    nodes: int,
-    device: torch.device,
-    rows: list[Tensor],
-    ids: Tensor | None,
-) -> DraftTree:
+def best(growing: list[GrowingTree], rooms: list[int], nodes: int, device: torch.device, q: ChainRows) -> DraftTree:
     """The `nodes` candidates of highest joint probability, no deeper than a sequence has room for.
 
     A child is never more probable than its parent and is found later, so a stable choice keeps the tree connected and
     parents first.
 
     Args:
-        rows: draft logits of each expansion [B·width, Vd]; of the first one, which expands the roots, [B, Vd].
-        ids: [Vd] target id of every draft token.
+        q: the rows that the first chains were chosen from.
     """
     tokens, parents = [], []
     for tree, room in zip(growing, rooms, strict=True):
@@ -149,8 +141,17 @@ def best(
     for row, links in zip(tokens, parents, strict=True):
         links += [PADDING] * (width - len(links))
         row += [0] * (width - len(row))
-    q = ChainRows(rows, ids, [_chain_places(tree, b, rows) for b, tree in enumerate(growing)])
     return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False, q=q)
+
+
+def chain_rows(growing: list[GrowingTree], rows: list[Tensor], ids: Tensor | None) -> ChainRows:
+    """The rows that the first chains were chosen from.
+
+    Args:
+        rows: draft logits of each expansion [B·width, Vd]; of the first one, which expands the roots, [B, Vd].
+        ids: [Vd] target id of every draft token.
+    """
+    return ChainRows(rows, ids, [_chain_places(tree, b, rows) for b, tree in enumerate(growing)])
 
 
 def _chain_places(tree: GrowingTree, b: int, rows: list[Tensor]) -> list[int]:
