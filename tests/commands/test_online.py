@@ -75,7 +75,7 @@ def several(tmp_path_factory, tiny, copy):
     return place / "run", made, found, document
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "hydra", "medusa"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "dflash", "hydra", "medusa"])
 def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads, family):
     made = recipe(prompts, heads(family), tiny, algo=["ogd", "opt-ensemble", "osd"], baselines=["vanilla"])
     found, _ = learnt(tmp_path / "run", made, tiny)

@@ -65,6 +65,15 @@ def random_heads(name, target, **drafting):
     return pool.family(name).drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
 
 
+def random_block(target, **drafting):
+    """A block-parallel head whose slots see what the target saw, and tell each other by a random Markov head."""
+    recipe = TrainRecipe(arch="dflash", drafter={"block_size": 5, "num_layers": 1})
+    torch.manual_seed(0)
+    module = pool.family("dflash").build(recipe, target, lambda size: list(range(size)))
+    torch.nn.init.normal_(module.markov_head.markov_w2.weight, std=0.1)
+    return pool.family("dflash").drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
+
+
 @pytest.fixture(scope="module")
 def plain(target, prompts):
     """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
@@ -101,6 +110,8 @@ DRAFTERS = {
     "lm itself": lambda target, texts: LMDrafter(own_weights(target), target, ChainShape(5, 0.0, False)),
     "eagle": lambda target, texts: random_eagle(target, TreeShape(4, 2, 8, 2, 0.0)),
     "eagle3 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0)),
+    "dflash chain": lambda target, texts: random_block(target, width=1, children=1),
+    "dflash tree": lambda target, texts: random_block(target, width=2, nodes=9, children=2),
     "hydra": lambda target, texts: random_heads("hydra", target),
     "hydra tree": lambda target, texts: random_heads("hydra", target, width=3, nodes=20, children=3),
     "medusa": lambda target, texts: random_heads("medusa", target),
@@ -110,6 +121,7 @@ DRAFTERS = {
         LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)), Lookup()
     ),
     "eagle3 + suffix": lambda target, texts: hybrid(random_eagle3(target, TreeShape(4, 2, 7, 2, 0.0)), Suffix()),
+    "dflash + lookup": lambda target, texts: hybrid(random_block(target, width=2, nodes=9, children=2), Lookup()),
     "hydra + retrieval": lambda target, texts: hybrid(
         random_heads("hydra", target), Suffix(corpus=Datastore.of(misprinted(text) for text in texts))
     ),
@@ -192,7 +204,10 @@ def assert_counts(one):
     assert one.accepted <= one.drafted
 
 
-EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "hydra", "eagle3 + suffix"]
+EXACTLY = [
+    *("lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "dflash chain", "hydra"),
+    "eagle3 + suffix",
+]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -293,7 +308,17 @@ def test_shrinking_batch(target, prompts, plain):
     texts = whole(plain(HOT))
     batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 18, 5, 9, 13, 20]
     sizes = set()
-    for name in ("lookup", "retrieval", "lm", "trees", "eagle3 tree", "hydra tree", "medusa", "eagle3 + suffix"):
+    for name in (
+        "lookup",
+        "retrieval",
+        "lm",
+        "trees",
+        "eagle3 tree",
+        "dflash tree",
+        "hydra tree",
+        "medusa",
+        "eagle3 + suffix",
+    ):
         found = decode(
             target,
             batch,
@@ -345,7 +370,9 @@ def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
     assert sum(one.accepted for one in found) > 0
 
 
-@pytest.mark.parametrize("name", ["lm itself", "eagle3 chain", "eagle3 tree", "hydra", "eagle3 + suffix"])
+@pytest.mark.parametrize(
+    "name", ["lm itself", "eagle3 chain", "eagle3 tree", "dflash tree", "hydra", "eagle3 + suffix"]
+)
 def test_waking_up_in_a_batch_with_finished_rows(target, prompts, name, monkeypatch):
     """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""
     monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink

@@ -1,0 +1,261 @@
+"""Block-parallel heads: the block that trains is the block that drafts and is scored, in a batch of any texts."""
+
+import pytest
+import torch
+
+from specctl.decoding.catch_up import CatchUp
+from specctl.decoding.loop import decode
+from specctl.decoding.records import first_chain
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters import dflash
+from specctl.drafters.dflash import BlockDrafter
+from specctl.drafters.dflash_head import BlockHead
+from specctl.drafters.tree import TreeShape
+from specctl.errors import CheckpointError
+from specctl.recipe import DrafterRecipe, DraftingRecipe
+from specctl.training.example import Example
+from specctl.training.features import FeatureStore, slot_batch
+from tests.drafters.recorded import recorded_logits
+
+CHAIN = TreeShape(8, 1, 8, 1, 0.0)
+KINDS = {
+    "dspark": {},
+    "dflash": {"markov_rank": 0, "block_size": 5},
+    "pruned": {"vocab_size": 700, "block_size": 4, "num_layers": 1},
+}
+
+
+def block_head(target, **sizes):
+    """A random head whose parts all count: a Markov head starts as nothing."""
+    torch.manual_seed(1)
+    shape = dflash.architecture(DrafterRecipe(**sizes), target)
+    pruned = shape.draft_vocab_size < target.vocab_size
+    ids = torch.randperm(target.vocab_size)[: shape.draft_vocab_size].sort().values if pruned else None
+    head = BlockHead(shape, ids)
+    dflash.initialise(head, target)
+    for name, parameter in head.named_parameters():
+        if "norm" in name or "markov" in name or "mask" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return head
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def head(request, target):
+    return block_head(target, **KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def examples(target, prompts):
+    """Two documents of different lengths, so that packing and padding are exercised."""
+    sizes = zip(prompts, (9, 14), strict=False)
+    texts = [decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0] for p, n in sizes]
+    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
+
+
+def training_logits(head, target, examples, stride=1):
+    """Of every step of a block, {response slot: logits [Vd]}, and the batch."""
+    batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), head.steps, head.t2d, stride)
+    with recorded_logits(head) as seen, torch.no_grad():
+        head(batch, target.model.embedding, target.head_weight[head.draft_ids])
+    parts = seen[0].unflatten(0, (head.steps, -1))
+    return [dict(zip(batch.later_rows.tolist(), logits, strict=True)) for logits in parts], batch
+
+
+class Watched(BlockDrafter):
+    """Keeps the rows that every draft was chosen from, with the tokens before them."""
+
+    def propose(self, state, budget):
+        draft = super().propose(state, budget)
+        for b, row in enumerate(state.rows):
+            chain = first_chain(draft.parents[b].tolist())
+            if chain and row.stop is None:
+                rows = draft.q.of(b, len(chain))
+                self.seen.append((list(row.ids), draft.tokens[b, chain].tolist(), rows))
+        return draft
+
+
+def watched(head, target, shape=CHAIN):
+    drafter = Watched(head, target, shape)
+    drafter.seen = []
+    return drafter
+
+
+def test_a_block_of_training_equals_drafting(target, head, examples):
+    """Catches an off-by-one in layers, tokens, positions, or the anchor: each would move the logits."""
+    seen, _ = training_logits(head, target, examples)
+    offset = compared = 0
+    for example in examples:
+        drafter = watched(head, target)
+        prompt = example.tokens[: example.prompt_length]
+        decode(target, [prompt], sampling=GREEDY, max_new_tokens=example.response_length, seeds=[0], drafter=drafter)
+        for ids, chain, rows in drafter.seen:
+            slot = len(ids) - 1 - example.prompt_length
+            for step, (token, logits) in enumerate(zip(chain, rows, strict=True)):
+                place = len(ids) + step
+                if place >= len(example.tokens):
+                    break
+                torch.testing.assert_close(logits, seen[step][offset + slot], atol=1e-4, rtol=1e-4)
+                compared += 1
+                if token != example.tokens[place]:  # training goes on with the text's token
+                    break
+        offset += example.response_length - 1
+    assert compared > 15
+
+
+def test_blocks_do_not_depend_on_the_others(target, head, examples):
+    every, some = (training_logits(head, target, examples, stride)[0] for stride in (1, 3))
+    assert 0 < len(some[0]) < len(every[0])
+    for step, rows in enumerate(some):
+        for row, logits in rows.items():
+            torch.testing.assert_close(logits, every[step][row], atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_number(target, head, examples):
+    batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), head.steps, head.t2d)
+    found = []
+    for on in (False, True):
+        head.gradient_checkpointing = on
+        head.zero_grad()
+        total, weight, _ = head(batch, target.model.embedding, target.head_weight[head.draft_ids])
+        total.backward()
+        found.append((total.detach(), weight, {name: p.grad.clone() for name, p in head.named_parameters()}))
+    head.gradient_checkpointing = False
+    (one, weight, gradients), (two, _, again) = found
+    assert torch.equal(one, two) and weight > 0
+    for name in gradients:
+        torch.testing.assert_close(gradients[name], again[name])
+        assert gradients[name].any(), f"{name} learns nothing"
+    head.zero_grad()
+
+
+def drafts(target, head, prompts, shape, **options):
+    drafter = watched(head, target, shape)
+    options = dict(sampling=GREEDY, max_new_tokens=12, seeds=[0] * len(prompts)) | options
+    decode(target, prompts, drafter=drafter, **options)
+    return {tuple(ids): (chain, rows) for ids, chain, rows in drafter.seen}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TreeShape(6, 2, 12, 3, 0.0)], ids=["chain", "tree"])
+def test_a_batch_drafts_as_each_text_alone(target, head, prompts, shape):
+    together = drafts(target, head, prompts, shape)
+    alone = {}
+    for prompt in prompts:
+        alone |= drafts(target, head, [prompt], shape)
+    assert together.keys() == alone.keys()
+    for place, (chain, rows) in together.items():
+        both = min(len(chain), len(alone[place][0]))  # in a batch there are fewer nodes for each
+        assert both > 0 and chain[:both] == alone[place][0][:both]
+        torch.testing.assert_close(rows[:both], alone[place][1][:both], atol=1e-4, rtol=1e-4)
+
+
+def test_the_markov_head_chooses_among_the_likeliest(target, prompts, monkeypatch):
+    """With all tokens as candidates the table is exact: a chain is the greedy walk over whole rows."""
+    head = block_head(target, vocab_size=300)
+    monkeypatch.setattr(dflash, "CANDIDATES", 300)
+    for chain, rows in drafts(target, head, prompts[:1], CHAIN).values():
+        assert chain == head.draft_ids[rows.argmax(-1)].tolist()
+
+
+def test_a_tree_knows_its_probabilities(target, monkeypatch, prompts):
+    """What `grow` claims of a chain is the product of its rows' softmax."""
+    monkeypatch.setattr(dflash, "CANDIDATES", 300)
+    head = block_head(target, vocab_size=300)
+    drafter, seen = BlockDrafter(head, target, CHAIN), []
+
+    class Spy:
+        taps = drafter.taps
+
+        def propose(self, state, budget):
+            (tree,) = drafter.grow(state, budget, lambda joint: True)
+            draft = drafter.propose(state, budget)
+            if draft.size:
+                rows = draft.q.of(0, draft.size).softmax(-1)
+                places = torch.searchsorted(head.draft_ids, draft.tokens[0])
+                seen.append((torch.tensor(tree.odds), rows.gather(1, places[:, None])[:, 0]))
+            return draft
+
+    decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=6, seeds=[0], drafter=Spy())
+    assert len(seen) > 2
+    for found, expected in seen:
+        torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+def test_score_is_the_training_of_blocks(target, head, examples, depths):
+    """At depth k + 1 the row of position j is step k of the block that begins behind position j − 1 − k."""
+    seen, _ = training_logits(head, target, examples)
+    drafter, offset = BlockDrafter(head, target, CHAIN), 0
+    for example in examples:
+        found = []
+
+        def ask(state, draft, verdict, found=found, example=example):
+            text = state.rows[0].ids
+            for span in (range(example.prompt_length + 1, len(text) // 2), range(len(text) // 2, len(text))):
+                found.append(drafter.score(state, [span], depths)[0])
+
+        prompt, new = example.tokens[: example.prompt_length], example.response_length
+        options = dict(sampling=GREEDY, seeds=[0], max_new_tokens=new, taps=drafter.taps)
+        decode(target, [prompt], on_round=ask, **options)
+        compared = 0
+        for score in found:
+            for k in range(score.logits.shape[0] if len(score.positions) else 0):
+                for place, position in enumerate(score.positions):
+                    slot = position - 2 - k - (example.prompt_length - 1)
+                    if slot >= 0 and offset + slot in seen[k]:
+                        expected = seen[k][offset + slot]
+                        torch.testing.assert_close(score.logits[k, place], expected, atol=1e-4, rtol=1e-4)
+                        compared += 1
+        assert compared > 10
+        offset += new - 1
+
+
+def test_what_was_skipped_is_not_seen(target, prompts):
+    """Behind a gap a block reads sinks and window alone: as with the keys between them masked."""
+    head = block_head(target)
+    window = CatchUp(2, 4)
+    drafter = BlockDrafter(head, target, CHAIN)
+    counted = []
+
+    class Late:
+        taps = drafter.taps
+
+        def propose(self, state, budget):
+            counted.append(drafter.behind(state)[0])
+            return drafter.propose(state, budget)
+
+    options = dict(sampling=GREEDY, max_new_tokens=8, seeds=[0])
+    (text,) = decode(target, prompts[:1], drafter=Late(), catch_up=window, **options)
+    (plain,) = decode(target, prompts[:1], **options)
+    assert text.output_ids == plain.output_ids and counted[0] == 6 < len(prompts[0])
+
+
+def test_another_shape_shares_the_memory(target, prompts):
+    drafter = BlockDrafter(block_head(target), target, CHAIN)
+    twin = drafter.shaped(DraftingRecipe(depth=2))
+    assert twin.shape.depth == 2 and twin.key is drafter.key
+
+
+def test_a_checkpoint_comes_back(target, head):
+    shape, tensors = dflash.config(head, target.identity), dflash.published(head.state_dict())
+    back = dflash.restore(shape, tensors)
+    assert back.config == head.config and back.steps == head.steps
+    assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("block_size", 1, "block_size"),
+        ("block_size", 65, "block_size"),
+        ("mask_token_id", 4096, "mask_token_id: is 4096, the vocabulary has 4096 tokens"),
+        ("markov_rank", 7, "markov"),
+        ("num_layers", 3, "layers.2"),
+        ("causal", True, "causal"),
+    ],
+)
+def test_an_architecture_that_does_not_fit_is_named(target, key, value, says):
+    head = block_head(target)
+    shape = dflash.config(head, target.identity)
+    shape["architecture"] |= {key: value}
+    with pytest.raises(CheckpointError, match=says):
+        dflash.restore(shape, head.state_dict()).check(target)
