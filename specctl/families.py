@@ -45,6 +45,7 @@ class Family:
         objective: what the recipe's `auto` is.
         is_lm: a language model by itself: it also learns from any text, and writes whole steps of reasoning.
         adaptable: projections of its module that a LoRA adapter may update.
+        options: keys of the recipe's section `drafter` that no other family has.
         learning: None = it does not learn along a stream.
     """
 
@@ -58,6 +59,7 @@ class Family:
     objective: str = "soft_ce"
     is_lm: bool = False
     adaptable: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     learning: Learning | None = None
 
 
@@ -76,6 +78,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         unrolls=True,
         adaptable=("fc", *LAYER, "lm_head"),
+        options=("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "hydra": Family(

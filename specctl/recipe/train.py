@@ -37,6 +37,17 @@ class DrafterRecipe(Section):
     draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth; None = 4
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
+    # eagle3: the norms of EAGLE-3.1
+    fc_norm: bool = False  # of every tapped state, before they are fused
+    norm_before_fc: bool = False  # of all of them side by side, instead
+    norm_before_residual: bool = False  # the layer's residual stream begins behind its norm
+    norm_output: bool = False  # a draft step feeds the next one behind the final norm
+
+    @model_validator(mode="after")
+    def _one_norm_before_fc(self) -> DrafterRecipe:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other: both are the norm before fc")
+        return self
 
 
 class OptimizerRecipe(Section):
@@ -232,6 +243,10 @@ class TrainRecipe(WriterRecipe):
         if not FAMILIES[self.arch].is_lm and (self.corpus or self.pretrain != PretrainRecipe()):
             free = listed([name for name, family in FAMILIES.items() if family.is_lm])
             raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
+        for name, family in FAMILIES.items():
+            others = [f"drafter.{key}" for key in family.options if getattr(self.drafter, key)]
+            if others and name != self.arch:
+                raise ValueError(f"{', '.join(others)}: an option of {name} heads, not of {self.arch}")
         if self.pretrain != PretrainRecipe() and self.init is not None:
             raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
         if self.lora.enabled and self.init is None:

@@ -24,8 +24,7 @@ from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, lm
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.head import HeadConfig
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -64,7 +63,7 @@ def decode(target, prompts=PROMPTS, **more):
 def eagle3(target, shape):
     """A random head."""
     torch.manual_seed(0)
-    config = HeadConfig(
+    config = Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=64,
         num_heads=4,

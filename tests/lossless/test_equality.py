@@ -17,8 +17,7 @@ from specctl.drafters import eagle, pool
 from specctl.drafters.costs import ROWS, Costs
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.head import HeadConfig
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.hybrid import Hybrid
 from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
@@ -36,7 +35,7 @@ TAPS = (2, 5, 7)
 
 def random_eagle3(target, shape):
     torch.manual_seed(0)
-    config = HeadConfig(
+    config = Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=64,
         num_heads=4,
