@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         unrolls=True,
         adaptable=("fc", *LAYER, "lm_head"),
-        options=("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output"),
+        options=("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "sliding_window"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "hydra": Family(
@@ -109,6 +109,7 @@ FAMILIES: dict[str, Family] = {
     "retrieval": Family("specctl.drafters.retrieval", trainee=None),
 }
 DEFAULT = "eagle3"
+LEAST_WINDOW = 64  # a head's sliding window: no draft is as deep, so only committed tokens ever leave it
 LM = "lm"  # that lookahead reasoning trains
 UNTRAINED = {"lookup": "specctl.drafters.lookup:drafter", "suffix": "specctl.drafters.suffix:drafter"}
 """Drafters that a name is enough for: function of a `DraftingRecipe` → drafter."""

@@ -25,6 +25,7 @@ class Eagle3Drafter(FeatureDrafter):
     def __init__(self, head: Eagle3Head, target: Target, shape: TreeShape):
         super().__init__(head, head.midlayer, target, shape)
         self.norm_before_residual, self.norm_output = head.config.norm_before_residual, head.config.norm_output
+        self.window = head.config.sliding_window
         self.tapped_norms = self._tapped_norms(head)
         self.fc = self.linear(head.fc)
         self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)

@@ -18,7 +18,7 @@ fit, for a second forward pass.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -32,25 +32,29 @@ from specctl.drafters.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
 from specctl.drafters.lora import product_of
 from specctl.drafters.ttt_attention import Layout
 from specctl.drafters.ttt_attention import attention as ttt_attention
+from specctl.families import LEAST_WINDOW
 
 Flag = Annotated[bool, Field(strict=True)]
+Window = Annotated[int, Field(strict=True, ge=LEAST_WINDOW, le=1 << 31)]
 
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """Shape of a head, and which of EAGLE-3.1's norms it has.
+    """Shape of a head, which of EAGLE-3.1's norms it has, and how far its layer looks back.
 
     Attributes:
         fc_norm: every tapped state has a norm of its own before they are fused.
         norm_before_fc: the tapped states side by side have one norm before they are fused; excludes `fc_norm`.
         norm_before_residual: the layer's residual stream begins with the normed feature, not with the feature itself.
         norm_output: a draft step feeds the next one with its output behind the final norm, not with that before it.
+        sliding_window: positions that a row attends, its own included, as vLLM counts them; None = all up to its own.
     """
 
     fc_norm: Flag = False
     norm_before_fc: Flag = False
     norm_before_residual: Flag = False
     norm_output: Flag = False
+    sliding_window: Window | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +119,7 @@ class Eagle3Head(DraftHead):
             if k == 1:
                 rows, layout = batch.later_rows, batch.later_layout
                 x, slots, positions = x[rows], slots[rows], positions[rows]
-            x, own = step(k, x, slots, positions, embedded, key, value, own, layout)
+            x, own = step(k, x, slots, positions, embedded, key, value, own, self._within_window(layout, k))
             outputs.append(x)
             asked.append(rows)
         # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
@@ -141,6 +145,13 @@ class Eagle3Head(DraftHead):
         elif not torch.is_autocast_enabled(tapped.device.type):
             tapped = tapped.float()
         return self.fc(tapped).float()
+
+    def _within_window(self, layout: Layout, k: int) -> Layout:
+        """`layout` at step k: its rows stand k positions behind their slots."""
+        window = self.config.sliding_window
+        if window is None or all(stop - start + k <= window for start, stop in layout.slots):
+            return layout
+        return replace(layout, window=window, ahead=k)
 
     def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""

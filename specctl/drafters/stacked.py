@@ -48,7 +48,7 @@ def _base(head: FeatureDrafter) -> Hashable:
 
 def _shape(head: FeatureDrafter) -> Hashable | None:
     """The shape of heads that can be stacked; None for one that cannot: its weights are packed, or adapted (LoRA)."""
-    sizes: list[Hashable] = [type(head), head.taps, tuple(head._inv_freq.tolist())]
+    sizes: list[Hashable] = [type(head), head.taps, head.window, tuple(head._inv_freq.tolist())]
     for name, part in sorted(vars(head).items()):
         if isinstance(part, Linear):
             if part.packed:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.families import DEFAULT, FAMILIES, listed
+from specctl.families import DEFAULT, FAMILIES, LEAST_WINDOW, listed
 from specctl.recipe.sections import (
     DataRecipe,
     Fraction,
@@ -42,6 +42,7 @@ class DrafterRecipe(Section):
     norm_before_fc: bool = False  # of all of them side by side, instead
     norm_before_residual: bool = False  # the layer's residual stream begins behind its norm
     norm_output: bool = False  # a draft step feeds the next one behind the final norm
+    sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # eagle3: tokens that a position looks back at
 
     @model_validator(mode="after")
     def _one_norm_before_fc(self) -> DrafterRecipe:
