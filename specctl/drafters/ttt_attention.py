@@ -153,7 +153,8 @@ def reference(
     outputs = []
     for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
         at = torch.tensor(layout.at[q0:q1], device=query.device)
-        visible = ~_hidden(at.unsqueeze(1), k1 - k0, layout.reach)
+        distance = at.unsqueeze(1) + layout.ahead - torch.arange(k1 - k0, device=query.device)
+        visible = (distance >= layout.ahead) & (distance < (layout.window or k1 + layout.ahead + 1))
         own = torch.eye(q1 - q0, dtype=torch.bool, device=query.device)
         keys = torch.cat((key[k0:k1], *(own[q0:q1] for own in own_keys))).transpose(0, 1)
         values = torch.cat((value[k0:k1], *(own[q0:q1] for own in own_values))).transpose(0, 1)

@@ -17,15 +17,6 @@ from specctl.recipe import DraftingRecipe
 
 STEPS = 4
 DEFAULT, CUSTOM = (2, 5, 7), (1, 4, 9)  # of the ten layers of the built-in target
-NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
-TRAINED = dict(norm_before_fc=True, norm_before_residual=True, norm_output=True, sliding_window=64)
-"""What `speculators` trains by default, with a window that the text is longer than."""
-VARIANTS = {
-    **{key: {key: True} for key in NORMS},
-    "window": {"sliding_window": 64},
-    "paper": {"fc_norm": True, "norm_output": True},
-    "speculators": TRAINED,
-}
 
 
 def shape(target, taps=DEFAULT, draft_vocab=None, kind=HeadConfig, **changes):

@@ -16,8 +16,9 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.formats import registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import ExportRecipe
+from tests.drafters.variants import NORMS, VARIANTS
 from tests.formats import consumers
-from tests.formats.conftest import CUSTOM, DEFAULT, NORMS, STEPS, VARIANTS
+from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
 
 
 def export(drafter, to, place, **options):

@@ -19,7 +19,8 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.formats import foreign, registry
 from specctl.formats.head import TargetFacts
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
-from tests.formats.conftest import CUSTOM, NORMS, STEPS, VARIANTS
+from tests.drafters.variants import NORMS, VARIANTS
+from tests.formats.conftest import CUSTOM, STEPS
 
 FORMATS = [
     *(("eagle3", to, "eagle3") for to in ("vllm", "sglang")),

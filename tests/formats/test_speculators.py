@@ -10,8 +10,9 @@ import torch
 from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
 from specctl.recipe import ExportRecipe
+from tests.drafters.variants import TRAINED, VARIANTS
 from tests.formats import consumers
-from tests.formats.conftest import CUSTOM, DEFAULT, STEPS, TRAINED, VARIANTS
+from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
 
 PYTHON = os.environ.get("SPECCTL_SPECULATORS_PYTHON")
 

@@ -33,7 +33,10 @@ SEEDS = [11, 12, 13]
 TAPS = (2, 5, 7)
 
 
-def random_eagle3(target, shape):
+EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "sliding_window": 64}
+
+
+def random_eagle3(target, shape, **options):
     torch.manual_seed(0)
     config = Eagle3Config(
         hidden_size=target.hidden_size,
@@ -47,6 +50,7 @@ def random_eagle3(target, shape):
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position_embeddings=2048,
+        **options,
     )
     head = Eagle3Head(config, 3 * torch.arange(500))
     return Eagle3Drafter(head, target, shape)
@@ -105,6 +109,8 @@ DRAFTERS = {
     "medusa": lambda target, texts: random_heads("medusa", target),
     "medusa tree": lambda target, texts: random_heads("medusa", target, width=3, nodes=20, children=3),
     "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
+    "eagle3.1 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0), **EAGLE31),
+    "eagle3.1 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0), **EAGLE31),
     "lm + lookup": lambda target, texts: hybrid(
         LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)), Lookup()
     ),
@@ -191,7 +197,8 @@ def assert_counts(one):
     assert one.accepted <= one.drafted
 
 
-EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "hydra", "eagle3 + suffix"]
+EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "hydra"]
+EXACTLY += ["eagle3 + suffix"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
