@@ -150,10 +150,17 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_window_that_texts_grow_out_of(tiny, on_device, shape):
-    """The counts say that drafts are the same; with the whole text in sight they are others."""
+    """The host's drafts and the device's lose the same tokens from sight: the counts would show it."""
     prompts = [[5 + i % 50 for i in range(size)] for size in (90, 55, 62)]
     how = dict(prompts=prompts, sampling=GREEDY, max_new_tokens=[16] * 3, seeds=[1, 2, 3])
-    window = eagle3(tiny, SHAPES[shape], **EAGLE31)
+    window, drafts = eagle3(tiny, SHAPES[shape], **EAGLE31), []
+    for drafter in (window, eagle3(tiny, SHAPES[shape], **EAGLE31 | {"sliding_window": None})):
+        drafts.append([])
+        decode(
+            tiny, drafter=drafter, **how,
+            on_round=lambda state, draft, verdict: drafts[-1].append(draft.tokens.tolist()),
+        )  # fmt: skip
+    assert drafts[0] != drafts[1], "negative control: nothing is out of sight"
     host = decode(tiny, drafter=window, **how)
     on_device()
     assert decode(tiny, drafter=window, **how) == host
