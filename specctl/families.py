@@ -45,6 +45,7 @@ class Family:
         objective: what the recipe's `auto` is.
         is_lm: a language model by itself: it also learns from any text, and writes whole steps of reasoning.
         adaptable: projections of its module that a LoRA adapter may update.
+        options: keys of the recipe's section `drafter` that no other family has.
         learning: None = it does not learn along a stream.
     """
 
@@ -58,6 +59,7 @@ class Family:
     objective: str = "soft_ce"
     is_lm: bool = False
     adaptable: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     learning: Learning | None = None
 
 
@@ -76,12 +78,14 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         unrolls=True,
         adaptable=("fc", *LAYER, "lm_head"),
+        options=("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "sliding_window"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "dflash": Family(
         "specctl.drafters.dflash",
         rates=ONE_LAYER,
         adaptable=("fc", *LAYER),
+        options=("block_size", "markov_rank"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5),
     ),
     "hydra": Family(
@@ -112,6 +116,7 @@ FAMILIES: dict[str, Family] = {
     "retrieval": Family("specctl.drafters.retrieval", trainee=None),
 }
 DEFAULT = "eagle3"
+LEAST_WINDOW = 64  # a head's sliding window: no draft is as deep, so only committed tokens ever leave it
 LM = "lm"  # that lookahead reasoning trains
 UNTRAINED = {"lookup": "specctl.drafters.lookup:drafter", "suffix": "specctl.drafters.suffix:drafter"}
 """Drafters that a name is enough for: function of a `DraftingRecipe` → drafter."""

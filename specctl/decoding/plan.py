@@ -71,6 +71,22 @@ class Plan:
         masks = [seen(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))]
         return [(end, _repeat(mask, groups), gap) for end, mask, gap in zip(ends, masks, gaps, strict=True)]
 
+    def within(self, window: int | None, dtype: torch.dtype) -> Plan:
+        """The same, where a row attends its own position and the window − 1 before it; None = all of them.
+
+        Slots of committed tokens only are hidden: rows behind those must lie within the window, whatever they are.
+        """
+        if window is None or self.span <= window:
+            return self
+        rows, device = self.positions.shape[1], self.positions.device
+        mask = self.mask
+        if mask is None:
+            empty = torch.zeros(1, 1, rows, self.span, dtype=dtype, device=device)
+            mask = _staircase(0, rows, device, dtype) if self.causal else empty
+        far = torch.arange(self.span, device=device) <= (self.positions - window).unsqueeze(-1)
+        # Not contiguous: a single row would be thought to need no mask.
+        return replace(self, mask=mask.masked_fill(far.unsqueeze(1), MINUS_INF), causal=False, contiguous=False)
+
     def without(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
         """The same, blind to slots that the sequences have `skipped`."""
         if not any(skipped):

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.decoding.models.layers import RMSNorms
 from specctl.decoding.target import Target
-from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature import FeatureDrafter
-from specctl.drafters.head import HeadConfig, head_config, restored
+from specctl.drafters.head import head_config, restored
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """Inference of an `Eagle3Head`."""
+    """Inference of an `Eagle3Head`. With `norm_output` the states that it keeps are behind the final norm."""
 
     def __init__(self, head: Eagle3Head, target: Target, shape: TreeShape):
         super().__init__(head, head.midlayer, target, shape)
+        self.norm_before_residual, self.norm_output = head.config.norm_before_residual, head.config.norm_output
+        self.window = head.config.sliding_window
+        self.tapped_norms = self._tapped_norms(head)
         self.fc = self.linear(head.fc)
         self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)
         self.head = self.linear(head.lm_head)
         # The first half of the layer's input depends on the token alone: tabulate it.
         self.token_input = self.rms_norm(head.midlayer.input_layernorm)(self.embedding.float())
 
+    def _tapped_norms(self, head: Eagle3Head) -> RMSNorms | None:
+        """None where the tapped states are fused as they are."""
+        weights = [norm.weight.detach().to(self.device) for norm in head.tapped_norms]
+        return RMSNorms(torch.stack(weights), head.config.rms_norm_eps, self.dtype) if weights else None
+
     def feature(self, tapped: Tensor) -> Tensor:
+        norms = self.tapped_norms
+        if norms is not None:
+            tapped = norms(tapped.float().unflatten(-1, norms.shape)).flatten(-2)
         return self.fc(tapped).float()
 
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        return features, torch.cat((F.embedding(tokens, self.token_input), self.hidden_norm(features)), -1)
+        normed = self.hidden_norm(features)
+        residual = normed.float() if self.norm_before_residual else features
+        return residual, torch.cat((F.embedding(tokens, self.token_input), normed), -1)
+
+    def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        x = super()._leave(residual, attended)
+        return self.norm(x).float() if self.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(hidden))
+        return self.head(hidden.to(self.dtype) if self.norm_output else self.norm(hidden))
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -46,7 +64,7 @@ def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
     """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(Eagle3Head, config, tensors)
+    return restored(Eagle3Head, config, tensors, Eagle3Config)
 
 
 def drafter(head: Eagle3Head, target: Target, drafting: DraftingRecipe) -> Eagle3Drafter:
@@ -72,11 +90,13 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
     return head
 
 
-def architecture(recipe: DrafterRecipe, target: Target) -> HeadConfig:
+def architecture(recipe: DrafterRecipe, target: Target) -> Eagle3Config:
     """Shaped by the recipe; what it leaves out follows the target's own layers."""
     vocabulary = recipe.vocab_size or min(32_000, target.vocab_size // 2)
     taps = tuple(recipe.taps or default_taps(target.num_layers))
-    return replace(head_config(recipe, target), taps=taps, draft_vocab_size=min(vocabulary, target.vocab_size))
+    layer = vars(head_config(recipe, target))
+    chosen = {"taps": taps, "draft_vocab_size": min(vocabulary, target.vocab_size)}
+    return Eagle3Config(**layer | chosen, **{key: getattr(recipe, key) for key in FAMILIES["eagle3"].options})
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

@@ -211,7 +211,8 @@ class FeatureDrafter(FeatureLayer):
                 own = pairs.unflatten(0, (-1, width)).transpose(1, 2)
                 keys.append(own[:, : self.kv_heads])
                 values.append(own[:, self.kv_heads :])
-            hidden = self._leave(residual, self._attend(query, keys, values, mask))
+            near = mask if self.window is None else _near(mask, (at + k).repeat(many, 1), end, self.window)
+            hidden = self._leave(residual, self._attend(query, keys, values, near))
             outputs.append(hidden.unflatten(0, (-1, width))[:, depths - 1 - k : width - k])
         logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(
             many, len(live), depths, width + 1 - depths, -1
@@ -255,6 +256,12 @@ def _mask(at: Tensor, span: int, depths: int, dtype: torch.dtype) -> Tensor:
     others = ~torch.eye(rows, dtype=torch.bool, device=at.device).repeat(1, depths - 1).expand(batch, -1, -1)
     mask = torch.cat((hidden, others), -1)[:, None]
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def _near(mask: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
+    """`mask` [B, 1, R, ·] where rows at `positions` [B, R] see no more than `window` positions of the cached slots."""
+    far = torch.arange(span, device=mask.device) <= (positions - window)[..., None]
+    return mask.masked_fill(F.pad(far, (0, mask.shape[-1] - span))[:, None], float("-inf"))
 
 
 class FeatureRounds:

@@ -180,7 +180,13 @@ class FeatureReader(HeadWeights, ABC):
 
 
 class FeatureLayer(FeatureReader):
-    """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it."""
+    """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it.
+
+    Attributes:
+        window: positions that a row attends, its own included; None = all up to its own. Nothing of the cache is freed.
+    """
+
+    window: int | None = None
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
         super().__init__(head, layer.config, layer.inv_freq, target)
@@ -223,7 +229,7 @@ class FeatureLayer(FeatureReader):
             rows = 1
             ends = [start + row for start, row in zip(plan.base, last, strict=True)]
             plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
-        plan = plan.without(cache.skipped, cache.store.dtype)
+        plan = plan.within(self.window, cache.store.dtype).without(cache.skipped, cache.store.dtype)
         return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
 
     def rows_at(
@@ -238,6 +244,7 @@ class FeatureLayer(FeatureReader):
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
         residual, pairs, query = self._project(tokens.flatten(), features, table)
         cache.write(0, pairs, plan)
+        plan = plan.within(self.window, cache.store.dtype)
         if last is not None and plan.mask is not None:
             kept = torch.arange(batch, device=last.device) * rows + last
             query, residual, rows = query[kept], residual[kept], 1

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm
+from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, RMSNorms
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState
@@ -48,14 +48,16 @@ def _base(head: FeatureDrafter) -> Hashable:
 
 def _shape(head: FeatureDrafter) -> Hashable | None:
     """The shape of heads that can be stacked; None for one that cannot: its weights are packed, or adapted (LoRA)."""
-    sizes: list[Hashable] = [type(head), head.taps, tuple(head._inv_freq.tolist())]
+    sizes: list[Hashable] = [type(head), head.taps, head.window, tuple(head._inv_freq.tolist())]
     for name, part in sorted(vars(head).items()):
         if isinstance(part, Linear):
             if part.packed:
                 return None
             sizes.append((name, part.weight.shape, part.bias is None))
         elif isinstance(part, RMSNorm):
-            sizes.append((name, float(part.floor)))
+            sizes.append((name, part.weight.shape, float(part.floor)))
+        elif isinstance(part, bool):
+            sizes.append((name, part))
         elif name in PRODUCTS:
             return None
     return tuple(sizes)
@@ -144,8 +146,9 @@ class _Norms:
     """N norms of one width, on rows as `_Products` has them."""
 
     def __init__(self, norms: list[RMSNorm]):
-        self.count, self.norm = len(norms), copy.copy(norms[0])
-        self.norm.scale = torch.stack([norm.scale for norm in norms])[:, None]
+        first = norms[0]
+        self.count, self.shape = len(norms), first.weight.shape
+        self.norm = RMSNorms(torch.stack([norm.weight for norm in norms])[:, None], first.eps, first.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.norm(x.unflatten(0, (self.count, -1))).flatten(0, 1)

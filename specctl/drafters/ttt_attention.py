@@ -3,8 +3,9 @@
 In the training-time test (`attention`) those are step-0 keys of the whole document, then one key of its own per later
 step. Where a block is drafted at once (`block_attention`), they are keys of the target's features, then of the block.
 
-A query row at slot s of its document attends step-0 slots 0 .. s and, at step k, its own rows of steps 1 .. k (EAGLE-3,
-Fig. 6). The two parts are computed apart and merged by their normalisers, so no later step widens the attention matrix:
+A query row at slot s of its document attends step-0 slots 0 .. s (with a window, the last of them) and, at step k, its
+own rows of steps 1 .. k (EAGLE-3, Fig. 6). The two parts are computed apart and merged by their normalisers, so no
+later step widens the attention matrix:
 
     out = (e^{lse₀} out₀ + Σ_j e^{s_j} v_j) / e^m,   m = log(e^{lse₀} + Σ_j e^{s_j})
 
@@ -42,12 +43,21 @@ class Layout:
         rows: of each document, its range among the N query rows.
         at: [N] slot of each query row within its document, ascending in every document.
         device: where the queries and keys are.
+        window: how many positions a row attends, its own included; None = all up to its own.
+        ahead: how far every row stands behind its slot in the text, which moves its window on.
     """
 
     slots: list[tuple[int, int]]
     rows: list[tuple[int, int]]
     at: list[int]
     device: torch.device | str = "cpu"
+    window: int | None = None
+    ahead: int = 0
+
+    @property
+    def reach(self) -> int | None:
+        """How far before its own slot the last slot lies that a row does not attend; None without a window."""
+        return None if self.window is None else self.window - self.ahead
 
     def blockwise(self, height: int) -> Layout:
         """The layout of blocks of `height` rows in the places of single ones: all of a block look at the same slots."""
@@ -88,7 +98,7 @@ class _Block:
     """
 
     def __init__(self, layout: Layout, part: list[tuple[int, int, int]], keep: bool):
-        self.count, device = len(part), layout.device
+        self.count, device, self._reach = len(part), layout.device, layout.reach
         slots = [layout.slots[document] for document, _, _ in part]
         _, first, last = part[-1]
         if last > first:  # where a long document is cut, half of its scores lie behind the diagonal
@@ -111,8 +121,14 @@ class _Block:
         return self._make_bias() if self._bias is None else self._bias
 
     def _make_bias(self) -> Tensor:
-        hidden = torch.arange(self.width, device=self.at.device) > self.at
+        hidden = _hidden(self.at, self.width, self._reach)
         return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def _hidden(at: Tensor, width: int, reach: int | None) -> Tensor:
+    """[…, width] bool: which of a document's first slots rows at slots `at` [..., 1] may not look at."""
+    slots = torch.arange(width, device=at.device)
+    return slots > at if reach is None else (slots > at) | (slots <= at - reach)
 
 
 def ranges(sizes: list[int]) -> list[tuple[int, int]]:
@@ -145,7 +161,8 @@ def reference(
     outputs = []
     for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
         at = torch.tensor(layout.at[q0:q1], device=query.device)
-        visible = torch.arange(k1 - k0, device=query.device) <= at.unsqueeze(1)
+        distance = at.unsqueeze(1) + layout.ahead - torch.arange(k1 - k0, device=query.device)
+        visible = (distance >= layout.ahead) & (distance < (layout.window or k1 + layout.ahead + 1))
         own = torch.eye(q1 - q0, dtype=torch.bool, device=query.device)
         keys = torch.cat((key[k0:k1], *(own[q0:q1] for own in own_keys))).transpose(0, 1)
         values = torch.cat((value[k0:k1], *(own[q0:q1] for own in own_values))).transpose(0, 1)

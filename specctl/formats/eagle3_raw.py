@@ -6,6 +6,9 @@ Tensors without a prefix: fc, midlayer.*, norm, lm_head, d2t (int64 [Vd], **offs
 Feature layers. hidden_states[k] is the output of layer k − 1. Without a key everybody taps [2], [n//2] and [n−3]. With
 one, vLLM reads the top-level `eagle_aux_hidden_state_layer_ids` as k, SGLang the one below `eagle_config` as k − 1;
 both collect in the order of the layers, whatever order the list has.
+
+EAGLE-3.1. The norms are flags beside the other keys, `norm_before_fc` may stand below `eagle_config`; their tensors are
+`fc_norm.{i}` and `input_norm`. vLLM has a window where `layer_types` says so, and counts the row itself.
 """
 
 from __future__ import annotations
@@ -18,12 +21,18 @@ import torch
 from torch import Tensor
 
 from specctl.errors import CheckpointError
+from specctl.families import LEAST_WINDOW
 from specctl.formats import engines, llama
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+WINDOW = "sliding_window"
+SLIDING = "sliding_attention"
+UNREAD = {"sglang": ("norm_before_residual", WINDOW), "eagle": (*NORMS, WINDOW)}
+"""Options of a head that a reader passes over in silence, to draft with what is another head then."""
 METHODS = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
 
@@ -36,14 +45,29 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
             hint="--to vllm or --to sglang can serve it",
         )
     check_taps(head, facts, count=3)
+    unread = [key for key in UNREAD.get(to, ()) if head.architecture.get(key)]
+    if unread:
+        reader = engines.VERSIONS.get(to, "the reference code")
+        raise CheckpointError(
+            f"the head has {' and '.join(unread)}, which {reader} does not read: it would draft with another head",
+            hint="--to vllm or --to speculators can serve it",
+        )
     config = {
         "architectures": [ARCHITECTURE],
         **llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype),
+        **dict.fromkeys((key for key in NORMS if head.architecture.get(key)), True),
+        **window_keys(head),
         "draft_vocab_size": head.architecture["draft_vocab_size"],
     }
     if taps != facts.default_taps:
         config |= {LAYERS: list(taps), "eagle_config": {LAYERS: [tap - 1 for tap in taps]}}
     return Files(config, without_mapping_of_all(head))
+
+
+def window_keys(head: Head) -> dict[str, Any]:
+    """The keys of a layer with a window: none for a head that looks back at everything."""
+    window = head.architecture.get(WINDOW)
+    return {WINDOW: window, "use_sliding_window": True, "layer_types": [SLIDING]} if window else {}
 
 
 def check_taps(head: Head, facts: TargetFacts, count: int | None = None) -> None:
@@ -82,7 +106,8 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     if not all(0 <= tap < facts.num_layers for tap in taps) or list(taps) != sorted(set(taps)):
         right = f"ascending layers, as indices of hidden_states in 0 … {facts.num_layers - 1} of target {facts.name}"
         raise found.refuse(LAYERS, list(taps), right)
-    shape = llama.read_config(found, config, facts)
+    options = _norms(found, config) | _window(found, config)
+    shape = llama.read_config(found, config, facts, own=(*NORMS, "use_aux_norm", WINDOW, "layer_types")) | options
     head_vocab = config["vocab_size"]
     notes = llama.check_vocabulary(found, head_vocab, facts)
     renamed = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in found.tensors.items()}
@@ -98,6 +123,8 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
         found,
         {
             "fc.weight": (size, width),
+            **({f"fc_norm.{i}.weight": (size,) for i in range(len(taps))} if options.get("fc_norm") else {}),
+            **({"input_norm.weight": (width,)} if options.get("norm_before_fc") else {}),
             **{f"midlayer.{name}": shape for name, shape in layer.items()},
             "norm.weight": (size,),
             "lm_head.weight": (rows, size),
@@ -117,6 +144,36 @@ def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=True)
     return engines.serving(to, METHODS[to], place, facts, tokens)
+
+
+def _norms(found: Foreign, config: Mapping[str, Any]) -> dict[str, bool]:
+    """The norms of EAGLE-3.1 that are set. SGLang's `use_aux_norm` is an older name of `fc_norm`."""
+    llama.check_types(found, config)
+    given = {key: config.get(key) for key in (*NORMS, "use_aux_norm")}
+    inner = config.get("eagle_config") or {}
+    if inner.get("norm_before_fc") is not None:
+        given["norm_before_fc"] = inner["norm_before_fc"]
+    for key, value in given.items():
+        if value is not None and not isinstance(value, bool):
+            raise found.refuse(key, value, "true or false")
+    given["fc_norm"] = given["fc_norm"] or given.pop("use_aux_norm")
+    if given["fc_norm"] and given["norm_before_fc"]:
+        raise found.refuse("fc_norm", True, "false where norm_before_fc is true: our head has one of the two")
+    return {key: True for key in NORMS if given[key]}
+
+
+def _window(found: Foreign, config: Mapping[str, Any]) -> dict[str, int]:
+    """The window of a layer, if it has one: engines go by `layer_types`."""
+    window, kinds = config.get(WINDOW), config.get("layer_types")
+    if kinds is None and window is not None:
+        raise found.refuse(WINDOW, window, f'None, or beside it layer_types ["{SLIDING}"]: engines go by that')
+    if kinds not in (None, [SLIDING], ["full_attention"]):
+        raise found.refuse("layer_types", kinds, f'["full_attention"] or ["{SLIDING}"]: our head has one layer')
+    if kinds != [SLIDING]:
+        return {}
+    if type(window) is not int or window < LEAST_WINDOW:
+        raise found.refuse(WINDOW, window, f"a number of tokens, {LEAST_WINDOW} at least")
+    return {WINDOW: window}
 
 
 def _taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:

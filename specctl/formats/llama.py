@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -37,14 +37,12 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_aux_norm": (False,),
     "norm_output": (False,),
     "sliding_window": (None,),
+    "layer_types": (None, ["full_attention"]),
     "quantization_config": (None,),
     "logit_scale": (1.0,),
     "partial_rotary_factor": (1.0,),
 }
 """Keys that change what a head computes, and the values under which it computes what ours does."""
-
-NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Flags of the norms that EAGLE-3.1 added, which `speculators` 0.9 trains by default (fc_norm aside)."""
 
 Positive = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 
@@ -97,8 +95,12 @@ def write_config(architecture: Mapping[str, Any], facts: TargetFacts, dtype: tor
     }
 
 
-def read_config(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) -> dict[str, Any]:
+def read_config(
+    found: Foreign, config: Mapping[str, Any], facts: TargetFacts, own: Collection[str] = ()
+) -> dict[str, Any]:
     """The fields of a one-layer head from the Llama keys in `config` (all or a part of `found.config`).
+
+    `own` are keys of `MUST_BE` that the family reads itself.
 
     Raises CheckpointError: a key is missing, of another type, does not fit the target, or asks for what our head does
     not compute.
@@ -106,11 +108,8 @@ def read_config(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) -
     check_types(found, config)
     for key, allowed in MUST_BE.items():
         value = config.get(key, allowed[0])
-        if value not in allowed and not (value is None and not allowed[0]):
-            right = f"our head has {key} {allowed[0]}: no exact conversion exists"
-            if key in NORMS:
-                right = f"False: the norms of EAGLE-3.1 ({', '.join(NORMS)}) are not supported yet"
-            raise found.refuse(key, value, right)
+        if key not in own and value not in allowed and not (value is None and not allowed[0]):
+            raise found.refuse(key, value, f"our head has {key} {allowed[0]}: no exact conversion exists")
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         if not isinstance(config.get(key), int):
             raise found.refuse(key, config.get(key), "a head's config.json has the keys of a Llama configuration")

@@ -1,6 +1,7 @@
 """The `speculators` format of EAGLE-3 heads (vllm-project/speculators): layers.0.*, the Llama keys apart from the rest.
 
 Its layer ids are indices of hidden_states, as vLLM's. Where `norm_before_residual` is missing, vLLM takes it for true.
+By default the package trains heads with three of EAGLE-3.1's norms (all but `fc_norm`) and a window of 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
@@ -21,6 +23,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     eagle3_raw.check_taps(head, facts)
     taps = list(head.architecture["taps"])
     layer = llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype)
+    layer |= eagle3_raw.window_keys(head)
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -37,7 +40,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": facts.name, "architectures": list(facts.architectures)},
         },
-        **dict.fromkeys(llama.NORMS, False),
+        **{key: head.architecture.get(key, False) for key in NORMS},
         "draft_vocab_size": head.architecture["draft_vocab_size"],
         "target_hidden_size": facts.hidden_size,
         eagle3_raw.LAYERS: taps,
@@ -59,17 +62,18 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     if config.get(TYPE) != "eagle3":
         raise found.refuse(TYPE, repr(config.get(TYPE)), "only eagle3 can be imported in this format")
     if "norm_before_residual" not in config:
-        right = "false, written out: vLLM takes a missing one for true, which our head does not compute"
+        right = "true or false, written out: vLLM takes a missing one for true, the package for false"
         raise found.refuse("norm_before_residual", "missing", right)
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise found.refuse("transformer_layer_config", layer, "a Llama configuration")
     verifier_copies = ("verifier_lm_head.weight", "verifier_norm.weight")
     kept = {name: tensor for name, tensor in found.tensors.items() if name not in verifier_copies}
-    flags = {name: config[name] for name in (*llama.NORMS, "target_hidden_size") if name in config}
+    # Flags among the layer's keys do not count: vLLM overwrites them, the package reads its own.
+    flags = {key: config.get(key) for key in (*NORMS, "use_aux_norm", "target_hidden_size")}
     llama.check_types(found, config)
     taps = tuple(config.get(eagle3_raw.LAYERS) or facts.default_taps)
-    return eagle3_raw.read_parts(found.renamed(kept), {**layer, **flags}, taps, facts)
+    return eagle3_raw.read_parts(found.renamed(kept), {**layer, **flags, "eagle_config": None}, taps, facts)
 
 
 def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.families import DEFAULT, FAMILIES, listed
+from specctl.families import DEFAULT, FAMILIES, LEAST_WINDOW, listed
 from specctl.recipe.sections import (
     DataRecipe,
     Fraction,
@@ -39,6 +39,18 @@ class DrafterRecipe(Section):
     markov_rank: NonNegativeInt | None = None  # dflash: of the head that ties a block's tokens; 0 = none, None = 32
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
+    # eagle3: the norms of EAGLE-3.1
+    fc_norm: bool = False  # of every tapped state, before they are fused
+    norm_before_fc: bool = False  # of all of them side by side, instead
+    norm_before_residual: bool = False  # the layer's residual stream begins behind its norm
+    norm_output: bool = False  # a draft step feeds the next one behind the final norm
+    sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # eagle3: tokens that a position looks back at
+
+    @model_validator(mode="after")
+    def _one_norm_before_fc(self) -> DrafterRecipe:
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other: both are the norm before fc")
+        return self
 
 
 class OptimizerRecipe(Section):
@@ -234,6 +246,11 @@ class TrainRecipe(WriterRecipe):
         if not FAMILIES[self.arch].is_lm and (self.corpus or self.pretrain != PretrainRecipe()):
             free = listed([name for name, family in FAMILIES.items() if family.is_lm])
             raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
+        for name, family in FAMILIES.items():
+            values = {key: getattr(self.drafter, key) for key in family.options}
+            others = [f"drafter.{key}" for key, value in values.items() if value is not None and value is not False]
+            if others and name != self.arch:
+                raise ValueError(f"{', '.join(others)}: an option of {name} heads, not of {self.arch}")
         if self.pretrain != PretrainRecipe() and self.init is not None:
             raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
         if self.lora.enabled and self.init is None:

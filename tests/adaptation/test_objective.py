@@ -12,19 +12,21 @@ from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
+from tests.drafters.variants import VARIANTS
 
 FAMILIES = ["eagle", "eagle3", "dflash", "hydra", "medusa", "lm"]
 SIZES = ((40, 12), (33, 20), (31, 3))
+EAGLE31 = {f"eagle3 as {name}": VARIANTS[name] for name in ("paper", "speculators")}
 
 
 class Lesson:
     """A head of a family, batches for it, and how it is run on one."""
 
-    def __init__(self, target, arch, **options):
+    def __init__(self, target, arch, drafter=None, **options):
         torch.manual_seed(1)
         sizes = {"vocab_size": 256} if arch in ("eagle3", "dflash", "hydra", "medusa") else {}
         sizes |= {"hidden_size": 48, "num_layers": 1} if arch == "lm" else {}
-        recipe = TrainRecipe(arch=arch, ttt_steps=2, drafter=DrafterRecipe(**sizes), **options)
+        recipe = TrainRecipe(arch=arch, ttt_steps=2, drafter=DrafterRecipe(**sizes, **drafter or {}), **options)
         family = pool.trainable(arch)
         self.head = family.build(recipe, target, lambda size: list(range(size)))
         family.prepare(self.head, recipe)
@@ -88,13 +90,14 @@ def test_distributions_that_are_made_once(target, arch):
     assert objective.gradient(w, silent, 0)[0] != prepared[0], "they are what is learnt from"
 
 
-@pytest.mark.parametrize("arch", [*FAMILIES, "eagle3 with checkpointed layers"])
+@pytest.mark.parametrize("arch", [*FAMILIES, "eagle3 with checkpointed layers", *EAGLE31])
 def test_learners_at_once_are_those_that_take_turns(target, arch):
     """Losses and gradients of three, with the dropout masks and noise that each would draw alone; and of the others
     where one is not finite."""
-    arch, *checkpointed = arch.split(maxsplit=1)
-    lesson = Lesson(target, arch, **{"dropout": 0.3} if arch == "hydra" else {})
-    lesson.head.gradient_checkpointing = bool(checkpointed)
+    drafter, checkpointed = EAGLE31.get(arch), "checkpointed" in arch
+    arch = arch.split()[0]
+    lesson = Lesson(target, arch, drafter, **{"dropout": 0.3} if arch == "hydra" else {})
+    lesson.head.gradient_checkpointing = checkpointed
     objective = Objective(lesson.head, lesson.run, seed=2)
     random = torch.Generator().manual_seed(2)
     start = objective.start()

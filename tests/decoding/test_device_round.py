@@ -24,8 +24,7 @@ from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import eagle, lm
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.head import HeadConfig
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -61,10 +60,14 @@ def decode(target, prompts=PROMPTS, **more):
     return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in loop.decode(target, prompts, **options)]
 
 
-def eagle3(target, shape):
+EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "sliding_window": 64}
+PAPER = {"fc_norm": True, "norm_output": True}
+
+
+def eagle3(target, shape, **options):
     """A random head."""
     torch.manual_seed(0)
-    config = HeadConfig(
+    config = Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=64,
         num_heads=4,
@@ -76,6 +79,7 @@ def eagle3(target, shape):
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position_embeddings=256,
+        **options,
     )
     return Eagle3Drafter(Eagle3Head(config, torch.tensor(WORDS)), target, shape)
 
@@ -100,6 +104,8 @@ def small_lm(target, proposal):
 MADE = {
     "plain": lambda target: None,
     **{f"eagle3 {name}": lambda target, shape=shape: eagle3(target, shape) for name, shape in SHAPES.items()},
+    "eagle3.1": lambda target: eagle3(target, SHAPES["tree"], **EAGLE31),
+    "eagle3.1 as in its paper": lambda target: eagle3(target, SHAPES["chain"], **PAPER),
     "eagle": lambda target: eagle1(target, SHAPES["tree"]),
     "lm": lambda target: small_lm(target, "deterministic"),
     "lm sampled": lambda target: small_lm(target, "sampled"),
@@ -140,6 +146,24 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
     host = decode(tiny, **how)
     on_device()
     assert decode(tiny, **how) == host
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_window_that_texts_grow_out_of(tiny, on_device, shape):
+    """The host's drafts and the device's lose the same tokens from sight: the counts would show it."""
+    prompts = [[5 + i % 50 for i in range(size)] for size in (90, 55, 62)]
+    how = dict(prompts=prompts, sampling=GREEDY, max_new_tokens=[16] * 3, seeds=[1, 2, 3])
+    window, drafts = eagle3(tiny, SHAPES[shape], **EAGLE31), []
+    for drafter in (window, eagle3(tiny, SHAPES[shape], **EAGLE31 | {"sliding_window": None})):
+        drafts.append([])
+        decode(
+            tiny, drafter=drafter, **how,
+            on_round=lambda state, draft, verdict: drafts[-1].append(draft.tokens.tolist()),
+        )  # fmt: skip
+    assert drafts[0] != drafts[1], "negative control: nothing is out of sight"
+    host = decode(tiny, drafter=window, **how)
+    on_device()
+    assert decode(tiny, drafter=window, **how) == host
 
 
 @pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "lm"])

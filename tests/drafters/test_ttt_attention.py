@@ -8,6 +8,9 @@ from specctl.drafters.ttt_attention import Layout, attention, reference
 
 LAYOUTS = {
     "last rows": Layout([(0, 7), (7, 12), (12, 31)], [(0, 3), (3, 8), (8, 9)], [4, 5, 6, 0, 1, 2, 3, 4, 18]),
+    "window": Layout(
+        [(0, 7), (7, 12), (12, 31)], [(0, 2), (2, 2), (2, 9)], [1, 6, 3, 5, 8, 9, 12, 13, 17], window=6, ahead=2
+    ),
     "some rows": Layout([(0, 7), (7, 12), (12, 31)], [(0, 2), (2, 2), (2, 9)], [1, 6, 3, 5, 8, 9, 12, 13, 17]),
 }
 

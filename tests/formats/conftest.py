@@ -9,7 +9,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.eagle_head import EagleHead
 from specctl.drafters.head import HeadConfig
 from specctl.drafters.lm import LM
@@ -19,8 +19,8 @@ STEPS = 4
 DEFAULT, CUSTOM = (2, 5, 7), (1, 4, 9)  # of the ten layers of the built-in target
 
 
-def shape(target, taps=DEFAULT, draft_vocab=None, **changes):
-    return HeadConfig(
+def shape(target, taps=DEFAULT, draft_vocab=None, kind=HeadConfig, **changes):
+    return kind(
         **{
             **dict(hidden_size=target.hidden_size, intermediate_size=160, num_heads=8, num_kv_heads=2, head_dim=16),
             **dict(vocab_size=target.vocab_size, draft_vocab_size=draft_vocab or target.vocab_size, taps=taps),
@@ -41,7 +41,7 @@ def randomised(module):
 def modules(target, family, **options):
     torch.manual_seed(3)
     if family == "eagle3":
-        config = shape(target, **options)
+        config = shape(target, kind=Eagle3Config, **options)
         ids = torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values
         return randomised(Eagle3Head(config, ids))
     if family == "eagle":
@@ -99,13 +99,14 @@ def model():
 
 @pytest.fixture(scope="session")
 def text(target, prompts):
-    """(ids, length of what is committed): a prompt and the target's own continuation of it."""
-    (decoded,) = decode(target, [prompts[0]], sampling=GREEDY, max_new_tokens=12, seeds=[0])
-    return prompts[0] + decoded.output_ids, len(prompts[0]) + 3
+    """(ids, length of what is committed): a prompt and the target's own continuation of it, longer than a window."""
+    prompt = [*prompts[1], *prompts[0], *prompts[1]]
+    (decoded,) = decode(target, [prompt], sampling=GREEDY, max_new_tokens=12, seeds=[0])
+    return prompt + decoded.output_ids, len(prompt) + 3
 
 
 @pytest.fixture(scope="session")
-def ours(target, prompts, text):
+def ours(target, text):
     """`ours(directory)` → logits [STEPS, V] of draft steps 1 … behind the committed text, by our own drafter."""
 
     @functools.cache
@@ -119,10 +120,8 @@ def ours(target, prompts, text):
                 found.append(drafter.score(state, [range(committed, committed + STEPS)], STEPS)[0])
 
         options = {"taps": drafter.taps} if drafter.taps else {}
-        decode(
-            target, [prompts[0]], sampling=GREEDY, max_new_tokens=len(ids) - len(prompts[0]), seeds=[0],
-            on_round=ask, **options,
-        )  # fmt: skip
+        prompt, fixed = ids[: committed - 3], dict(sampling=GREEDY, seeds=[0])
+        decode(target, [prompt], max_new_tokens=len(ids) - len(prompt), on_round=ask, **fixed, **options)
         (score,) = found
         # Row of depth d (position committed − 1 + d of the text) of the draft that began behind `committed` tokens.
         depths = range(STEPS) if score.logits.shape[0] > 1 else [0] * STEPS

@@ -26,6 +26,8 @@ class Layer:
         self.heads, self.kv = config["num_attention_heads"], config["num_key_value_heads"]
         self.dim, self.eps = config["head_dim"], config["rms_norm_eps"]
         self.inv_freq = config["rope_theta"] ** -(torch.arange(0, self.dim, 2).float() / self.dim)
+        sliding = config.get("layer_types") == ["sliding_attention"]  # vLLM's LlamaAttention goes by this key alone
+        self.window = config["sliding_window"] if sliding else None
         self.keys, self.values = torch.empty(0, self.kv, self.dim), torch.empty(0, self.kv, self.dim)
 
     def norm(self, x, weight):
@@ -37,7 +39,7 @@ class Layer:
         return x * angle.cos() + torch.cat((-high, low), -1) * angle.sin()
 
     def run(self, inputs, residual, positions):
-        """Returns the residual stream behind the layer; causal within the call, everything cached is visible."""
+        """Returns the residual stream behind the layer; causal within the call, of the cache a window is visible."""
         q, k, v = (inputs @ self.get(f"self_attn.{name}_proj").T for name in "qkv")
         q = self.rotate(q.view(len(q), self.heads, self.dim), positions)
         self.keys = torch.cat((self.keys, self.rotate(k.view(len(k), self.kv, self.dim), positions)))
@@ -45,7 +47,8 @@ class Layer:
         group = self.heads // self.kv
         keys, values = (t.repeat_interleave(group, 1) for t in (self.keys, self.values))
         scores = torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5
-        hidden = torch.arange(keys.shape[0])[None] > (keys.shape[0] - len(q) + torch.arange(len(q)))[:, None]
+        distance = (keys.shape[0] - len(q) + torch.arange(len(q)))[:, None] - torch.arange(keys.shape[0])[None]
+        hidden = (distance < 0) | (distance >= (self.window or len(keys)))
         attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
         x = residual + attended.flatten(1) @ self.get("self_attn.o_proj").T
         y = self.norm(x, self.get("post_attention_layernorm"))
@@ -76,24 +79,34 @@ def speculators_in_vllm(config):
     layer = dict(config["transformer_layer_config"])
     layer["draft_vocab_size"] = config["draft_vocab_size"]
     layer["norm_before_residual"] = config.get("norm_before_residual", True)
-    layer["norm_before_fc"] = config.get("norm_before_fc", False)
+    for key in ("norm_before_fc", "fc_norm", "norm_output"):
+        layer[key] = config.get(key, False)
     if config.get("eagle_aux_hidden_state_layer_ids"):
         layer["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
     return layer
 
 
 def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
+    """vLLM's llama_eagle3.py, and SGLang's, which knows neither `norm_before_residual` nor the keys of a window."""
     config, tensors = config_and_tensors(directory)
     if "speculators_model_type" in config:
         config = speculators_in_vllm(config)
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     assert config["num_hidden_layers"] == 1 and not config["tie_word_embeddings"]
-    assert not config.get("norm_before_fc") and "fc.bias" not in tensors
+    assert "fc.bias" not in tensors
+    if layers_of is sglang_layers:
+        config = {key: value for key, value in config.items() if key not in ("norm_before_residual", "layer_types")}
     hidden, embedding = states(model, committed)
     aux = layers_of(config, len(hidden) - 1)
     assert all(i < len(hidden) - 1 for i in aux), "no engine has a state behind the last layer"
     layer = Layer(config, tensors, "layers.0.")
-    x = torch.cat([hidden[i] for i in aux], -1) @ tensors["fc.weight"].T
+    aux = [hidden[i] for i in aux]
+    if config.get("fc_norm"):
+        aux = [layer.norm(state, tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(aux)]
+    x = torch.cat(aux, -1)
+    if (config.get("eagle_config") or {}).get("norm_before_fc", config.get("norm_before_fc")):
+        x = layer.norm(x, tensors["input_norm.weight"])
+    x = x @ tensors["fc.weight"].T
     tokens, positions = torch.tensor(committed[1:]), torch.arange(len(committed) - 1)
     rows = []
     for step in range(len(forced) + 1):
@@ -101,8 +114,9 @@ def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
         residual = normed if config.get("norm_before_residual", False) else x
         inputs = torch.cat((layer.norm(embedding[tokens], layer.get("input_layernorm")), normed), -1)
         x = layer.run(inputs, residual, positions)[-1:]
-        logits = (layer.norm(x, tensors["norm.weight"]) @ tensors["lm_head.weight"].T)[0]
-        rows.append(spread(logits, tensors.get("d2t"), config))
+        normed = layer.norm(x, tensors["norm.weight"])
+        rows.append(spread((normed @ tensors["lm_head.weight"].T)[0], tensors.get("d2t"), config))
+        x = normed if config.get("norm_output") else x
         if step < len(forced):
             tokens, positions = torch.tensor([forced[step]]), positions[-1:] + 1
     return torch.stack(rows)

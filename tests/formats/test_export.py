@@ -16,6 +16,7 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.formats import registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import ExportRecipe
+from tests.drafters.variants import NORMS, VARIANTS
 from tests.formats import consumers
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
 
@@ -46,6 +47,46 @@ def test_eagle3_as_an_engine_computes_it(make, ours, model, text, tmp_path, to, 
     assert result.max_difference < 1e-4
     names = load_file(tmp_path / "out/model.safetensors").keys()
     assert ({"d2t", "t2d"} <= names) == (draft_vocab is not None)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_eagle31_as_an_engine_computes_it(make, ours, model, text, tmp_path, to, variant):
+    """Every option by itself, the paper's pair, and what `speculators` trains; or it is refused by its name."""
+    options = {"taps": CUSTOM, "draft_vocab": 300}
+    drafter = make("eagle3", **options, **VARIANTS[variant])
+    unread = [key for key in ("norm_before_residual", "sliding_window") if key in VARIANTS[variant]]
+    if to == "sglang" and unread:
+        with pytest.raises(CheckpointError, match=f"has {' and '.join(unread)}, which SGLang 0.5.23 does not read"):
+            export(drafter, to, tmp_path / "out")
+        return
+    result = export(drafter, to, tmp_path / "out")
+    assert result.max_difference < 1e-4
+    layers = consumers.sglang_layers if to == "sglang" else consumers.vllm_layers
+    found = drafted(consumers.eagle3, tmp_path / "out", model, text, layers_of=layers)
+    assert_same(found, ours(drafter))
+    plain = ours(make("eagle3", **options))
+    assert (found - plain).nan_to_num().abs().amax(-1).max() > 0.01, "the option changes nothing"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_reference_code_knows_no_option(make, tmp_path, variant):
+    drafter = make("eagle3", draft_vocab=64, **VARIANTS[variant])
+    with pytest.raises(CheckpointError, match="which the reference code does not read") as error:
+        export(drafter, "eagle", tmp_path / "out")
+    assert all(key in error.value.message for key in VARIANTS[variant])
+    assert "--to vllm" in error.value.hint and not (tmp_path / "out").exists()
+
+
+def test_a_head_without_options_is_written_as_it_was(make, tmp_path):
+    """vLLM's configuration gets no key of EAGLE-3.1, speculators' says False to all of them."""
+    export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out")
+    keys = {*NORMS, "sliding_window", "use_sliding_window", "layer_types"}
+    assert not keys & json.loads((tmp_path / "out/config.json").read_text()).keys()
+    export(make("eagle3", draft_vocab=64), "speculators", tmp_path / "two")
+    found = json.loads((tmp_path / "two/config.json").read_text())
+    assert [found[key] for key in NORMS] == [False] * 4
+    assert not keys & found["transformer_layer_config"].keys()
 
 
 def test_the_comparison_sees_wrong_layers(make, ours, model, text, tmp_path):
@@ -224,10 +265,11 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("family", ["eagle3", "eagle", "lm", "medusa", "hydra"])
+@pytest.mark.parametrize("family", ["eagle3", "eagle3 paper", "eagle3 speculators", "eagle", "lm", "medusa", "hydra"])
 def test_the_check_sees_every_tensor(make, family):
     """Vacuous, if changing a weight went unnoticed. Later prefix positions and all steps are in the batch."""
-    options = {"draft_vocab": 64} if family == "eagle3" else {}
+    family, _, variant = family.partition(" ")
+    options = {"draft_vocab": 64, **VARIANTS.get(variant, {})} if family == "eagle3" else {}
     found = checkpoint.load(make(family, **options))
     head = Head(family, found.config["architecture"], found.tensors)
     assert roundtrip.difference(head, head, STEPS) == 0

@@ -19,6 +19,7 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.formats import foreign, registry
 from specctl.formats.head import TargetFacts
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
+from tests.drafters.variants import NORMS, VARIANTS
 from tests.formats.conftest import CUSTOM, STEPS
 
 FORMATS = [
@@ -201,9 +202,15 @@ BAD = {
     "two layers": (setting(num_hidden_layers=2), "num_hidden_layers is 2", "num_hidden_layers 1"),
     "tied": (setting(tie_word_embeddings=True), "tie_word_embeddings is True", "False"),
     "attention bias": (setting(attention_bias=True), "attention_bias is True", "False"),
-    "norm before residual": (setting(norm_before_residual=True), "norm_before_residual is True", "False"),
+    "norms of another type": (setting(norm_output="yes"), "norm_output is yes", "true or false"),
+    "norm without its tensors": (setting(fc_norm=True), "fc_norm.0.weight is missing", "[256]"),
+    "tensors without their norm": (with_tensor("input_norm.weight", 768), "input_norm.weight is a tensor", "no place"),
+    "two norms before fc": (setting(fc_norm=True, norm_before_fc=True), "fc_norm is True", "norm_before_fc"),
     "other activation": (setting(hidden_act="gelu"), "hidden_act is gelu", "silu"),
-    "sliding window": (setting(sliding_window=512), "sliding_window is 512", "None"),
+    "window without a layer": (setting(sliding_window=512), "sliding_window is 512", "layer_types"),
+    "layer without a window": (setting(layer_types=["sliding_attention"]), "sliding_window is None", "64"),
+    "short window": (setting(layer_types=["sliding_attention"], sliding_window=63), "sliding_window is 63", "64"),
+    "layer of another type": (setting(layer_types=["chunked_attention"]), "layer_types is", "full_attention"),
     "quantised": (setting(quantization_config={"bits": 4}), "quantization_config", "None"),
     "scaled RoPE": (setting(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "rope_scaling is", "default"),
     "old scaled RoPE": (setting(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling is", "default"),
@@ -275,12 +282,39 @@ def test_another_head_as_speculators_is_refused_by_key(head, target, tmp_path):
         import_head(head(), target, tmp_path / "drafter", format="speculators")
 
 
-@pytest.mark.parametrize("key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
-def test_the_norms_that_speculators_trains_by_default(head, target, tmp_path, key):
-    place = head(to="speculators", change=lambda config, tensors: config.update({key: True}))
-    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is True") as error:
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_eagle31_comes_back_as_it_went(head, make, target, tmp_path, to, variant):
+    """Among the variants is what `speculators` trains by default."""
+    options = {"draft_vocab": 300, "taps": CUSTOM, **VARIANTS[variant]}
+    import_head(head(to=to, **options), target, tmp_path / "drafter")
+    before, after = checkpoint.load(make("eagle3", **options)), checkpoint.load(tmp_path / "drafter")
+    assert before.tensors.keys() == after.tensors.keys()
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    kept = {key: after.config["architecture"].get(key) for key in (*NORMS, "sliding_window")}
+    assert {key: value for key, value in kept.items() if value is not None} == VARIANTS[variant]
+    pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
+
+
+def older_name(config, tensors):
+    config["use_aux_norm"] = config.pop("fc_norm")
+
+
+def nested(config, tensors):
+    config["eagle_config"]["norm_before_fc"] = config.pop("norm_before_fc")
+
+
+@pytest.mark.parametrize(("key", "change"), [("fc_norm", older_name), ("norm_before_fc", nested)])
+def test_other_spellings_of_norms(head, target, tmp_path, key, change):
+    """SGLang reads an older name of fc_norm, both engines norm_before_fc below eagle_config."""
+    import_head(head(change=change, **{key: True}), target, tmp_path / "drafter")
+    assert checkpoint.load(tmp_path / "drafter").config["architecture"][key] is True
+
+
+def test_an_eagle1_head_has_no_norms(head, target, tmp_path):
+    place = head("eagle", change=setting(norm_output=True))
+    with pytest.raises(CheckpointError, match=r"config\.json: norm_output is True"):
         import_head(place, target, tmp_path / "drafter")
-    assert "EAGLE-3.1" in error.value.hint and "not supported yet" in error.value.hint
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])

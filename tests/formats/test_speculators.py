@@ -10,6 +10,7 @@ import torch
 from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
 from specctl.recipe import ExportRecipe
+from tests.drafters.variants import TRAINED, VARIANTS
 from tests.formats import consumers
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
 
@@ -18,14 +19,22 @@ PYTHON = os.environ.get("SPECCTL_SPECULATORS_PYTHON")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="SPECCTL_SPECULATORS_PYTHON names no interpreter with `speculators` installed")
-@pytest.mark.parametrize("draft_vocab", [None, 700], ids=["full", "pruned"])
-@pytest.mark.parametrize("taps", [DEFAULT, CUSTOM], ids=["default", "custom"])
-def test_the_package_computes_what_the_drafter_computes_here(make, ours, model, text, tmp_path, taps, draft_vocab):
-    drafter, place = make("eagle3", taps=taps, draft_vocab=draft_vocab), tmp_path / "out"
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"taps": taps, "draft_vocab": size} for taps in (DEFAULT, CUSTOM) for size in (None, 700)),
+        *({"draft_vocab": 700, **norms} for name, norms in VARIANTS.items() if "sliding_window" not in norms),
+        {"draft_vocab": 700, **TRAINED, "sliding_window": 2048},
+    ],
+    ids=str,
+)
+def test_the_package_computes_what_the_drafter_computes_here(make, ours, model, text, tmp_path, options):
+    """Windows that the text is longer than are left out: later steps of the package's training see k tokens more."""
+    drafter, place = make("eagle3", **options), tmp_path / "out"
     exporting.export(ExportRecipe(drafter=drafter, to="speculators", output_dir=place))
     ids, committed = text
     hidden, embedding = consumers.states(model, ids)
-    features = torch.cat([hidden[i] for i in taps], -1)
+    features = torch.cat([hidden[i] for i in options.get("taps", DEFAULT)], -1)
     given = {"features": features, "tokens": torch.tensor(ids[1:]), "embedding": embedding}
     torch.save({**given, "steps": STEPS, "row": committed - 2}, tmp_path / "given.pt")
     script = Path(__file__).with_name("speculators_model.py")

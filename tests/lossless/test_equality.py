@@ -17,8 +17,7 @@ from specctl.drafters import eagle, pool
 from specctl.drafters.costs import ROWS, Costs
 from specctl.drafters.datastore import Datastore
 from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.head import HeadConfig
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.hybrid import Hybrid
 from specctl.drafters.lm_drafter import ChainShape, LMDrafter
 from specctl.drafters.lookup import Lookup
@@ -34,9 +33,12 @@ SEEDS = [11, 12, 13]
 TAPS = (2, 5, 7)
 
 
-def random_eagle3(target, shape):
+EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "sliding_window": 64}
+
+
+def random_eagle3(target, shape, **options):
     torch.manual_seed(0)
-    config = HeadConfig(
+    config = Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=64,
         num_heads=4,
@@ -48,6 +50,7 @@ def random_eagle3(target, shape):
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position_embeddings=2048,
+        **options,
     )
     head = Eagle3Head(config, 3 * torch.arange(500))
     return Eagle3Drafter(head, target, shape)
@@ -117,6 +120,8 @@ DRAFTERS = {
     "medusa": lambda target, texts: random_heads("medusa", target),
     "medusa tree": lambda target, texts: random_heads("medusa", target, width=3, nodes=20, children=3),
     "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
+    "eagle3.1 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0), **EAGLE31),
+    "eagle3.1 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0), **EAGLE31),
     "lm + lookup": lambda target, texts: hybrid(
         LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)), Lookup()
     ),
@@ -204,10 +209,8 @@ def assert_counts(one):
     assert one.accepted <= one.drafted
 
 
-EXACTLY = [
-    *("lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "dflash chain", "hydra"),
-    "eagle3 + suffix",
-]
+EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "dflash chain"]
+EXACTLY += ["hydra", "eagle3 + suffix"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -9,8 +9,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, MixtralConfig
 
 from specctl.decoding.models.loading import builtin_path, load_config
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.head import HeadConfig
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.recipe import Gpu, ResourceRecipe, TargetRecipe, TrainRecipe
 from specctl.training import engine, machine
 from specctl.training.estimate import Texts, estimate
@@ -44,7 +43,7 @@ def test_the_builtin_target_and_its_head_are_counted_exactly():
     found = estimate(TrainRecipe(), load_config("builtin"), CPU, TEXTS)
     with safe_open(builtin_path() / "model.safetensors", "pt") as file:
         assert found.target_parameters == sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    head = Eagle3Head(HeadConfig(256, 4096, 2048, (2, 5, 7), 704, 8, 4, 32, 1e-5, 1e4, 2048))
+    head = Eagle3Head(Eagle3Config(256, 4096, 2048, (2, 5, 7), 704, 8, 4, 32, 1e-5, 1e4, 2048))
     assert found.drafter_parameters == sum(p.numel() for p in head.parameters())
 
 

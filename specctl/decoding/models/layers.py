@@ -89,6 +89,17 @@ class RMSNorm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(self.dtype)
 
 
+class RMSNorms(RMSNorm):
+    """Several norms of one width: weights [..., H] that are spread over rows [..., H], one norm's beside another's."""
+
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
+        super().__init__(weight, eps, dtype)
+        self.shape = weight.shape
+
+    def fused(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape[-1:], None, self.eps).mul(self.weight).to(self.dtype)
+
+
 def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> Tensor:
     """Attention of q [B, T, Hq, D] over the first `plan.span` slots of a layer. Returns [B·T, Hq·D]."""
     batch, rows, heads, dim = q.shape

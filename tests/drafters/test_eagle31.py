@@ -1,0 +1,198 @@
+"""Heads with options of EAGLE-3.1: what trains is what drafts and what scores, and files say no more than they must."""
+
+import pytest
+import torch
+
+from specctl.decoding.loop import decode
+from specctl.decoding.models import layers
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.drafters import eagle3
+from specctl.drafters.eagle3 import Eagle3Drafter
+from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from specctl.drafters.mixture import Mixture
+from specctl.drafters.stacked import Stacked, teams
+from specctl.drafters.tree import TreeShape
+from specctl.errors import CheckpointError
+from specctl.recipe import DrafterRecipe, TrainRecipe
+from specctl.training.example import Example
+from specctl.training.features import FeatureStore, slot_batch
+from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
+from tests.drafters.test_eagle3_head import run
+from tests.drafters.test_stacked import disturbed
+from tests.drafters.variants import TRAINED, VARIANTS
+
+SHAPE = TreeShape(STEPS, 1, STEPS, 1, 0.0)
+
+
+def eagle31(target, seed=1, **options):
+    """A head whose norms are not 1."""
+    torch.manual_seed(seed)
+    config = eagle3.architecture(DrafterRecipe(vocab_size=512, **options), target)
+    head = Eagle3Head(config, torch.randperm(target.vocab_size)[:512].sort().values)
+    head.steps, head.decay = STEPS, 0.8
+    eagle3.initialise(head, target)
+    return disturbed(head)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def options(request):
+    return VARIANTS[request.param]
+
+
+@pytest.fixture(scope="module")
+def head(target, options):
+    return eagle31(target, **options)
+
+
+@pytest.fixture(scope="module")
+def long_prompt(prompts):
+    """Longer than a window of 64 tokens."""
+    return [*prompts[1], *prompts[0], *prompts[1]]
+
+
+@pytest.fixture(scope="module")
+def examples(target, prompts, long_prompt):
+    """Two documents, one of them longer than a window."""
+    texts = [decode(target, [p], sampling=GREEDY, max_new_tokens=7, seeds=[0])[0] for p in (prompts[0], long_prompt)]
+    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
+
+
+def test_every_step_of_training_equals_drafting(target, head, examples):
+    """Catches a norm that is forgotten on one side, and a window that is off by one, or that does not move on."""
+    seen = training_logits(head, target, examples)
+    drafter = Eagle3Drafter(head, target, SHAPE)
+    offset = 0
+    for example in examples:
+        for slot in range(example.response_length - 1):
+            committed = example.tokens[: example.prompt_length + slot + 1]
+            for step, logits in enumerate(forced(drafter, target, committed, example.tokens[len(committed) :])):
+                torch.testing.assert_close(logits, seen[step][offset + slot], atol=2e-4, rtol=1e-4)
+        offset += example.response_length - 1
+
+
+def test_every_option_changes_the_logits_of_training(target, options, examples):
+    """Negative control, at the last step of the longer document."""
+    (plain, with_options) = (training_logits(eagle31(target, **some), target, examples)[-1] for some in ({}, options))
+    row = max(plain)
+    assert (plain[row] - with_options[row]).abs().max() > 0.01
+
+
+def test_score_is_the_training_time_test(target, head, examples):
+    example = examples[1]
+    seen = training_logits(head, target, [example])
+    compared = 0
+    for score in scored(Eagle3Drafter(head, target, SHAPE), target, example, STEPS):
+        for k in range(STEPS):
+            for place, position in enumerate(score.positions):
+                row = position - 2 - k - (example.prompt_length - 1)
+                if row >= 0 and row in seen[k]:
+                    torch.testing.assert_close(score.logits[k, place], seen[k][row], atol=2e-4, rtol=1e-4)
+                    compared += 1
+    assert compared > 8
+
+
+@pytest.mark.parametrize("shape", [TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0)], ids=["comb", "wide"])
+def test_lossless_in_ragged_batches(target, head, prompts, long_prompt, shape):
+    """Some texts are longer than the window, and some grow beyond it."""
+    drafter, texts = Eagle3Drafter(head, target, shape), [long_prompt, prompts[1], prompts[0]]
+    fixed = dict(sampling=GREEDY, max_new_tokens=30)
+    plain = [decode(target, [text], seeds=[0], **fixed)[0].output_ids for text in texts]
+    assert plain == [one.output_ids for one in decode(target, texts, seeds=[0] * 3, drafter=drafter, **fixed)]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_mixture_of_one_is_the_head(target, head, long_prompt, width):
+    """Its states are those that the heads feed back, each behind its own norm."""
+    shape, fixed = TreeShape(4, width, 6, 2, 0.0), dict(sampling=GREEDY, max_new_tokens=12, seeds=[0])
+    found = []
+    for drafter in (Eagle3Drafter(head, target, shape), Mixture([Eagle3Drafter(head, target, shape)] * 1, [1.0])):
+        drafts = []
+        decode(
+            target, [long_prompt], drafter=drafter, **fixed,
+            on_round=lambda state, draft, verdict, drafts=drafts: drafts.append(draft.tokens.tolist()),
+        )  # fmt: skip
+        found.append(drafts)
+    assert found[0] and found[0] == found[1]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-4), ("bf16", 0.2)])
+@pytest.mark.parametrize("variant", ["norm_before_fc", "paper", "speculators"])
+def test_stacked_is_one_by_one(target, long_prompt, monkeypatch, variant, dtype, tolerance):
+    """Also at the norms before fc, which are several of several heads."""
+    monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+    target = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype=dtype)
+    heads = [eagle31(target, seed, **VARIANTS[variant]) for seed in range(3)]
+    apart = [Eagle3Drafter(head, target, SHAPE) for head in heads]
+    stacked = Stacked([Eagle3Drafter(head, target, SHAPE) for head in heads])
+    compared = []
+
+    def ask(state, draft, verdict):
+        spans = [range(len(state.rows[0].ids) - 5, len(state.rows[0].ids))]
+        for head, found in zip(apart, stacked.score(state, spans, 3), strict=True):
+            (one,) = head.score(state, spans, 3)
+            torch.testing.assert_close(found[0].logits, one.logits, atol=tolerance, rtol=tolerance)
+            compared.append(one.logits)
+
+    decode(target, [long_prompt], sampling=GREEDY, max_new_tokens=3, seeds=[0], taps=apart[0].taps, on_round=ask)
+    assert len(compared) >= 3 and (compared[0] - compared[1]).abs().max() > 10 * tolerance
+
+
+def test_heads_with_other_options_are_not_stacked(target):
+    """Tensors of one shape do not make one arithmetic."""
+    some = [{}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}, {"norm_before_fc": True}]
+    some += [{"sliding_window": 64}, {"sliding_window": 65}]
+    pool = [Eagle3Drafter(eagle31(target, **options), target, SHAPE) for options in some for _ in range(2)]
+    for drafter in pool:
+        drafter.device = torch.device("cuda")
+    assert teams(pool) == [[place, place + 1] for place in range(0, len(pool), 2)]
+
+
+@pytest.mark.parametrize("variant", ["paper", "speculators"])
+def test_checkpointed_layers_learn_the_same(target, examples, variant):
+    head = eagle31(target, **VARIANTS[variant])
+    batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), STEPS, head.t2d)
+    inputs = batch, target.model.embedding, target.head_weight[head.draft_ids]
+    (losses, gradients, _), (theirs, expected, _) = (run(head, inputs, on) for on in (True, False))
+    assert losses[0] == theirs[0]
+    for name, gradient in gradients.items():
+        assert gradient.any(), name
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_config_says_only_what_is_set(target, head, options):
+    shape = eagle3.config(head, target.identity)
+    assert {key: value for key, value in shape["architecture"].items() if key in TRAINED | {"fc_norm": 0}} == options
+    assert eagle3.restore(shape, head.state_dict()).config == head.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
+        ({"norm_output": 1}, "architecture.norm_output"),
+        ({"sliding_window": 63}, "architecture.sliding_window"),
+        ({"norm_input": True}, "architecture.norm_input"),
+        ({"fc_norm": True}, "fc_norm.0.weight: is missing"),
+    ],
+)
+def test_a_config_that_fits_no_head_is_refused(target, changes, says):
+    head = eagle31(target)
+    shape = eagle3.config(head, target.identity)
+    with pytest.raises(CheckpointError, match=says):
+        eagle3.restore({**shape, "architecture": shape["architecture"] | changes}, head.state_dict())
+    assert isinstance(eagle3.restore(shape, head.state_dict()).config, Eagle3Config)
+
+
+@pytest.mark.parametrize("arch", ["eagle", "hydra", "medusa", "lm"])
+@pytest.mark.parametrize("key", ["fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "sliding_window"])
+def test_other_families_refuse_the_keys(arch, key):
+    value = 64 if key == "sliding_window" else True
+    with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of eagle3 heads, not of {arch}"):
+        TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
+    assert getattr(TrainRecipe(drafter=DrafterRecipe(**{key: value})).drafter, key) == value
+
+
+def test_one_norm_before_fc_is_enough():
+    with pytest.raises(ValueError, match="exclude each other"):
+        DrafterRecipe(fc_norm=True, norm_before_fc=True)
