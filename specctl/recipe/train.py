@@ -40,10 +40,10 @@ class DrafterRecipe(Section):
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
     # eagle3: the norms of EAGLE-3.1
-    fc_norm: bool = False  # of every tapped state, before they are fused
+    fc_norm: bool | None = None  # of every tapped state, before they are fused; None = unless norm_before_fc
     norm_before_fc: bool = False  # of all of them side by side, instead
     norm_before_residual: bool = False  # the layer's residual stream begins behind its norm
-    norm_output: bool = False  # a draft step feeds the next one behind the final norm
+    norm_output: bool | None = None  # a draft step feeds the next one behind the final norm; None = yes
     sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # eagle3: tokens that a position looks back at
 
     @model_validator(mode="after")

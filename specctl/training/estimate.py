@@ -143,7 +143,7 @@ class PlannedTraining:
         device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
         self.target = cast(Target, replace(outline, device=device))
         self.batch_tokens = batch_tokens(recipe, self.target)
-        self.depth = passes(recipe, self.target)
+        self.depth = passes(self.drafter, recipe, self.target)
         self.features = texts.tokens * feature_bytes(self.drafter, outline, texts)
         self.mode: str = recipe.features.mode
         if self.mode == "auto":

@@ -32,11 +32,13 @@ def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_fl
     flops = 6.0 * matrix_parameters(drafter)
     if not reads_features(drafter):
         return Work(flops + target_flops, 0.0)
-    return Work(KEYS * flops + target_flops, flops * (passes(recipe, target) - KEYS))
+    return Work(KEYS * flops + target_flops, flops * (passes(drafter, recipe, target) - KEYS))
 
 
-def passes(recipe: TrainRecipe, target: Target) -> float:
-    """Forwards of the drafter's layer for every response position: the training-time test, where there is one."""
+def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
+    """Rows of the drafter's layers for every response position: of the training-time test, or of blocks."""
+    if block := getattr(getattr(drafter, "config", None), "block_size", 0):
+        return block / ttt_stride(recipe, target)
     again = recipe.ttt_steps - 1 if FAMILIES[recipe.arch].unrolls else 0
     return 1 + again / ttt_stride(recipe, target)
 
@@ -48,4 +50,7 @@ def reads_features(drafter: nn.Module) -> bool:
 
 def matrix_parameters(drafter: nn.Module) -> int:
     """Parameters that every position is multiplied with."""
-    return sum(p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and "embed_tokens" not in name)
+    tables = ("embed_tokens", "markov_w1")
+    return sum(
+        p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and not any(t in name for t in tables)
+    )

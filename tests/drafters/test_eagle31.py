@@ -20,7 +20,7 @@ from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
 from tests.drafters.test_eagle3_head import run
 from tests.drafters.test_stacked import disturbed
-from tests.drafters.variants import TRAINED, VARIANTS
+from tests.drafters.variants import NORMS, TRAINED, VARIANTS
 
 SHAPE = TreeShape(STEPS, 1, STEPS, 1, 0.0)
 
@@ -28,7 +28,7 @@ SHAPE = TreeShape(STEPS, 1, STEPS, 1, 0.0)
 def eagle31(target, seed=1, **options):
     """A head whose norms are not 1."""
     torch.manual_seed(seed)
-    config = eagle3.architecture(DrafterRecipe(vocab_size=512, **options), target)
+    config = eagle3.architecture(DrafterRecipe(vocab_size=512, **dict.fromkeys(NORMS, False) | options), target)
     head = Eagle3Head(config, torch.randperm(target.vocab_size)[:512].sort().values)
     head.steps, head.decay = STEPS, 0.8
     eagle3.initialise(head, target)
@@ -191,6 +191,19 @@ def test_other_families_refuse_the_keys(arch, key):
     with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of eagle3 heads, not of {arch}"):
         TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
     assert getattr(TrainRecipe(drafter=DrafterRecipe(**{key: value})).drafter, key) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "fc_norm", "norm_output"),
+    [
+        ({}, True, True),
+        ({"norm_before_fc": True}, False, True),
+        ({"fc_norm": False, "norm_output": False}, False, False),
+    ],
+)
+def test_new_heads_have_the_norms_that_both_engines_read(target, given, fc_norm, norm_output):
+    config = eagle3.architecture(DrafterRecipe(**given), target)
+    assert (config.fc_norm, config.norm_output, config.norm_before_residual) == (fc_norm, norm_output, False)
 
 
 def test_one_norm_before_fc_is_enough():
