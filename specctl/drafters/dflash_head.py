@@ -1,4 +1,5 @@
-"""Block-parallel heads as trainable modules: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark (arXiv 2607.05147).
+"""Block-parallel heads as trainable modules: DFlash (Chen et al. 2026, arXiv 2602.06036) and
+DSpark (Cheng et al. 2026, arXiv 2607.05147).
 
 A block begins at an anchor, the last committed token x_p, and goes on with masks. Decoder layers run once over all of
 it: their queries are those of the block, their keys and values those of the target's features before the anchor and of
