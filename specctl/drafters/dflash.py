@@ -189,8 +189,7 @@ class BlockDrafter(FeatureReader):
         return growing, logits
 
     def _transitions(self, state: DecodeState, logits: Tensor, children: int) -> tuple[list[Any], list[Any], list[Any]]:
-        """What each token of a level makes of the next one, for the C likeliest candidates of every level, of which the
-        Markov head changes the order.
+        """Transitions from the C likeliest tokens of each level to those of the next, which the Markov head reorders.
 
         Returns, by sequence and level, as lists: the candidates [C] as draft tokens; and behind each candidate of the
         level before (behind the anchor, at the first) the log probabilities of the likeliest and their places [C][c].
@@ -244,7 +243,7 @@ class BlockDrafter(FeatureReader):
         return self._logits(x.unflatten(0, (batch, size))[:, first : first + depth])
 
     def _entered(self, anchors: Tensor) -> Tensor:
-        """What the layers read [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
+        """The layers' input [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
         x = self.mask.expand(len(anchors), self.config.block_size, -1).clone()
         x[:, 0] = F.embedding(anchors, self.embedding)
         return x.flatten(0, 1)
