@@ -40,8 +40,8 @@ class DrafterRecipe(Section):
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
     # eagle3: the norms of EAGLE-3.1
-    fc_norm: bool = False  # of every tapped state, before they are fused
-    norm_before_fc: bool | None = None  # of all of them side by side, instead; None = unless fc_norm
+    fc_norm: bool | None = None  # of every tapped state, before they are fused; None = unless norm_before_fc
+    norm_before_fc: bool = False  # of all of them side by side, instead
     norm_before_residual: bool = False  # the layer's residual stream begins behind its norm
     norm_output: bool | None = None  # a draft step feeds the next one behind the final norm; None = yes
     sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # eagle3: tokens that a position looks back at
