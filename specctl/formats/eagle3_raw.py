@@ -50,7 +50,8 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         reader = engines.VERSIONS.get(to, "the reference code")
         raise CheckpointError(
             f"the head has {' and '.join(unread)}, which {reader} does not read: it would draft with another head",
-            hint="--to vllm or --to speculators can serve it",
+            hint="--to vllm or --to speculators can serve it; else train with "
+            + " ".join(f"drafter.{key}={'null' if key == WINDOW else 'false'}" for key in unread),
         )
     config = {
         "architectures": [ARCHITECTURE],

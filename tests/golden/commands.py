@@ -43,6 +43,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "distill, another domain": ("distill", "--domain", "math", "--limit", 6, *SHORT),
     "train-drafter": (
         *("train-drafter", "--domain", "sql", "max_steps=2", "eval.every=1", "checkpoint.every=1"),
+        *("drafter.fc_norm=false", "drafter.norm_output=false"),  # for the repository of EAGLE-3
         *TRAINING,
     ),
     "train-drafter, features on disk": (
