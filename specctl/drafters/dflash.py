@@ -207,7 +207,7 @@ class BlockDrafter(FeatureReader):
         return self._logits(x.unflatten(0, (batch, size))[:, first : first + depth])
 
     def _entered(self, anchors: Tensor) -> Tensor:
-        """What the layers read [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
+        """The layers' input [n·S, H], blocks that begin with the tokens `anchors` [n]."""
         x = self.mask.expand(len(anchors), self.config.block_size, -1).clone()
         x[:, 0] = F.embedding(anchors, self.embedding)
         return x.flatten(0, 1)
