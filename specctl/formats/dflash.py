@@ -64,6 +64,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "selector_rank": (None, 0),
     "output_multiplier": (None, 1.0),
     "final_logit_softcapping": (None, 0),
+    "noise_embed_scale": (None, 1.0),
 }
 """Keys beside those of Llama that change what a head computes, and their values where it computes what ours does."""
 
