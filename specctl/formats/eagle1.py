@@ -48,7 +48,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("eagle", shape | whole, tensors, tuple(notes))
 
 
-def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """The command line of an engine, or the line of Python of the repository."""
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=False)

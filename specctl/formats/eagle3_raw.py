@@ -114,7 +114,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     renamed = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in found.tensors.items()}
     found = llama.without_copies(found.renamed(renamed), facts, {"embed_tokens.weight": facts.embedding})
     rows = llama.rows(found, "lm_head.weight") or 0
-    ids, more = _draft_ids(found, rows, head_vocab)
+    ids, more = draft_ids(found, rows, head_vocab)
     kept = ids < facts.vocab_size  # rows beyond it are padding, which is never drafted
     mapping = ("d2t", "t2d")
     found = found.renamed({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
@@ -140,7 +140,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     return Head("eagle3", architecture, tensors, (*notes, *more))
 
 
-def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """The command line of an engine, or the line of Python of the repository."""
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=True)
@@ -191,7 +191,7 @@ def _taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:
     return tuple(outer) if outer else shifted or facts.default_taps
 
 
-def _draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list[str]]:
+def draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list[str]]:
     """[Vd] target id of every draft token, and notes about how it was found."""
     said = found.config.get("draft_vocab_size") or rows
     if rows and said != rows:

@@ -52,21 +52,43 @@ _SGLANG_EAGLE3 = _names("""
 """)
 
 
+# Those with `set_dflash_layers_to_capture`; for DSpark some have a hook of its own besides.
+_SGLANG_DFLASH = _names("""
+    BeamForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM Gemma4ForCausalLM
+    Gemma4ForConditionalGeneration Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM
+    IQuestCoderForCausalLM InklingForConditionalGeneration InternLM3ForCausalLM KimiK25ForConditionalGeneration
+    KimiK3ForConditionalGeneration KimiK3LinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Llama4ForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM
+    MiniMaxM3SparseForConditionalGeneration Ministral3ForCausalLM MistralForCausalLM NanbeigeForCausalLM
+    NemotronHForCausalLM Phi3ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5MoeForCausalLM TeleFLMForCausalLM
+""")
+_SGLANG_DSPARK = _SGLANG_DFLASH | _names("BailingMoeV3ForCausalLM DeepseekV4ForCausalLM KimiLinearForCausalLM")
+_WITHOUT = {
+    ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
+    ("vllm", "dflash"): lambda name: name in _VLLM_WITHOUT_EAGLE3,  # they ask for the same interface
+    ("vllm", "dspark"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
+    ("sglang", "EAGLE3"): lambda name: name not in _SGLANG_EAGLE3,
+    ("sglang", "EAGLE"): lambda name: name not in _SGLANG_EAGLE,
+    ("sglang", "DFLASH"): lambda name: name not in _SGLANG_DFLASH,
+    ("sglang", "DSPARK"): lambda name: name not in _SGLANG_DSPARK,
+}
+"""Engine and its name of a method → whether it refuses a target of this architecture."""
+_HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
+V2_RUNNER = "vLLM 0.32 drafts with DSpark heads in its V2 model runner alone, which VLLM_USE_V2_MODEL_RUNNER=1 asks for"
+
+
 def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
     """Why an engine does not draft for this target by what it calls `method`; None where it does, or where the target
     does not name its architecture."""
-    refused = {
-        ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
-        ("sglang", "EAGLE3"): lambda name: name not in _SGLANG_EAGLE3,
-        ("sglang", "EAGLE"): lambda name: name not in _SGLANG_EAGLE,
-    }.get((engine, method), lambda name: False)
+    refused = _WITHOUT.get((engine, method), lambda name: False)
     wrong = [name for name in facts.architectures if refused(name)]
     if not wrong:
         return None
-    what = "EAGLE-3" if method.lower() == "eagle3" else "EAGLE"
     return (
-        f"{VERSIONS[engine]} does not serve {what} heads for {', '.join(wrong)} ({facts.text_config.model_type}): its "
-        f"class for it lacks the interface. The files are what a version with it would read"
+        f"{VERSIONS[engine]} does not serve {_HEADS[method.lower()]} heads for {', '.join(wrong)} "
+        f"({facts.text_config.model_type}): its class for it lacks the interface. The files are what a version with it "
+        f"would read"
     )
 
 
@@ -79,12 +101,20 @@ def serving(engine: str, method: str, place: Path, facts: TargetFacts, tokens: i
     revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
     if engine == "vllm":
         spec = json.dumps({"method": method, "model": str(place), "num_speculative_tokens": tokens})
-        return Serving([f"vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"])
+        runner, notes = ("VLLM_USE_V2_MODEL_RUNNER=1 ", [V2_RUNNER]) if method == "dspark" else ("", [])
+        return Serving([f"{runner}vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"], notes)
+    # DFlash's block has the anchor in it, DSpark's none that does not draft.
+    length = {
+        "DFLASH": f"--speculative-dflash-block-size {tokens + 1}",
+        "DSPARK": f"--speculative-dspark-block-size {tokens}",
+    }.get(
+        method,
+        f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}",
+    )
     return Serving(
         [
             f"python -m sglang.launch_server --model-path {target}{revision} --speculative-algorithm {method} "
-            f"--speculative-draft-model-path {head} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {tokens + 1}"
+            f"--speculative-draft-model-path {head} {length}"
         ]
     )
 

@@ -85,15 +85,22 @@ def _tensors(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} is not a safetensors file: {error}", hint="download it again") from error
+    found = unpickled(file)
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise CheckpointError(f"{file} does not hold named tensors", hint="it has to be a state dict")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def unpickled(file: Path) -> Any:
+    """The tensors and plain values of a pickle. CheckpointError where it holds more, or is no file."""
+    if not file.is_file():  # a pipe would keep whoever opens it waiting
+        raise CheckpointError(f"{file} is no regular file", hint="a head is config.json and weights")
     try:
         with warnings.catch_warnings():  # about what is wrong with it, which the error says
             warnings.simplefilter("ignore")
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can ask its reader for anything, and is refused it by many errors
         raise CheckpointError(
             f"{file} is damaged, or holds more than tensors, which could run code: it was not loaded",
             hint="ask its authors for safetensors",
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-        raise CheckpointError(f"{file} does not hold named tensors", hint="it has to be a state dict")
-    return {str(name): tensor for name, tensor in found.items()}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from safetensors import safe_open
 from torch import Tensor
 
 from specctl.decoding.models.loading import builtin_path, load_config
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
+
+EMBEDDING = "embed_tokens.weight"
+"""The end of its name in a target's files."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +31,24 @@ class Head:
     tensors: dict[str, Tensor]
     notes: tuple[str, ...] = ()
 
+    def drafted(self, wanted: int) -> int:
+        """Tokens that it drafts a round where `wanted` are asked for: one a head, no more; a block always whole."""
+        shape = self.architecture
+        if "block_size" in shape:
+            return int(shape["block_size"]) - (not shape["sample_from_anchor"])
+        return min(wanted, int(shape.get("draft_heads", wanted)))
+
 
 @dataclass(frozen=True)
 class Files:
-    """A directory to be written: config.json, one file of weights, and the target's tokenizer where it needs one."""
+    """A directory to be written: config.json, one file of weights, the target's tokenizer where it needs one, and what
+    engines look for in further files, by their names."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights: str = "model.safetensors"
     tokenizer: bool = False
+    pickles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,6 +129,29 @@ class TargetFacts:
             vocab_size=identity["vocab_size"],
             context_length=int(getattr(text, "max_position_embeddings", 0) or 0),
             text_config=text,
+        )
+
+    def token_embedding(self) -> Tensor:
+        """[V, H] the target's, from its files where it is not loaded. CheckpointError where these do not have it."""
+        if self.embedding is not None:
+            return self.embedding
+        from transformers.utils import cached_file
+
+        def place(name: str) -> str | None:
+            options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": self.revision}
+            return cached_file(self.name, name, **options)
+
+        index = place("model.safetensors.index.json")
+        parts = json.loads(Path(index).read_bytes())["weight_map"] if index else {}
+        one = next((part for name, part in parts.items() if name.endswith(EMBEDDING)), "model.safetensors")
+        if (file := place(one)) is not None:
+            with safe_open(file, framework="pt") as weights:
+                names = [name for name in weights.keys() if name.endswith(EMBEDDING)]  # noqa: SIM118  # no dictionary
+                if names:
+                    return cast(Tensor, weights.get_tensor(names[0]))
+        raise CheckpointError(
+            f"target {self.name} has no {EMBEDDING} in safetensors, of which the head's files need a copy",
+            hint="name a copy of the target that has: --target",
         )
 
     @property

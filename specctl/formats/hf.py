@@ -48,7 +48,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("lm", stored(config), tensors)
 
 
-def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """The command line of an engine; of `hf`, those of both which read it. They draft so for every target."""
     found = [engines.serving(name, METHODS[name], place, facts, tokens) for name in (METHODS if to == "hf" else [to])]
     return Serving([line for one in found for line in one.commands])

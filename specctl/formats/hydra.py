@@ -86,7 +86,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("hydra", head_lists.shape(facts, heads, layers) | prefix, fitted, tuple(notes))
 
 
-def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """The line of Python of the repository, which alone reads them."""
     line = f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"
     return Serving([line], [head_lists.NOT_SERVED])

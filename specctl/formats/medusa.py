@@ -95,7 +95,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("medusa", head_lists.shape(facts, heads, 1), fitted, tuple(notes))
 
 
-def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """vLLM's command line, or the line of Python of the repository; and who still serves them."""
     if to == "vllm":
         return Serving(engines.serving("vllm", "medusa", place, facts, tokens).commands, [UNTIL_VLLM_33])

@@ -47,13 +47,14 @@ class FormatModule(Protocol):
         """The files of a head for the reader `to`, drafting `tokens` a round. CheckpointError: it could not feed it."""
         ...
 
-    def serving(self, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
-        """How the directory at `place` is put to use: no command, and the reason, where `to` refuses it."""
+    def serving(self, head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+        """How the directory of a head at `place` is put to use: no command, and the reason, where `to` refuses it."""
         ...
 
 
 FORMATS: dict[str, Format] = {
-    "speculators": Format("specctl.formats.speculators", ("eagle3",), ("speculators",)),
+    "speculators": Format("specctl.formats.speculators", ("eagle3", "dflash"), ("speculators",)),
+    "dflash": Format("specctl.formats.dflash", ("dflash",), ("vllm", "sglang")),
     "hydra": Format("specctl.formats.hydra", ("hydra",), ("hydra",)),
     "medusa": Format("specctl.formats.medusa", ("medusa",), ("vllm", "medusa")),
     "eagle3": Format("specctl.formats.eagle3_raw", ("eagle3",), ("vllm", "sglang", "eagle")),

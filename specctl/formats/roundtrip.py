@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ def _run(head: Head, module: Any, steps: int) -> tuple[Tensor, ...]:
     random = torch.Generator().manual_seed(0)
     vocab, size = head.architecture["vocab_size"], head.architecture["hidden_size"]
     known = min(vocab, KNOWN)
+    if "mask_token_id" in head.architecture:  # the one token beside those of the document whose embedding is read
+        module.config = replace(module.config, mask_token_id=head.architecture["mask_token_id"] % known)
     tokens = torch.randint(known, (SLOTS,), generator=random)
     if FAMILIES[head.family].is_lm:
         module.model(input_ids=tokens[None], use_cache=False)

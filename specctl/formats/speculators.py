@@ -1,55 +1,103 @@
-"""The `speculators` format of EAGLE-3 heads (vllm-project/speculators): layers.0.*, the Llama keys apart from the rest.
+"""The `speculators` format of heads (vllm-project/speculators): layers.0.*, the layers' keys apart from the rest.
 
 Its layer ids are indices of hidden_states, as vLLM's. Where `norm_before_residual` is missing, vLLM takes it for true.
 By default the package trains heads with three of EAGLE-3.1's norms (all but `fc_norm`) and a window of 2,048 tokens.
+
+Of block-parallel heads (types dflash and dspark) `block_size` counts the anchor in any case; layers without a window
+see the whole block, whatever `sliding_window_non_causal` says, but vLLM's dflash runs them causally unless it is true.
+The package itself masks by the target's row of `mask_token_id`.
 """
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
-from specctl.formats import eagle3_raw, engines, llama
+from specctl.errors import CheckpointError
+from specctl.formats import dflash, eagle3_raw, engines, llama
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
+LAYER = "transformer_layer_config"
+BLOCK_LAYERS = "aux_hidden_state_layer_ids"
+VERIFIER_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")
+OWN_MASK = "vLLM reads the head's mask embedding here, the package itself the target's row of mask_token_id"
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The directory of a head that is to draft `tokens` a round."""
     eagle3_raw.check_taps(head, facts)
-    taps = list(head.architecture["taps"])
+    if head.family == "dflash":
+        return _write_block(head, facts, tokens)
     layer = llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype)
     layer |= eagle3_raw.window_keys(head)
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        **_proposal("eagle3", facts, tokens),
+        **{key: head.architecture.get(key, False) for key in NORMS},
+        eagle3_raw.LAYERS: list(head.architecture["taps"]),
+        **_layer_keys(head, facts, layer),
+    }
+    tensors = eagle3_raw.without_mapping_of_all(head)
+    return Files(config, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()})
+
+
+def _proposal(algorithm: str, facts: TargetFacts, tokens: int) -> dict[str, Any]:
+    """The type of a head, and how it is to draft for which target."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    config = {
-        "architectures": ["Eagle3DraftModel"],
-        TYPE: "eagle3",
+    return {
+        TYPE: algorithm,
         "speculators_version": VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": facts.name, "architectures": list(facts.architectures)},
         },
-        **{key: head.architecture.get(key, False) for key in NORMS},
+    }
+
+
+def _layer_keys(head: Head, facts: TargetFacts, layer: dict[str, Any]) -> dict[str, Any]:
+    return {
         "draft_vocab_size": head.architecture["draft_vocab_size"],
         "target_hidden_size": facts.hidden_size,
-        eagle3_raw.LAYERS: taps,
         "tie_word_embeddings": False,
         "torch_dtype": layer["torch_dtype"],
-        "transformer_layer_config": layer,
+        LAYER: layer,
     }
-    tensors = eagle3_raw.without_mapping_of_all(head)
-    return Files(config, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()})
+
+
+def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
+    """A block-parallel head, of the type of its kind. CheckpointError where vLLM would draft otherwise."""
+    shape, markov = head.architecture, dflash.has_markov(head)
+    if shape["sample_from_anchor"] and not markov:
+        raise CheckpointError(
+            "the head has no Markov head and drafts from its first slot on, which vLLM's dflash does not",
+            hint="train it with drafter.markov_rank, or drafting otherwise",
+        )
+    dflash.check_logits(head, facts)
+    config = {
+        "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
+        **_proposal("dspark" if markov else "dflash", facts, tokens),
+        BLOCK_LAYERS: list(shape["taps"]),
+        "mask_token_id": shape["mask_token_id"],
+        "block_size": shape["block_size"],
+        "sample_from_anchor": shape["sample_from_anchor"],
+        "sliding_window_non_causal": True,
+        **_layer_keys(head, facts, dflash.layer_config(head, facts)),
+    }
+    if markov:
+        config |= {"markov_rank": shape["markov_rank"], "markov_head_type": "vanilla", "enable_confidence_head": False}
+    return dflash.files(head, facts, config)
 
 
 def claims(found: Foreign) -> bool:
@@ -57,29 +105,57 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A head of the type eagle3. CheckpointError where ours cannot represent it."""
-    config = found.config
-    if config.get(TYPE) != "eagle3":
-        raise found.refuse(TYPE, repr(config.get(TYPE)), "only eagle3 can be imported in this format")
-    if "norm_before_residual" not in config:
+    """A head of the types eagle3, dflash, dspark. CheckpointError where ours cannot represent it."""
+    config, kind = found.config, found.config.get(TYPE)
+    if kind not in ("eagle3", "dflash", "dspark"):
+        raise found.refuse(TYPE, repr(kind), "only eagle3, dflash and dspark can be imported in this format")
+    if kind == "eagle3" and "norm_before_residual" not in config:
         right = "true or false, written out: vLLM takes a missing one for true, the package for false"
         raise found.refuse("norm_before_residual", "missing", right)
-    layer = config.get("transformer_layer_config")
+    layer = config.get(LAYER)
     if not isinstance(layer, dict):
-        raise found.refuse("transformer_layer_config", layer, "a Llama configuration")
-    verifier_copies = ("verifier_lm_head.weight", "verifier_norm.weight")
-    kept = {name: tensor for name, tensor in found.tensors.items() if name not in verifier_copies}
+        raise found.refuse(LAYER, layer, "a Llama configuration")
+    kept = {name: tensor for name, tensor in found.tensors.items() if name not in VERIFIER_COPIES}
+    found = found.renamed(kept)
+    llama.check_types(found, config)
+    if kind != "eagle3":
+        return _read_block(found, layer, facts)
     # Flags among the layer's keys do not count: vLLM overwrites them, the package reads its own.
     flags = {key: config.get(key) for key in (*NORMS, "use_aux_norm", "target_hidden_size")}
-    llama.check_types(found, config)
     taps = tuple(config.get(eagle3_raw.LAYERS) or facts.default_taps)
-    return eagle3_raw.read_parts(found.renamed(kept), {**layer, **flags, "eagle_config": None}, taps, facts)
+    return eagle3_raw.read_parts(found, {**layer, **flags, "eagle_config": None}, taps, facts)
 
 
-def serving(to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> Head:
+    config, markov = found.config, found.config[TYPE] == "dspark"
+    taps, anchor = config.get(BLOCK_LAYERS), config.get("sample_from_anchor")
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+        raise found.refuse(BLOCK_LAYERS, taps, "a list of indices of hidden_states")
+    if markov and anchor is None:
+        raise found.refuse(
+            "sample_from_anchor", "missing", "written out: vLLM takes it for false, the package for true"
+        )
+    block = dflash.read_block(
+        found,
+        facts,
+        taps=tuple(taps),
+        block_size=config.get("block_size"),
+        sample_from_anchor=bool(anchor) if anchor is None else anchor,
+        mask_token_id=config.get("mask_token_id"),
+        markov_rank=config.get("markov_rank", 0) if markov else 0,
+    )
+    more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state")
+    return dflash.read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
+
+
+def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """vLLM's command lines: the target with the head, and the head, which names its target."""
-    found = engines.serving("vllm", "eagle3", place, facts, tokens)
+    block = head.family == "dflash"
+    method = dflash.METHODS["vllm", dflash.has_markov(head)] if block else "eagle3"
+    found = engines.serving("vllm", method, place, facts, tokens)
     # vLLM refuses a verifier that is a local path when such a directory is served by itself.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")
+    if block and head.architecture["own_mask"]:
+        found.notes.append(OWN_MASK)
     return found

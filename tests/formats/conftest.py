@@ -1,6 +1,7 @@
 """Small random drafters of every family, and the logits that they have here."""
 
 import functools
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
+from specctl.drafters.dflash_head import BlockConfig, BlockHead
 from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.eagle_head import EagleHead
 from specctl.drafters.head import HeadConfig
@@ -52,6 +54,12 @@ def modules(target, family, **options):
         sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
         positions = dict(max_position_embeddings=target.context_length, eos_token_id=sorted(target.eos_ids))
         return randomised(LM(LlamaForCausalLM(LlamaConfig(vocab_size=target.vocab_size, **sizes, **positions))))
+    if family == "dflash":
+        draft, rank = options.pop("draft_vocab", None), options.pop("rank", 0)
+        block = dict(num_layers=2, block_size=6, sample_from_anchor=rank > 0, mask_token_id=9, own_mask=True)
+        config = BlockConfig(**asdict(shape(target, draft_vocab=draft)) | block | {"markov_rank": rank} | options)
+        ids = torch.randperm(target.vocab_size)[:draft].sort().values if draft else None
+        return randomised(BlockHead(config, ids))
     common = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size)
     common |= dict(draft_heads=STEPS, taps=(target.num_layers,))
     if family == "medusa":

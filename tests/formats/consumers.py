@@ -131,6 +131,98 @@ def spread(logits, d2t, config):
     return torch.full((config["vocab_size"],), -torch.inf).index_put((torch.arange(len(d2t)) + d2t,), logits)
 
 
+class BlockLayer(Layer):
+    """A Qwen3 layer whose keys and values of the context do not come from its own input."""
+
+    def pairs(self, inputs, positions):
+        k, v = ((inputs @ self.get(f"self_attn.{name}_proj").T).view(len(inputs), self.kv, self.dim) for name in "kv")
+        return self.rotate(self.norm(k, self.get("self_attn.k_norm")), positions), v
+
+    def over(self, x, positions, context):
+        """The stream behind the layer for the block x; all of it sees the context and all of it, itself included."""
+        normed = self.norm(x, self.get("input_layernorm"))
+        q = (normed @ self.get("self_attn.q_proj").T).view(len(x), self.heads, self.dim)
+        q = self.rotate(self.norm(q, self.get("self_attn.q_norm")), positions)
+        own, before = self.pairs(normed, positions), self.pairs(context, torch.arange(len(context)))
+        keys, values = (
+            torch.cat(two).repeat_interleave(self.heads // self.kv, 1) for two in zip(before, own, strict=True)
+        )
+        weights = (torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", weights, values).flatten(1) @ self.get("self_attn.o_proj").T
+        y = self.norm(x, self.get("post_attention_layernorm"))
+        return (
+            x
+            + (F.silu(y @ self.get("mlp.gate_proj").T) * (y @ self.get("mlp.up_proj").T)) @ self.get("mlp.down_proj").T
+        )
+
+
+def speculators_block_in_vllm(config):
+    """vLLM's update_dflash and update_dspark: the layers' keys, and what these two know of the speculator's."""
+    layer = dict(config["transformer_layer_config"])
+    layer["draft_vocab_size"] = config["draft_vocab_size"]
+    below, anchor = [i - 1 for i in config["aux_hidden_state_layer_ids"]], config.get("sample_from_anchor", False)
+    if config["speculators_model_type"] == "dflash":
+        layer |= {"architectures": ["DFlashDraftModel"]}
+        causal = not config.get("sliding_window_non_causal", True)
+        nested = {"mask_token_id": config["mask_token_id"], "target_layer_ids": below, "sample_from_anchor": anchor}
+        layer["dflash_config"] = nested | {"causal": causal}
+        return layer
+    layer |= {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": below, "sample_from_anchor": anchor}
+    return layer | {key: config[key] for key in ("mask_token_id", "markov_rank", "block_size")}
+
+
+def block(directory, model, committed, forced, engine, tokens):
+    """DFlash and DSpark, `tokens` drafted at once; the embedding of the masks is the engines' greatest difference.
+
+    vLLM: qwen3_dflash.py, qwen3_dspark.py and the proposers that feed them. SGLang: models/dflash.py, models/dspark.py
+    and the workers, which take the target's vocabulary head.
+    """
+    config, tensors = config_and_tensors(directory)
+    if "speculators_model_type" in config:
+        config = speculators_block_in_vllm(config)
+    (name,), nested = config["architectures"], config.get("dflash_config", {})
+    spark = {"DFlashDraftModel": False, "Qwen3DSparkModel": True}[name]
+    assert config["model_type"] == "qwen3" and not nested.get("causal"), "a causal block is another head"
+    assert set(config["layer_types"]) == {"full_attention"} and nested.get("sample_from_anchor", spark) is spark
+    assert config.get("sample_from_anchor", True)
+    if engine == "sglang":
+        assert config["block_size"] == (tokens if spark else tokens + 1), "of a dspark the slots that draft"
+        assert not spark or config["markov_head_type"] == "vanilla"
+        assert config["draft_vocab_size"] == config["vocab_size"]
+    hidden, embedding = states(model, committed)
+    layers = nested.get("target_layer_ids") or config["target_layer_ids"]
+    assert all(0 <= i < len(hidden) - 2 for i in layers), "no engine has a state behind the last layer"
+    mask = nested.get("mask_token_id", config.get("mask_token_id"))
+    row = embedding[mask]
+    if spark and engine == "vllm" and "embed_tokens.weight" in tensors:
+        embedding = tensors["embed_tokens.weight"]
+        row = embedding[mask]
+    elif not spark and (directory / "mask_embedding.pt").exists():
+        saved = torch.load(directory / "mask_embedding.pt", weights_only=True)
+        assert saved["mask_token_id"] == mask
+        row = saved["embedding"].reshape(-1)
+    parts = [BlockLayer(config, tensors, f"layers.{k}.") for k in range(config["num_hidden_layers"])]
+    norm = parts[0].norm
+    context = torch.cat([hidden[i + 1] for i in sorted(layers)], -1) @ tensors["fc.weight"].T
+    context = norm(context, tensors["hidden_norm.weight"])
+    slots = tokens if spark else tokens + 1
+    x = torch.cat((embedding[committed[-1:]], row.expand(slots - 1, -1)))
+    positions = len(committed) - 1 + torch.arange(slots)
+    for part in parts:
+        x = part.over(x, positions, context)
+    head = model.get_output_embeddings().weight.detach()
+    if engine == "vllm" and "lm_head.weight" in tensors:
+        head = tensors["lm_head.weight"]
+    logits = norm(x[0 if spark else 1 :], tensors["norm.weight"]) @ head.T
+    rows = []
+    for k, before in enumerate([committed[-1], *forced]):
+        said = logits[k]
+        if spark:
+            said = said + tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
+        rows.append(spread(said, tensors.get("d2t") if engine == "vllm" else None, config))
+    return torch.stack(rows)
+
+
 def eagle1(directory, model, committed, forced, engine):
     config, tensors = config_and_tensors(directory)
     bias = tensors.get("fc.bias", torch.zeros(config["hidden_size"]))

@@ -106,6 +106,95 @@ def test_eagle1_as_an_engine_computes_it(make, ours, model, text, tmp_path, to):
     assert_same(drafted(consumers.eagle1, tmp_path / "out", model, text, engine=to), ours(drafter))
 
 
+BLOCKS = [
+    *(("vllm", rank, vocab, own) for rank in (0, 8) for vocab in (None, 700) for own in (True, False)),
+    *(("speculators", rank, vocab, own) for rank in (0, 8) for vocab, own in ((None, False), (700, True))),
+    *(("sglang", *rest) for rest in ((0, None, True), (0, None, False), (8, None, False))),
+]
+
+
+@pytest.mark.parametrize(("to", "rank", "draft_vocab", "own_mask"), BLOCKS)
+def test_blocks_as_an_engine_computes_them(make, ours, model, text, tmp_path, to, rank, draft_vocab, own_mask):
+    """One layer off, one slot off, the target's row in the masks, a forgotten q-norm: each moves the logits."""
+    drafter = make("dflash", rank=rank, draft_vocab=draft_vocab, own_mask=own_mask)
+    result = export(drafter, to, tmp_path / "out")
+    assert result.tokens == (6 if rank else 5) and result.max_difference < 1e-4
+    engine = "sglang" if to == "sglang" else "vllm"
+    found = drafted(consumers.block, tmp_path / "out", model, text, engine=engine, tokens=result.tokens)
+    assert_same(found, ours(drafter))
+    shipped = "mask_embedding.pt" in result.files
+    assert shipped == (own_mask and not rank)
+
+
+def test_the_comparison_sees_other_blocks(make, ours, model, text, tmp_path):
+    """Negative controls: other layers, a block shorter by one mask, the target's row of the mask."""
+    drafter = make("dflash")
+    export(drafter, "vllm", tmp_path / "out")
+
+    def differs(tokens=5):
+        found = drafted(consumers.block, tmp_path / "out", model, text, engine="vllm", tokens=tokens)
+        return (found - ours(drafter)).abs().max()
+
+    assert differs() < 1e-4
+    assert differs(tokens=4) > 0.01
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    wrong = {"dflash_config": config["dflash_config"] | {"target_layer_ids": list(DEFAULT)}}
+    (tmp_path / "out/config.json").write_text(json.dumps(config | wrong))
+    assert differs() > 0.01
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    (tmp_path / "out/mask_embedding.pt").unlink()
+    assert differs() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "says"),
+    [
+        ("sglang", {"draft_vocab": 64}, "draft vocabulary of 64"),
+        ("sglang", {"rank": 8}, "the embedding of its masks"),
+        ("vllm", {"sample_from_anchor": True}, "no Markov head"),
+        ("vllm", {"rank": 8, "sample_from_anchor": False}, "a Markov head"),
+        ("speculators", {"sample_from_anchor": True}, "no Markov head"),
+        ("vllm", {"taps": (2, 10)}, "taps"),
+    ],
+)
+def test_blocks_that_an_engine_would_draft_otherwise(make, tmp_path, to, options, says):
+    with pytest.raises(CheckpointError, match=says):
+        export(make("dflash", **options), to, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_markov_head_behind_scaled_logits(make, target, tmp_path):
+    """Engines add it to the product of the target's matrix, our drafter to the target's logits."""
+    found = checkpoint.load(make("dflash", rank=8))
+    head = Head("dflash", found.config["architecture"], found.tensors)
+    text = target.config.to_dict() | {"logits_scaling": 8.0}
+    facts = replace(TargetFacts.of_target(target), text_config=AutoConfig.for_model(**text))
+    with pytest.raises(CheckpointError, match="scales its logits"):
+        registry.writer("dflash", "vllm").write(head, facts, 6, "vllm")
+
+
+def test_a_block_is_served_whole(make, tmp_path):
+    """`tokens` asks for other heads' drafts: a block of other length computes something else."""
+    result = export(make("dflash"), "vllm", tmp_path / "one", tokens=3)
+    spec = json.loads(result.commands[0].split("--speculative-config ")[1].strip("'"))
+    assert (spec["method"], spec["num_speculative_tokens"], result.notes) == ("dflash", 5, [])
+    result = export(make("dflash", rank=8), "vllm", tmp_path / "two", tokens=3)
+    assert result.commands[0].startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve") and '"dspark"' in result.commands[0]
+    assert "V2" in result.notes[0]
+    result = export(make("dflash"), "sglang", tmp_path / "three")
+    assert result.commands[0].endswith("three --speculative-dflash-block-size 6") and "token 9" in result.notes[0]
+    result = export(make("dflash", rank=8, own_mask=False), "sglang", tmp_path / "four")
+    assert "DSPARK" in result.commands[0] and result.commands[0].endswith("--speculative-dspark-block-size 6")
+
+
+def test_the_config_of_a_block_is_what_transformers_understands(make, tmp_path):
+    export(make("dflash"), "vllm", tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+    assert config.layer_types == ["full_attention"] * 2 and config.sliding_window is None
+    assert (config.head_dim, config.block_size, config.dflash_config["target_layer_ids"]) == (16, 6, [1, 4, 6])
+
+
 @pytest.mark.parametrize("family", ["medusa", "hydra"])
 def test_heads_as_their_repositories_compute_them(make, ours, model, text, tmp_path, family):
     drafter = make(family)
@@ -152,13 +241,19 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
         ("sglang", "eagle", "OPTForCausalLM", False),
         ("sglang", "eagle", "GPT2LMHeadModel", True),
         ("hf", "lm", "Gemma2ForCausalLM", False),
+        ("vllm", "dflash", "Gemma2ForCausalLM", True),
+        ("speculators", "dflash", "Gemma2ForCausalLM", True),
+        ("vllm", "dflash", "Qwen3ForCausalLM", False),
+        ("sglang", "dflash", "Qwen2ForCausalLM", True),
+        ("sglang", "dflash", "Qwen3ForCausalLM", False),
         ("eagle", "eagle3", "Gemma2ForCausalLM", False),
     ],
 )
 def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, family, architecture, refused):
     """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
     facts = replace(TargetFacts.of_target(target), architectures=[architecture])
-    serving = registry.writer(family, to).serving(to, Path("/out"), facts, 3)
+    head = Head(family, {"markov_rank": 0, "own_mask": False}, {})
+    serving = registry.writer(family, to).serving(head, to, Path("/out"), facts, 3)
     assert any(architecture in note for note in serving.notes) == refused
     assert bool(serving.commands) != refused
 
@@ -265,11 +360,18 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("family", ["eagle3", "eagle3 paper", "eagle3 speculators", "eagle", "lm", "medusa", "hydra"])
-def test_the_check_sees_every_tensor(make, family):
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("eagle3", {"draft_vocab": 64}),
+        *(("eagle3", {"draft_vocab": 64, **VARIANTS[name]}) for name in ("paper", "speculators")),
+        ("dflash", {}),
+        ("dflash", {"draft_vocab": 64, "rank": 8}),
+        *((family, {}) for family in ("eagle", "lm", "medusa", "hydra")),
+    ],
+)
+def test_the_check_sees_every_tensor(make, family, options):
     """Vacuous, if changing a weight went unnoticed. Later prefix positions and all steps are in the batch."""
-    family, _, variant = family.partition(" ")
-    options = {"draft_vocab": 64, **VARIANTS.get(variant, {})} if family == "eagle3" else {}
     found = checkpoint.load(make(family, **options))
     head = Head(family, found.config["architecture"], found.tensors)
     assert roundtrip.difference(head, head, STEPS) == 0

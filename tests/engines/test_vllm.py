@@ -1,0 +1,198 @@
+"""Exported drafters in vLLM itself: its own counters say whether it drafts what is drafted here.
+
+Twelve prompts are answered greedily in fp32 by both. Texts have to be equal, and so have the rounds, the drafted tokens
+and how many of them are accepted at each place, to the count. A head that is read in another way (a layer, a token or a
+norm off) would answer the same text, which is why the counts are compared.
+"""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from specctl.commands import export as exporting
+from specctl.decoding.loop import decode
+from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.sampling import GREEDY
+from specctl.distillation.generate import distill
+from specctl.distillation.prompts import read_prompts
+from specctl.drafters import checkpoint, pool
+from specctl.recipe import (
+    DataRecipe,
+    DistillRecipe,
+    DrafterRecipe,
+    DraftingRecipe,
+    ExportRecipe,
+    HeldOutRecipe,
+    SamplingRecipe,
+    TargetRecipe,
+    TrainRecipe,
+)
+from specctl.runs import Run
+from specctl.training import loop
+from tests.lossless.drafters import own_weights
+
+ROOT = Path(__file__).parents[2]
+PLACE = Path(os.environ.get("SPECCTL_VLLM") or ROOT / ".venv-vllm")
+PYTHON = PLACE / "bin/python"
+SCRIPT = Path(__file__).with_name("vllm_served.py")
+PROMPTS, NEW, STEPS = 12, 40, 60
+MEASURED = TargetRecipe(dtype="fp32", device="cpu")
+TRITON, INTERPRETED = PLACE / "triton", Path(__file__).with_name("interpreted")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.is_file(), reason=f"no vLLM in {PLACE}: `make engines`, or name one by SPECCTL_VLLM"),
+]
+
+
+@dataclass
+class Counts:
+    """Rounds, tokens drafted in them, and how often the token at each place was accepted."""
+
+    texts: list[list[int]]
+    drafts: int = 0
+    drafted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    lines = read_prompts(DataRecipe(domain=["sql"], limit=PROMPTS), "sql", split="test")
+    return [target.render(prompt.messages) for prompt in lines]
+
+
+@pytest.fixture(scope="module")
+def responses(target, tmp_path_factory):
+    place = tmp_path_factory.mktemp("distilled")
+    recipe = DistillRecipe(
+        target=MEASURED,
+        data=DataRecipe(domain=["sql"], limit=120),
+        sampling=SamplingRecipe(max_new_tokens=32),
+        batch_size=120,
+        output_dir=place / "sql",
+    )
+    (place / "run").mkdir()
+    distill(recipe, Run(place / "run"), target=target)
+    return place / "sql"
+
+
+def trained(family, target, responses, place, **options):
+    """A drafter of a few steps: some of its drafts are accepted, many are not."""
+    recipe = TrainRecipe(
+        target=MEASURED,
+        arch=family,
+        distilled=responses,
+        drafter=DrafterRecipe(**options),
+        max_steps=STEPS,
+        eval=HeldOutRecipe(every=STEPS, prompts=1, max_new_tokens=8, fraction=0.1),
+        output_dir=place,
+    )
+    loop.train_drafter(recipe, Run.create("train-drafter", recipe, place.with_suffix(".run")))
+    return place
+
+
+def disturbed(target, place):
+    """The target itself as a draft LM, its weights disturbed."""
+    module, kind = own_weights(target, 0.1), pool.family("lm")
+    tensors = kind.published(module.state_dict())
+    return checkpoint.save(place, config=kind.config(module, target.identity), tensors=tensors, info={})
+
+
+def here(directory, target, prompts, tokens):
+    """The rounds of our own loop that begin before the last of `NEW` tokens. As in vLLM nothing but their number ends
+    a text, and the last draft is as long as any."""
+    endless = copy.copy(target)
+    endless.eos_ids = frozenset()
+    drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
+    drafter = pool.load_drafter(str(directory), endless, drafting)
+    counts = Counts([], accepted_at=[0] * tokens)
+
+    def see(state, draft, verdict):
+        for row, path, committed, depth in zip(
+            state.rows, verdict.paths, verdict.committed, verdict.depths, strict=True
+        ):
+            if len(row.output) - len(committed) < NEW:
+                counts.drafts += 1
+                counts.drafted += depth
+                for place in range(len(path)):
+                    counts.accepted_at[place] += 1
+
+    taps = {"taps": drafter.taps} if drafter.taps else {}
+    decoded = decode(
+        endless, prompts, sampling=GREEDY, max_new_tokens=NEW + tokens + 1, seeds=[0] * len(prompts), drafter=drafter,
+        share_rows=False, on_round=see, **taps,
+    )  # fmt: skip
+    counts.texts = [one.output_ids[:NEW] for one in decoded]
+    return counts
+
+
+def served(commands, prompts, place):
+    """The counts of vLLM with the configuration that the export's command line gives it."""
+    command = commands[0]
+    speculative = json.loads(command.split("--speculative-config ")[1].strip("'"))
+    job = {"target": str(builtin_path()), "speculative": speculative, "prompts": prompts, "max_tokens": NEW}
+    (place / "job.json").write_text(json.dumps(job))
+    runner = {}
+    if command.startswith("VLLM_USE_V2_MODEL_RUNNER=1 "):
+        if not TRITON.is_dir():
+            pytest.skip(f"no Triton in {TRITON}, which vLLM's V2 runner needs: `make engines`")
+        runner = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": f"{INTERPRETED}{os.pathsep}{TRITON}"}
+    done = subprocess.run(
+        [str(PYTHON), str(SCRIPT), str(place / "job.json"), str(place / "counts.json")],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **runner},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((place / "counts.json").read_text())
+    assert found["accepted"] == sum(found["accepted_at"])
+    return Counts(found["texts"], found["drafts"], found["drafted"], found["accepted_at"])
+
+
+def earlier(directory, place):
+    """A copy of a drafter that taps the layers before its own."""
+    shutil.copytree(directory, place)
+    found = checkpoint.load(place)
+    shape = found.config["architecture"]
+    config = found.config | {"architecture": shape | {"taps": [tap - 1 for tap in shape["taps"]]}}
+    return checkpoint.save(place, config=config, tensors=found.tensors, info={}, overwrite=True)
+
+
+HEADS = {
+    "eagle3": {},
+    "eagle3 pruned": {"vocab_size": 1024},
+    "eagle": {},
+    "medusa": {"draft_heads": 3},
+    "dflash": {"markov_rank": 0},
+    "dflash pruned": {"markov_rank": 0, "vocab_size": 1024},
+    "dspark": {},
+    "dspark pruned": {"vocab_size": 1024},
+    "lm": {},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_vllm_drafts_what_is_drafted_here(name, target, prompts, responses, tmp_path, capsys):
+    family = {"dspark": "dflash"}.get(name.split()[0], name.split()[0])
+    if family == "lm":
+        drafter = disturbed(target, tmp_path / "drafter")
+    else:
+        drafter = trained(family, target, responses, tmp_path / "drafter", **HEADS[name])
+    result = exporting.export(ExportRecipe(drafter=drafter, to="vllm", output_dir=tmp_path / "out", check=True))
+    theirs = served(result.commands, prompts, tmp_path)
+    ours = here(drafter, target, prompts, result.tokens)
+    with capsys.disabled():
+        print(
+            f"\n{name}: {theirs.drafts} rounds, {theirs.drafted} drafted, accepted {theirs.accepted_at}; here", end=" "
+        )
+        print(f"{ours.drafts}, {ours.drafted}, {ours.accepted_at}")
+    assert ours == theirs
+    assert 0 < sum(ours.accepted_at) < ours.drafted
+    if family in ("eagle3", "dflash"):  # negative control: the counts tell heads apart
+        assert here(earlier(drafter, tmp_path / "earlier"), target, prompts, result.tokens) != theirs
