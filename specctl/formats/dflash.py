@@ -327,7 +327,7 @@ def _read_layers(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) 
         if config.get(key) is None:
             raise found.refuse(key, "missing", "written out: Qwen3's default is not that of other families")
     # A window is of no effect under these layer types, a tie to the target's own matrices none at all.
-    same = {"num_hidden_layers": 1, "sliding_window": None, "tie_word_embeddings": False}
+    same = {"num_hidden_layers": 1, "sliding_window": None, "layer_types": None, "tie_word_embeddings": False}
     return layers, llama.read_config(found, {"rope_theta": THETA, **config, **same}, facts)
 
 
