@@ -43,7 +43,8 @@ def test_the_builtin_target_and_its_head_are_counted_exactly():
     found = estimate(TrainRecipe(), load_config("builtin"), CPU, TEXTS)
     with safe_open(builtin_path() / "model.safetensors", "pt") as file:
         assert found.target_parameters == sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    head = Eagle3Head(Eagle3Config(256, 4096, 2048, (2, 5, 7), 704, 8, 4, 32, 1e-5, 1e4, 2048))
+    shape = Eagle3Config(256, 4096, 2048, (2, 5, 7), 704, 8, 4, 32, 1e-5, 1e4, 2048, fc_norm=True, norm_output=True)
+    head = Eagle3Head(shape)
     assert found.drafter_parameters == sum(p.numel() for p in head.parameters())
 
 
