@@ -22,6 +22,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.distillation.generate import distill
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
+from specctl.drafters.dflash import CANDIDATES
 from specctl.recipe import (
     DataRecipe,
     DistillRecipe,
@@ -136,6 +137,8 @@ def served(commands, prompts, place):
     """The counts of vLLM with the configuration that the export's command line gives it."""
     command = commands[0]
     speculative = json.loads(command.split("--speculative-config ")[1].strip("'"))
+    if speculative["method"] == "dspark":  # our Markov head chooses among the likeliest tokens only
+        speculative["dspark_draft_topk"] = CANDIDATES
     job = {"target": str(builtin_path()), "speculative": speculative, "prompts": prompts, "max_tokens": NEW}
     (place / "job.json").write_text(json.dumps(job))
     runner = {}
