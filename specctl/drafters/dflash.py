@@ -3,71 +3,33 @@ Markov head, where there is one, then goes through it token by token."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.models.layers import DraftLinear, RMSNorm, attend
+from specctl.decoding.models.layers import DraftLinear, attend
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.candidates import ProposedTree
-from specctl.drafters.dflash_head import BlockConfig, BlockHead, BlockLayer, layers_of
-from specctl.drafters.feature_layer import FeatureMemory, FeatureReader, HeadWeights, last_slots, own_features
+from specctl.drafters.dflash_head import BlockConfig, BlockHead, layers_of
+from specctl.drafters.dflash_layer import BlockPass
+from specctl.drafters.feature_layer import FeatureMemory, FeatureReader, begun_at, last_slots, own_features
 from specctl.drafters.head import head_config, restored
-from specctl.drafters.tree import GrowingTree, Pays, TreeShape, best, default_shape, shape_for
+from specctl.drafters.tree import GrowingTree, Pays, Shaped, TreeShape, best, default_shape, shape_for
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 BLOCK = 8  # slots
 LAYERS = 2  # for a target of ten layers; the papers take five for one of 36
 CANDIDATES = 32  # tokens of each slot among which the Markov head chooses
 RANK = 32  # of the Markov head; the papers take 256 for vocabularies of 150,000 tokens
-
-
-class HeadNorms(RMSNorm):
-    """RMSNorms of several heads [N, heads, D], with a weight [heads, D]."""
-
-    def fused(self, x: Tensor) -> Tensor:
-        return (F.rms_norm(x.float(), x.shape[-1:], None, self.eps) * self.weight).to(self.dtype)
-
-
-class BlockPass(HeadWeights):
-    """A decoder layer over the rows of a block."""
-
-    def __init__(self, head: BlockHead, layer: BlockLayer, target: Target):
-        super().__init__(head, target)
-        config, attention, mlp = layer.config, layer.self_attn, layer.mlp
-        self.normed = config.num_heads + config.num_kv_heads  # heads
-        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o = self.linear(attention.o_proj)
-        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
-        self.down = self.linear(mlp.down_proj)
-        self.input_norm = self.rms_norm(layer.input_layernorm)
-        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
-        query = attention.q_norm.weight.expand(config.num_heads, -1)
-        key = attention.k_norm.weight.expand(config.num_kv_heads, -1)
-        self.norms = HeadNorms(torch.cat((query, key)).to(self.device), config.rms_norm_eps, self.dtype)
-        self.key_norms = HeadNorms(key.to(self.device), config.rms_norm_eps, self.dtype)
-
-    def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries, keys and values [N, Hq + 2·Hkv, D] of rows [N, H], normed and rotated."""
-        heads = table[0].shape[1]
-        qkv = self.qkv(self.input_norm(x)).view(len(x), heads, -1)
-        return Rope.rotate(torch.cat((self.norms(qkv[:, : self.normed]), qkv[:, self.normed :]), 1), table)
-
-    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [N, H] fp32 from its residual stream and what its heads saw [N, Hq·D]."""
-        x = x + self.o(attended)
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate).mul_(up))
 
 
 @dataclass(frozen=True)
@@ -87,7 +49,7 @@ class BlockRows(ChainRows):
         return self.following(rows, torch.tensor(self.tokens[b][:depth], device=rows.device))
 
 
-class BlockDrafter(FeatureReader):
+class BlockDrafter(Shaped, FeatureReader):
     """Inference of a `BlockHead`: keys and values of the context are made once for every committed position."""
 
     def __init__(self, head: BlockHead, target: Target, shape: TreeShape):
@@ -119,12 +81,6 @@ class BlockDrafter(FeatureReader):
 
     def feature(self, tapped: Tensor) -> Tensor:
         return self.fc(tapped).float()
-
-    def shaped(self, drafting: DraftingRecipe) -> Self:
-        """The same drafter with another shape of its drafts: it shares weights and memory."""
-        twin = copy.copy(self)
-        twin.shape = shape_for(drafting, self.shape)
-        return twin
 
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
@@ -265,10 +221,8 @@ class BlockDrafter(FeatureReader):
         The block that begins at slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of
         the block at slot j − 2 − k.
         """
-        shape = self.shape
-        chain = shape.chain or bool(state.exact_rows)
-        children = (1,) * shape.depth if chain else (shape.children,) * min(shape.depth, shape.nodes)
-        kind: dict[str, Any] = {"ids": self.ids, "children": children[: self.config.depth], "inner": shape.width}
+        children = self.children(state)[: self.config.depth]
+        kind: dict[str, Any] = {"ids": self.ids, "children": children, "inner": self.shape.width}
         depths = min(depths, self.config.depth)
         self.advance(state)
         asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
@@ -276,15 +230,11 @@ class BlockDrafter(FeatureReader):
         live = [b for b, span in enumerate(spans) if span]
         if not live:
             return [Score(span, **kind) for span in spans]
-        # Behind a short prompt the deepest drafts would begin before the text: slot 0 stands in for theirs. Shorter
-        # spans are filled up with their last slot.
-        width = max(map(len, spans)) + depths - 1
-        begun = [range(spans[b].start - 1 - depths, spans[b].stop - 2) for b in live]
-        slots = [[max(min(part.start + i, part[-1]), 0) for i in range(width)] for part in begun]
+        slots = begun_at([spans[b] for b in live], depths)
         hidden = self._blocks_at(state, live, slots)
         rows = []
         for k in range(depths):
-            part = slice(depths - 1 - k, width - k)
+            part = slice(depths - 1 - k, hidden.shape[1] - k)
             texts = [state.rows[b].ids for b in live]
             said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
             logits = self._logits(hidden[:, part, self.config.first + k])
@@ -371,7 +321,6 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
     layer = head_config(recipe, target)
     taps = tuple(recipe.taps or default_taps(target.num_layers))
     rank = RANK if recipe.markov_rank is None else recipe.markov_rank
-    pad = getattr(target.config, "pad_token_id", None)
     return BlockConfig(
         **asdict(
             replace(layer, taps=taps, draft_vocab_size=min(recipe.vocab_size or target.vocab_size, target.vocab_size))
@@ -379,10 +328,18 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
         num_layers=recipe.num_layers or LAYERS,
         block_size=recipe.block_size or BLOCK,
         sample_from_anchor=rank > 0,
-        mask_token_id=target.vocab_size - 1 if pad is None or pad in target.eos_ids else pad,
+        mask_token_id=_mask_token(target),
         own_mask=True,
         markov_rank=rank,
     )
+
+
+def _mask_token(target: Target) -> int:
+    """A token that stands for the masks where an engine looks their embedding up: the padding, or else the last one."""
+    pad = getattr(target.config, "pad_token_id", None)
+    if pad is not None and 0 <= pad < target.vocab_size and pad not in target.eos_ids:
+        return pad
+    return target.vocab_size - 1
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

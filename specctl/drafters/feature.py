@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +16,12 @@ from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.candidates import ProposedTree
-from specctl.drafters.feature_layer import FeatureLayer, FeatureMemory, own_features
+from specctl.drafters.feature_layer import FeatureLayer, FeatureMemory, begun_at, own_features
 from specctl.drafters.head import DraftHead, HeadLayer
-from specctl.drafters.tree import GrowingTree, Pays, TreeShape, best, chain_rows, shape_for
-from specctl.recipe import DraftingRecipe
+from specctl.drafters.tree import GrowingTree, Pays, Shaped, TreeShape, best, chain_rows
 
 
-class FeatureDrafter(FeatureLayer):
+class FeatureDrafter(Shaped, FeatureLayer):
     """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features.
 
     Attributes:
@@ -42,12 +40,6 @@ class FeatureDrafter(FeatureLayer):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft vocabulary logits [N, Vd] of the layer's output."""
-
-    def shaped(self, drafting: DraftingRecipe) -> Self:
-        """The same drafter with another shape of its drafts: it shares weights and memory."""
-        twin = copy.copy(self)
-        twin.shape = shape_for(drafting, self.shape)
-        return twin
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain or tree from the last committed token, never deeper than a sequence has room for."""
@@ -175,7 +167,7 @@ class FeatureDrafter(FeatureLayer):
     ) -> list[list[Score]]:
         """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
         kinds: list[dict[str, Any]] = [
-            {"ids": head.ids, "children": head._children(state), "inner": head.shape.width} for head in heads
+            {"ids": head.ids, "children": head.children(state), "inner": head.shape.width} for head in heads
         ]
         asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
         memories = [head._ready(state, asked) for head in heads]
@@ -183,13 +175,9 @@ class FeatureDrafter(FeatureLayer):
         if not live:
             return [[Score(span, **kind) for span in spans] for kind in kinds]
         assert state.features is not None
-        # Behind a short prompt the deepest drafts would begin before the text: slot 0 stands in for theirs. Shorter
-        # spans are filled up with their last slot.
-        width = max(map(len, spans)) + depths - 1
-        begun = [range(spans[b].start - 1 - depths, spans[b].stop - 2) for b in live]
-        slots = [[max(min(part.start + i, part[-1]), 0) for i in range(width)] for part in begun]
+        slots = begun_at([spans[b] for b in live], depths)
         at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
-        many, end = len(heads), max(max(part) for part in slots) + 1
+        many, end, width = len(heads), int(at.max()) + 1, at.shape[1]
         features = own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps)
         hidden = self.feature(features.repeat(many, 1))
         cached = [memory.cache for memory in memories]
@@ -223,12 +211,6 @@ class FeatureDrafter(FeatureLayer):
             parts = [of.get(b, rows[0])[:, : len(span)] for b, span in enumerate(spans)]
             found.append([Score(s, part, **kind) for s, part in zip(spans, parts, strict=True)])
         return found
-
-    def _children(self, state: DecodeState) -> tuple[int, ...]:
-        shape = self.shape
-        if shape.chain or state.exact_rows:
-            return (1,) * shape.depth
-        return (shape.children,) * min(shape.depth, shape.nodes)
 
     def _ready(self, state: DecodeState, asked: list[int] | None = None) -> FeatureMemory:
         """The memory, up to the last committed token, with the slots from `asked` on."""

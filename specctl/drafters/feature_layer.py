@@ -311,6 +311,17 @@ def own_features(tapped: Tensor, state: DecodeState, taps: tuple[int, ...]) -> T
     return tapped.unflatten(-1, (len(state.taps), -1))[:, places].flatten(1)
 
 
+def begun_at(spans: list[range], depths: int) -> list[list[int]]:
+    """Slots [L][W] at which those drafts begin that reach the positions of `spans` [L] in 1 to `depths` steps.
+
+    W is the longest span + depths − 1, and shorter ones are filled up with their last slot. Behind a short prompt the
+    deepest drafts would begin before the text: slot 0 stands in for theirs.
+    """
+    width = max(map(len, spans)) + depths - 1
+    begun = [range(span.start - 1 - depths, span.stop - 2) for span in spans]
+    return [[max(min(part.start + i, part[-1]), 0) for i in range(width)] for part in begun]
+
+
 def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """Target features of every sequence's last `width` slots [B·width, F], and the first of those slots.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
+from specctl.decoding.state import DecodeState
 from specctl.drafters.candidates import ProposedTree
 from specctl.recipe import DraftingRecipe
 
@@ -66,6 +69,28 @@ def shape_for(drafting: DraftingRecipe, default: TreeShape) -> TreeShape:
     fields = ("depth", "width", "nodes", "children", "stop_below")
     given = {name: value for name in fields if (value := getattr(drafting, name, None)) is not None}
     return TreeShape(**{**vars(default), **given})
+
+
+class Shaped:
+    """A drafter of dynamic trees.
+
+    Attributes:
+        shape: of its drafts.
+    """
+
+    shape: TreeShape
+
+    def shaped(self, drafting: DraftingRecipe) -> Self:
+        """The same drafter with another shape of its drafts: it shares weights and memory."""
+        twin = copy.copy(self)
+        twin.shape = shape_for(drafting, self.shape)
+        return twin
+
+    def children(self, state: DecodeState) -> tuple[int, ...]:
+        """How many children a node has at every level of a draft; exact mode drafts chains."""
+        if self.shape.chain or state.exact_rows:
+            return (1,) * self.shape.depth
+        return (self.shape.children,) * min(self.shape.depth, self.shape.nodes)
 
 
 class GrowingTree:

@@ -270,13 +270,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Several attentions over one layout are one with as many times the heads."""
-        *tensors, layout = inputs
-        query, key, value, own = (
-            _together(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims[:4], strict=True)
-        )
-        out, *_ = _Merged.apply(query, key, value, own, layout)
-        return (out.unflatten(1, (info.batch_size, -1)),), (1,)
+        return _side_by_side(_Merged, 1, info, in_dims, *inputs)
 
 
 class _Blocks(torch.autograd.Function):
@@ -322,13 +316,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Several attentions over one layout are one with as many times the heads."""
-        *tensors, layout = inputs
-        query, key, value, own = (
-            _together(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims[:4], strict=True)
-        )
-        out, *_ = _Blocks.apply(query, key, value, own, layout)
-        return (out.unflatten(2, (info.batch_size, -1)),), (2,)
+        return _side_by_side(_Blocks, 2, info, in_dims, *inputs)
 
 
 def _of_blocks(own: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,6 +333,16 @@ def _by_blocks(x: Tensor, count: int) -> Tensor:
 def _by_rows(x: Tensor, groups: int) -> Tensor:
     """[n, Hkv, G·R, ·] → rows [n·R, Hkv, G, ·]: the inverse of `_by_blocks`."""
     return x.unflatten(2, (groups, x.shape[2] // groups)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+
+def _side_by_side(
+    function: type[torch.autograd.Function], heads: int, info: Any, in_dims: tuple[int | None, ...], *inputs: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Several attentions over one layout as one with as many times the heads, which are dimension `heads` of it."""
+    *tensors, layout = inputs
+    merged = [_together(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims, strict=False)]
+    out, *_ = function.apply(*merged, layout)
+    return (out.unflatten(heads, (info.batch_size, -1)),), (heads,)
 
 
 def _together(x: Tensor, dim: int | None, count: int) -> Tensor:

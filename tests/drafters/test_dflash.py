@@ -259,3 +259,11 @@ def test_an_architecture_that_does_not_fit_is_named(target, key, value, says):
     shape["architecture"] |= {key: value}
     with pytest.raises(CheckpointError, match=says):
         dflash.restore(shape, head.state_dict()).check(target)
+
+
+@pytest.mark.parametrize(("pad", "mask"), [(7, 7), (None, 4095), (0, 4095), (-1, 4095), (4096, 4095)])
+def test_the_mask_token_is_one_that_the_target_has(target, monkeypatch, pad, mask):
+    """Configurations of `transformers` also say −1 for no padding; 0 stands for the end of a text here."""
+    monkeypatch.setattr(target.config, "pad_token_id", pad)
+    monkeypatch.setattr(target, "eos_ids", frozenset({0}))
+    assert dflash.architecture(DrafterRecipe(), target).mask_token_id == mask

@@ -1,11 +1,15 @@
 """Small random drafters of every family, and the logits that they have here."""
 
 import functools
+import json
 from dataclasses import asdict
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from specctl.commands import export as exporting
+from specctl.commands import import_
 from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.sampling import GREEDY
@@ -15,7 +19,7 @@ from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specctl.drafters.eagle_head import EagleHead
 from specctl.drafters.head import HeadConfig
 from specctl.drafters.lm import LM
-from specctl.recipe import DraftingRecipe
+from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
 
 STEPS = 4
 DEFAULT, CUSTOM = (2, 5, 7), (1, 4, 9)  # of the ten layers of the built-in target
@@ -74,6 +78,24 @@ def modules(target, family, **options):
     prefix |= dict(num_kv_heads=text.num_key_value_heads, head_dim=text.head_dim, rms_norm_eps=text.rms_norm_eps)
     prefix |= dict(rope_theta=text.rope_parameters["rope_theta"], max_position_embeddings=target.context_length)
     return randomised(HydraHeads(HydraConfig(**common, num_layers=3, **prefix)))
+
+
+def export(drafter, to, place, change=None):
+    """A foreign directory in which `change(config, tensors)` altered something."""
+    exporting.export(ExportRecipe(drafter=drafter, to=to, output_dir=place))
+    (place / "export.json").unlink()
+    if change is not None:
+        config, tensors = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
+        change(config, tensors)
+        (place / "config.json").write_text(json.dumps(config))
+        save_file(tensors, place / "model.safetensors")
+    return place
+
+
+def import_head(place, target, output, **options):
+    """`specctl import`, without decoding a prompt where `options` do not ask for it."""
+    options = {"probe": {"enabled": False}, **options}
+    return import_.import_head(ImportRecipe(head=place, output_dir=output, **options), target=target)
 
 
 @pytest.fixture(scope="session")

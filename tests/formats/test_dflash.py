@@ -1,18 +1,14 @@
 """Other people's block-parallel heads: spellings of the same head, and what ours cannot represent, by name."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from specctl.commands import export as exporting
-from specctl.commands import import_
 from specctl.drafters import checkpoint, pool
 from specctl.errors import CheckpointError
 from specctl.formats import registry
 from specctl.formats.head import TargetFacts
-from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
+from specctl.recipe import DraftingRecipe
+from tests.formats.conftest import export, import_head
 
 PRUNED, MARKOV = {"draft_vocab": 300}, {"rank": 8}
 OWN = {"own_mask": False}
@@ -22,23 +18,7 @@ OWN = {"own_mask": False}
 def head(make, tmp_path):
     """`head("vllm", change, rank=8)` → a foreign directory in which `change(config, tensors)` altered something."""
 
-    def write(to="vllm", change=None, **options):
-        place = tmp_path / "head"
-        exporting.export(ExportRecipe(drafter=make("dflash", **options), to=to, output_dir=place))
-        (place / "export.json").unlink()
-        if change is not None:
-            config, tensors = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
-            change(config, tensors)
-            (place / "config.json").write_text(json.dumps(config))
-            save_file(tensors, place / "model.safetensors")
-        return place
-
-    return write
-
-
-def import_head(place, target, output, **options):
-    recipe = ImportRecipe(head=place, output_dir=output, probe={"enabled": False}, **options)
-    return import_.import_head(recipe, target=target)
+    return lambda to="vllm", change=None, **options: export(make("dflash", **options), to, tmp_path / "head", change)
 
 
 @pytest.mark.parametrize("options", [{}, PRUNED, MARKOV, PRUNED | MARKOV, OWN, OWN | MARKOV], ids=str)

@@ -1,6 +1,5 @@
 """Other people's heads: what is converted, what is refused and with which words, and that nothing is executed."""
 
-import json
 import os
 import pickle
 import random
@@ -11,16 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specctl import api
-from specctl.commands import export as exporting
-from specctl.commands import import_
 from specctl.decoding.models.loading import builtin_path
 from specctl.drafters import checkpoint, pool
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import foreign, registry
 from specctl.formats.head import TargetFacts
-from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
+from specctl.recipe import DraftingRecipe
 from tests.drafters.variants import NORMS, VARIANTS
-from tests.formats.conftest import CUSTOM, STEPS
+from tests.formats.conftest import CUSTOM, STEPS, export, import_head
 
 FORMATS = [
     *(("eagle3", to, "eagle3") for to in ("vllm", "sglang")),
@@ -39,22 +36,9 @@ def head(make, tmp_path):
     def write(family="eagle3", to="vllm", change=None, **options):
         if family == "eagle3":
             options = {"draft_vocab": 300, "taps": CUSTOM, **options}
-        place = tmp_path / "head"
-        exporting.export(ExportRecipe(drafter=make(family, **options), to=to, output_dir=place))
-        (place / "export.json").unlink()
-        if change is not None:
-            config, tensors = json.loads((place / "config.json").read_text()), load_file(place / "model.safetensors")
-            change(config, tensors)
-            (place / "config.json").write_text(json.dumps(config))
-            save_file(tensors, place / "model.safetensors")
-        return place
+        return export(make(family, **options), to, tmp_path / "head", change)
 
     return write
-
-
-def import_head(place, target, output, **options):
-    options = {"probe": {"enabled": False}, **options}
-    return import_.import_head(ImportRecipe(head=place, output_dir=output, **options), target=target)
 
 
 @pytest.mark.parametrize(("family", "to", "name"), FORMATS)
