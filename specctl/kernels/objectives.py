@@ -7,7 +7,9 @@ soft_ce   −Σ p log q
 kl        Σ p log(p / q)               soft_ce less the entropy of p: the same gradient, zero when q = p
 reverse_kl  Σ q log(q / p)
 tv        ½ Σ |p − q|                  1 − acceptance probability (Leviathan et al. 2023, Corollary 3.6)
-log_tv    −log(1 − tv)                 −log of the acceptance probability
+log_tv    −log(1 − tv)                 −log of the acceptance probability: LK-α of Samarin et al. 2026, arXiv 2602.23881
+lk_lambda   λ kl + (1 − λ) tv          LK-λ there: λ = exp(−η (1 − tv)), a constant to the gradient. They take the mean
+                                       acceptance of a batch for 1 − tv, here every row takes its own
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+ETA = 3.0  # η of LK-λ
 TINY = 1e-9  # stands in for a teacher's zero where its logarithm is taken
 
 
@@ -51,6 +54,13 @@ def _log_tv(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     return -accepted.log(), slope / accepted.unsqueeze(-1)
 
 
+def _lk_lambda(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    (kl, kl_slope), (tv, tv_slope) = _kl(z, p), _tv(z, p)
+    share = (ETA * (tv - 1)).exp()
+    slope = torch.lerp(tv_slope, kl_slope, share.unsqueeze(-1))
+    return torch.lerp(tv, kl, share), slope
+
+
 def _ce(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     lse = z.logsumexp(-1)
     slope = z.sub(lse.unsqueeze(-1)).exp_()
@@ -66,5 +76,6 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "reverse_kl": _reverse_kl,
     "tv": _tv,
     "log_tv": _log_tv,
+    "lk_lambda": _lk_lambda,
 }
 """Name → (fp32 logits [n, Vd], teacher) ↦ (losses [n], their gradient by the logits [n, Vd])."""

@@ -148,7 +148,7 @@ class TrainRecipe(WriterRecipe):
     corpus: LocalPath | None = None  # general text to train on (lm) instead of distilled data
     distill: FirstDataRecipe = FirstDataRecipe()
     pretrain: PretrainRecipe = PretrainRecipe()
-    objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv"] = "auto"
+    objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv", "lk_lambda"] = "auto"
     ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth, as a share of the one before it

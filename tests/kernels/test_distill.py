@@ -8,12 +8,20 @@ from specctl.kernels import cpu, distill, reference
 from specctl.kernels.distill import Teacher, linear_distill
 from specctl.kernels.objectives import OBJECTIVES
 
+
+def mixed(p, q):
+    kl, tv = (FORMULAS[name](p, q) for name in ("kl", "tv"))
+    share = torch.exp(-3 * torch.minimum(p, q).sum(-1)).detach()
+    return share * kl + (1 - share) * tv
+
+
 FORMULAS = {
     "soft_ce": lambda p, q: -(p * q.log()).sum(-1),
     "kl": lambda p, q: torch.xlogy(p, p).sum(-1) - (p * q.log()).sum(-1),
     "reverse_kl": lambda p, q: (q * (q / p.clamp_min(1e-9)).log()).sum(-1),
     "tv": lambda p, q: 0.5 * (p - q).abs().sum(-1),
     "log_tv": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
+    "lk_lambda": mixed,
     "ce": lambda p, q: -q.gather(-1, p.unsqueeze(-1)).squeeze(-1).log(),
 }
 H, VD, R, N = 24, 53, 40, 70

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..objectives import OBJECTIVES, TINY
+from ..objectives import ETA, OBJECTIVES, TINY
 from ..rows import working
 from .device import precision, tile_of
 
 
 @triton.jit
 def _distill_kernel(
-    z, z_stride, teacher, t_stride, weight, losses, tiny,
+    z, z_stride, teacher, t_stride, weight, losses, tiny, eta,
     OBJECTIVE: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -30,6 +30,7 @@ def _distill_kernel(
     total = tl.zeros((TILE,), ACC)
     mass = tl.zeros((TILE,), ACC)
     known = tl.zeros((TILE,), ACC)  # Σ p z for soft_ce, Σ p (z − log p) for kl
+    entropy: tl.constexpr = OBJECTIVE == "kl" or OBJECTIVE == "lk_lambda"
     for start in range(0, V, TILE):
         ids = start + lane
         inside = ids < V
@@ -38,11 +39,11 @@ def _distill_kernel(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(peak - base) + tl.exp(value - base)
         peak = higher
-        if OBJECTIVE == "soft_ce" or OBJECTIVE == "kl":
+        if OBJECTIVE == "soft_ce" or entropy:
             p = tl.load(teacher + ids, mask=inside, other=0.0).to(ACC)
             mass += p
             known += tl.where(p > 0, p * value, 0.0)
-            if OBJECTIVE == "kl":
+            if entropy:
                 known -= tl.where(p > 0, p * tl.log(tl.where(p > 0, p, 1.0)), 0.0)
     highest = tl.max(peak, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -51,6 +52,7 @@ def _distill_kernel(
     # What the gradient needs beyond lse, and the loss.
     scale = tl.load(weight + row).to(ACC)
     inner = tl.full((), 0.0, ACC)
+    share = tl.full((), 0.0, ACC)  # λ
     label = tl.full((), -1, tl.int64)
     if OBJECTIVE == "ce":
         label = tl.minimum(tl.maximum(tl.load(teacher), 0), V - 1)
@@ -81,6 +83,9 @@ def _distill_kernel(
                 accepted = tl.maximum(1 - loss, tiny)
                 loss = -tl.log(accepted)
                 scale = scale / accepted
+            if OBJECTIVE == "lk_lambda":
+                share = tl.exp(eta * (loss - 1))
+                loss += share * (lse * tl.sum(mass, 0) - tl.sum(known, 0) - loss)
     tl.store(losses + row, loss)
 
     for start in range(0, V, TILE):
@@ -98,6 +103,8 @@ def _distill_kernel(
                 slope = tl.where(q > 0, q * (log_q - tl.log(tl.maximum(p, tiny)) - inner), 0.0)
             else:
                 slope = q * (tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0)) - inner)
+                if OBJECTIVE == "lk_lambda":
+                    slope += share * (q - p - slope)
         tl.store(z + ids, slope * scale, mask=inside)
 
 
@@ -110,7 +117,7 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     teacher, acc = teacher.contiguous(), precision(logits)
     losses = torch.empty(rows, dtype=working(logits[:0]).dtype, device=logits.device)
     _distill_kernel[(rows,)](
-        dense, dense.stride(0), teacher, teacher.stride(0), weight.contiguous(), losses, TINY,
+        dense, dense.stride(0), teacher, teacher.stride(0), weight.contiguous(), losses, TINY, ETA,
         objective, vocabulary, tile_of(vocabulary), acc, num_warps=8,
     )  # fmt: skip
     if dense.data_ptr() != logits.data_ptr():
