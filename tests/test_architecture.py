@@ -22,7 +22,17 @@ LEAVES = [
 ]
 LOWER = {*LEAVES, "kernels", "decoding"}
 DRAFTING = LOWER | {"drafters", "formats"}
-MIDDLE = ["distillation", "training", "selection", "adaptation", "reasoning", "measuring", "reporting", "commands"]
+MIDDLE = [
+    "engines",
+    "distillation",
+    "training",
+    "selection",
+    "adaptation",
+    "reasoning",
+    "measuring",
+    "reporting",
+    "commands",
+]
 """A later one may use an earlier one."""
 
 ALLOWED: dict[str, set[str]] = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FLAGS = (
     *("domain", "prompts", "data_limit", *TARGET),
     *("max_new_tokens", "temperatures", "top_p", "top_k", "exact", "seed"),
-    *("shard", "output_dir", "resume", "overwrite"),
+    *("server", "shard", "output_dir", "resume", "overwrite"),
 )
 EXAMPLE = "specctl distill --domain sql --prompts sql.jsonl --temperature 0,0.7"
 
@@ -42,6 +42,14 @@ def check_store(recipe: DistillRecipe) -> None:
     plan.check_output("distill", recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
 
 
+def asked(recipe: DistillRecipe) -> str:
+    """One line about the servers, none of which is asked."""
+    server = recipe.server
+    return (
+        f"ask {', '.join(server.urls)} for texts of {recipe.target.name}, {server.concurrency} at a time; not checked"
+    )
+
+
 def steps(recipe: DistillRecipe) -> list[str]:
     """The plan of `distill`, in words."""
     from specctl.cli import plan
@@ -50,7 +58,7 @@ def steps(recipe: DistillRecipe) -> list[str]:
     origin = f"from {data.prompts}" if data.prompts else f"of the {data.source} source"
     number = f"up to {data.limit}" if data.limit else "all"
     return [
-        plan.check_target(recipe.target),
+        asked(recipe) if recipe.server.urls else plan.check_target(recipe.target),
         f"read {number} prompts {origin} for {', '.join(data.domain)}",
         f"generate {recipe.samples_per_prompt} response(s) of up to {recipe.sampling.max_new_tokens} tokens to each, "
         f"at temperatures {', '.join(map(str, recipe.temperatures))}",

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("drafters", "pool", "domain", "prompts", "limit", "seeds", *TARGET, *SAMPLING),
-    *("matrix", "metric", "baselines", "save_outputs", "output_dir", "resume", "overwrite"),
+    *("matrix", "metric", "baselines", "save_outputs", "server", "baseline_server", "concurrency"),
+    *("output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
     "drafter": "drafter",
@@ -30,6 +31,20 @@ COLUMNS = {
     "tokens": "tokens",
 }
 """Fields of a row that people are shown, and their headings."""
+SERVED = {
+    "server": "server",
+    "domain": "domain",
+    "concurrency": "in flight",
+    "tokens_per_s": "tokens/s",
+    "request_tokens_per_s": "a request",
+    "first_token_s": "first token, s",
+    "token_s": "next, s",
+    "mat": "mat",
+    "speedup": "× baseline",
+    "same_texts": "same texts",
+    "requests": "of",
+}
+"""The same of a server; `a request`: tokens/s that one sees."""
 EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
@@ -59,7 +74,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
         recipe,
         dry_run,
         lambda: steps(recipe, [*recipe.drafters, *members]),
-        partial(show, measured=asked(recipe)),
+        partial(show_served if recipe.server.urls else show, measured=asked(recipe)),
         "run_dir",
     )
 
@@ -78,6 +93,13 @@ def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
     """The plan of `eval`, in words."""
     from specctl.cli import plan
 
+    if recipe.server.urls:
+        addresses = [*recipe.server.urls, *recipe.baseline_server.urls]
+        return [
+            f"ask {', '.join(addresses)} for texts of {recipe.target.name}; none of them is checked",
+            f"send {asked(recipe)}, {', '.join(map(str, recipe.concurrency))} at a time",
+            "count what was accepted of the drafts, and time the first and the next tokens",
+        ]
     return [
         plan.check_target(recipe.target),
         f"decode {asked(recipe)}, {len(recipe.seeds)} time(s)",
@@ -100,6 +122,29 @@ def show(document: dict[str, Any], measured: str) -> Any:
         "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
         f"measured on: {cell(measured)}",
         f"machine: {machine(document['machine'])}",
+        f"run: {cell(document['run_dir'])}",
+    )
+
+
+def show_served(document: dict[str, Any], measured: str) -> Any:
+    """One row per server, domain and number of requests in flight; then what was accepted at each place."""
+    from rich.console import Group
+
+    from specctl.reporting.tables import text
+
+    rows = [[row[name] for name in SERVED] for row in document["servers"]]
+    places = [
+        f"accepted at each place, {row['server']}, {row['domain']}, {row['concurrency']} in flight: "
+        + ", ".join(map(text, row["acceptance_by_position"]))
+        for row in document["servers"]
+        if row["acceptance_by_position"]
+    ]
+    failures = sum(row["failures"] for row in document["servers"])
+    return Group(
+        table(*SERVED.values(), rows=rows),
+        *map(cell, places),
+        *([f"{failures} requests failed and were sent again"] if failures else []),
+        f"measured on: {cell(measured)}",
         f"run: {cell(document['run_dir'])}",
     )
 

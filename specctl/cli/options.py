@@ -78,6 +78,13 @@ FLAGS: dict[str, Flag] = {
     "prompts": Flag(
         ("data.prompts",), str, "JSONL with prompt or messages; {domain} in its name; - is stdin.", metavar="FILE"
     ),
+    "server": Flag(
+        ("server.urls",), str, "vLLM or SGLang of the target, or several with commas: http://host:8000.", metavar="URL"
+    ),
+    "baseline_server": Flag(
+        ("baseline_server.urls",), str, "With --server: the same target without a drafter.", metavar="URL"
+    ),
+    "concurrency": Flag(("concurrency",), str, "With --server: requests in flight: 1,8.", _comma_ints),
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
     "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Longest response."),
     "temperature": Flag(("sampling.temperature",), float, "0 is greedy."),

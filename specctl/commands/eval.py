@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specctl import threads
+from specctl.commands.eval_served import ServedResult, evaluate_served
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
@@ -62,12 +63,14 @@ def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
 
 def evaluate(
     recipe: EvalRecipe, run: Run, *, target: Target | None = None, drafters: Mapping[str, Drafter] | None = None
-) -> EvalResult:
-    """Measure a recipe's drafters; `target` and `drafters` (by name) are given by callers that hold them already.
+) -> EvalResult | ServedResult:
+    """Measure a recipe's drafters, or its server; `target` and `drafters` (by name) come from callers that hold them.
 
     Raises DataError (no usable prompts), CheckpointError (target or drafter), UsageError (contradicting recipe),
     Interrupted (SIGTERM; the records so far are kept, `resume` continues).
     """
+    if recipe.server.urls:
+        return evaluate_served(recipe, run)
     target = target or load_target(**recipe.target.loading)
     paths, assistants = named(recipe), {}
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": fingerprints(paths)}

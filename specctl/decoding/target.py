@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,12 +10,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
-from specctl.decoding.models.chat import Renderer
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
-from specctl.decoding.models.supported import context_limit, unusable, why_unusable
+from specctl.decoding.models.supported import unusable, why_unusable
 from specctl.decoding.plan import Plan, plan_rows
-from specctl.errors import CheckpointError, DataError, UsageError
+from specctl.decoding.target_text import TargetText
+from specctl.errors import CheckpointError, UsageError
 from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
@@ -39,15 +37,11 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-class Target:
+class Target(TargetText):
     """A loaded target and its tokenizer.
 
     Attributes:
         model: runs the steps (`LeanModel` or `HFModel`).
-        identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash; and what a run
-            that goes on is checked against besides: `weights_digest`.
-        eos_ids: ids that end a response.
-        context_length: longest sequence the target was made for.
         row_flops: of the products of one row with all weights, attention aside; of a mixture, with all experts.
         head_weight, squash: [V, H] its vocabulary head, and what becomes of the products with it: its logits.
 
@@ -74,11 +68,16 @@ class Target:
             raise UsageError(
                 f"the lean step cannot run target {name}: {reason}", "use the path 'auto' or 'transformers'"
             )
-        self.name = name
-        self._renderer: Renderer | None = None
-        self.config = model.config.get_text_config()
-        self.tokenizer = tokenizer
         self.path = "transformers" if reason or path == "transformers" else "lean"
+        super().__init__(
+            name,
+            model.config,
+            model.generation_config,
+            tokenizer,
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+            revision=revision,
+            weights=weights,
+        )
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         count = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
@@ -88,51 +87,9 @@ class Target:
         else:
             self.model = _tried(name, model)
         self.device, self.dtype = self.model.device, self.model.dtype
-        self.vocab_size = self.model.embedding.shape[0]
-        self.hidden_size = self.model.hidden_size
-        self.num_layers = self.config.num_hidden_layers
-        self.context_length = context_limit(self.config) or int(tokenizer.model_max_length)
-        self.eos_ids = eos_ids(model.generation_config, model.config, tokenizer)
-        self.generation_config = model.generation_config
         self.head_weight: Tensor = head.detach().to(self.device)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
-        self.identity: dict[str, Any] = {
-            "name": name,
-            "revision": revision,
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            "vocab_size": self.vocab_size,
-            "vocab_hash": vocab_hash(tokenizer),
-            "weights": weights,
-        }
-
-    def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
-        """Prompt ids of a conversation, with the generation prompt appended.
-
-        Raises:
-            DataError: there is no chat template; as ChatTemplateError: it refuses the conversation, or fails on it.
-            CheckpointError: it takes more time or memory than `chat` allows.
-        """
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise DataError(
-                f"target {self.name} has no chat template",
-                "add chat_template.jinja to the model directory (a base model can use '{{ messages[0].content }}')",
-            )
-        if self._renderer is None or not self._renderer.serves(self.tokenizer):
-            self._renderer = Renderer(self.tokenizer)
-        return self._renderer(self.name, messages, chat_template_kwargs)
-
-    def opening(self) -> list[int]:
-        """Ids that a document of this target begins with: what the chat layout puts before a user's first words, or the
-        token that begins every text. Behind them the target writes as it pleases (Magpie, Xu et al. 2024)."""
-        if getattr(self.tokenizer, "chat_template", None) is not None:
-            one, other = (self.render([{"role": "user", "content": text}]) for text in ("a", "1"))
-            same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
-            if same:
-                return one[:same]
-        begin = self.tokenizer.bos_token_id
-        return [begin if begin is not None else min(self.eos_ids)]
 
     @torch.inference_mode()
     def prefill(
@@ -167,12 +124,6 @@ class Target:
         """One forward of T rows per sequence. Returns (logits [B, T, V], h [B, T, H], taps [B, T, F])."""
         hidden, tapped = self.model.forward(tokens, cache, plan, taps)
         return self.model.logits(hidden), hidden, tapped
-
-
-def vocab_hash(tokenizer) -> str:
-    """16 hex digits over the sorted (token, id) pairs: equal iff two tokenizers share their vocabulary."""
-    pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 @torch.inference_mode()
@@ -225,19 +176,6 @@ def _tried(name: str, model) -> HFModel:
     if reason is not None:
         raise unusable(name, reason)
     return wrapped
-
-
-def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
-    """All ids that end a response, wherever they are written down. CheckpointError where one of them is none."""
-    ids: list[Any] = []
-    for source in (generation_config, config.get_text_config(), tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            ids += value if isinstance(value, list) else [value]
-    if not all(type(one) is int for one in ids):
-        where = getattr(config, "_name_or_path", "") or "the target"
-        raise CheckpointError(f"{where}: eos_token_id is {sorted(map(str, ids))!r:.60}, not a list of token ids")
-    return frozenset(ids)
 
 
 def load_target(

@@ -7,23 +7,39 @@ neither on the batch a prompt fell into nor on how often the run was stopped.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specctl import progress
 from specctl.decoding.loop import stream
-from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
+from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation.plan import Job, parse_shard, plan
 from specctl.distillation.prompts import Rejections, read_domains
 from specctl.distillation.store import ShardWriter, check_free
+from specctl.engines.client import Client
+from specctl.engines.records import Ask, Refusal
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
 WINDOW = 8  # batches whose texts follow each other through one set of places
+FLUSH_S = 5.0  # a finished text waits no longer for others to be written with
+
+
+class Response(NamedTuple):
+    """A continuation of a prompt, and why it ended."""
+
+    ids: list[int]
+    stop: str
+
+
+Answered = Callable[[list[Job]], Iterator[tuple[int, Response | None]]]
+"""Answers of some jobs, with their places among these, in any order."""
 
 
 @dataclass(frozen=True)
@@ -45,40 +61,52 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
 
     `target` and `drafter` are given by callers that hold them already; a drafter changes the speed, not the text.
     Raises DataError (no usable prompts, directory of other settings, corrupted shard), UsageError (directory exists),
-    Interrupted (SIGTERM; everything decoded so far is kept, `resume` continues).
+    EngineError (a server that goes on failing), Interrupted (SIGTERM; everything decoded so far is kept, `resume`
+    continues).
     """
     domain = label(recipe.data.domain)
     output = recipe.output_dir or default_output(recipe.data.domain)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
-    read = read_domains(recipe.data, rejections, sample=True)
-    prompts = list({prompt.id: prompt for prompt in reversed(read)}.values())[::-1]  # of two domains the first has it
-    target = target or load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
-    jobs = plan(recipe, target, prompts, rejections)
-    with ShardWriter(
-        output,
-        settings(recipe, domain, target),
-        writer=writer,
-        shard_size=recipe.shard_size,
-        format=recipe.format,
-        resume=recipe.resume,
-        overwrite=recipe.overwrite,
-    ) as store:
-        before = len(store.done)
-        started = time.perf_counter()
-        tokens = _generate(recipe, target, jobs, store, domain, drafter)
-        seconds = time.perf_counter() - started
-        store.complete()
-        answered = [job for job in jobs if job.id in store.done]
+    with Client(recipe.server) if recipe.server.urls else nullcontext() as client:
+        read = read_domains(recipe.data, rejections, sample=True)
+        prompts = list({prompt.id: prompt for prompt in reversed(read)}.values())[::-1]  # of two domains the first
+        if client is None:
+            decoding = target or load_target(**recipe.target.loading)
+            answered = partial(_decoded, recipe, decoding, drafter)
+            text: TargetText = decoding
+        else:
+            text = target or load_target_text(**recipe.target.described)
+            client.check(text)
+            answered = partial(_served, recipe, client, rejections)
+        run.annotate(target=text.identity)
+        jobs = plan(recipe, text, prompts, rejections)
+        with ShardWriter(
+            output,
+            settings(recipe, domain, text, client),
+            writer=writer,
+            shard_size=recipe.shard_size,
+            format=recipe.format,
+            resume=recipe.resume,
+            overwrite=recipe.overwrite,
+        ) as store:
+            before = len(store.done)
+            started = time.perf_counter()
+            tokens = _generate(recipe, text, jobs, store, domain, answered)
+            seconds = time.perf_counter() - started
+            rejections.check()
+            store.complete()
         if before:
             progress.log(f"{before} responses were there already, {len(store.done) - before} are new")
+        if client is not None and client.failures:
+            progress.log(f"{client.failures} requests failed and were sent again")
+        there = [job for job in jobs if job.id in store.done]
         return DistillResult(
             domain=domain,
-            prompts=len({job.prompt.id for job in answered}),
-            responses=len(answered),
-            response_tokens=sum(store.done[job.id] for job in answered),
+            prompts=len({job.prompt.id for job in there}),
+            responses=len(there),
+            response_tokens=sum(store.done[job.id] for job in there),
             tokens_per_s=tokens / seconds if tokens else 0.0,
             rejected=rejections.count,
             shards=store.shards,
@@ -96,8 +124,11 @@ def default_output(domains: list[str]) -> Path:
     return Path("distilled") / label(domains)
 
 
-def settings(recipe: DistillRecipe, domain: str, target: Target) -> dict[str, Any]:
-    """The settings that all responses of a directory share; resuming under other settings is refused."""
+def settings(recipe: DistillRecipe, domain: str, target: TargetText, client: Client | None = None) -> dict[str, Any]:
+    """The settings that all responses of a directory share; resuming under other settings is refused.
+
+    The engine is one of them: where it rounds otherwise, it writes other texts.
+    """
     sampling = recipe.sampling
     return {
         "domain": domain,
@@ -110,53 +141,54 @@ def settings(recipe: DistillRecipe, domain: str, target: Target) -> dict[str, An
             "max_new_tokens": sampling.max_new_tokens,
             "seed": sampling.seed,
         },
+        **({} if client is None else {"engine": sorted({server.facts.engine for server in client.servers})}),
     }
 
 
 def _generate(
-    recipe: DistillRecipe, target: Target, jobs: list[Job], store: ShardWriter, domain: str, drafter: Any
+    recipe: DistillRecipe, target: TargetText, jobs: list[Job], store: ShardWriter, domain: str, answered: Answered
 ) -> int:
-    """Decode what is not done yet, up to the token budget, and store it in order. Returns the tokens generated."""
+    """Answer what is not done yet, up to the token budget, and store it in order. Returns the tokens generated."""
     pending = [job for job in jobs if job.id not in store.done]
     budget = recipe.max_response_tokens
     total = sum(store.done[job.id] for job in jobs if job.id in store.done)
     generated, started = 0, time.perf_counter()
     with progress.track(f"distil {domain}", total=len(pending), unit="responses") as bar:
-        for rows in _records(recipe, target, pending, drafter):
+        for rows in _records(recipe.batch_size, target, pending, answered(pending)):
             rows = within(rows, None if budget is None else budget - total)
             store.append(rows)
             new = sum(len(row["response_ids"]) for row in rows)
             total, generated = total + new, generated + new
             bar.update(len(rows), tokens=total, tokens_per_s=generated / (time.perf_counter() - started))
             if budget is not None and total >= budget:
-                break
+                return generated
             if bar.done < len(pending):
                 progress.interrupts.check()
+        if bar.done < len(pending):  # a signal ends what servers are asked
+            progress.interrupts.check()
     return generated
 
 
-def _records(recipe: DistillRecipe, target: Target, pending: list[Job], drafter: Any) -> Iterator[list[dict[str, Any]]]:
-    """Responses as they are stored, in the order of `pending`, in lists of a batch's size; shorter when a signal came.
-
-    A text that ends makes room for the next at once. Its keys and values take the room of the longest text among
-    `WINDOW` batches.
-    """
-    size = recipe.batch_size
-    for start in range(0, len(pending), WINDOW * size):
-        jobs = pending[start : start + WINDOW * size]
-        early: dict[int, Decoded] = {}
-        rows: list[dict[str, Any]] = []
-        given = 0
-        for response in _decode(recipe, target, jobs, drafter):
-            early[response.index] = response
-            while (following := given + len(rows)) in early:
-                rows.append(record(jobs[following], early.pop(following), target))
-            if len(rows) >= size or (rows and progress.interrupts.requested()):
-                yield rows
-                given += len(rows)
-                rows = []
-        if rows:
+def _records(
+    size: int, target: TargetText, jobs: list[Job], answers: Iterator[tuple[int, Response | None]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Responses as they are stored, in the order of `jobs`, in lists of `size` or what there was time for."""
+    early: dict[int, Response | None] = {}
+    rows: list[dict[str, Any]] = []
+    following, written = 0, time.monotonic()
+    for index, answer in answers:
+        early[index] = answer
+        while following in early:
+            response = early.pop(following)
+            if response is not None:
+                rows.append(record(jobs[following], response, target))
+            following += 1
+        late = time.monotonic() - written > FLUSH_S
+        if len(rows) >= size or (rows and (late or progress.interrupts.requested())):
             yield rows
+            rows, written = [], time.monotonic()
+    if rows:
+        yield rows
 
 
 def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any]]:
@@ -172,23 +204,48 @@ def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any
     return kept
 
 
-def _decode(recipe: DistillRecipe, target: Target, jobs: list[Job], drafter: Any) -> Iterator[Decoded]:
+def _decoded(
+    recipe: DistillRecipe, target: Target, drafter: Any, jobs: list[Job]
+) -> Iterator[tuple[int, Response | None]]:
+    """The target's own responses, with their places in `jobs`, as they end.
+
+    A text that ends makes room for the next at once. Its keys and values take the room of the longest text among
+    `WINDOW` batches.
+    """
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
-    return stream(
-        target,
-        [job.prompt_ids for job in jobs],
-        sampling=[Sampling(job.temperature, top_k, top_p) for job in jobs],
-        max_new_tokens=[job.max_new_tokens for job in jobs],
-        seeds=[job.seed for job in jobs],
-        drafter=drafter,
-        slots=recipe.batch_size,
-        exact=recipe.sampling.exact,
-    )
+    for start in range(0, len(jobs), WINDOW * recipe.batch_size):
+        window = jobs[start : start + WINDOW * recipe.batch_size]
+        for decoded in stream(
+            target,
+            [job.prompt_ids for job in window],
+            sampling=[Sampling(job.temperature, top_k, top_p) for job in window],
+            max_new_tokens=[job.max_new_tokens for job in window],
+            seeds=[job.seed for job in window],
+            drafter=drafter,
+            slots=recipe.batch_size,
+            exact=recipe.sampling.exact,
+        ):
+            yield start + decoded.index, Response(decoded.output_ids, decoded.stop)
 
 
-def record(job: Job, decoded: Decoded, target: Target) -> dict[str, Any]:
+def _served(
+    recipe: DistillRecipe, client: Client, rejections: Rejections, jobs: list[Job]
+) -> Iterator[tuple[int, Response | None]]:
+    """The same from servers; None for a prompt that they refuse, which is a rejection."""
+    top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
+    asks = [Ask(job.prompt_ids, job.max_new_tokens, job.temperature, top_k, top_p, job.seed) for job in jobs]
+    for index, answer in client.answers(asks):
+        if isinstance(answer, Refusal):
+            prompt = jobs[index].prompt
+            rejections.add(prompt.where, answer.reason, prompt.messages[-1]["content"] if prompt.messages else "")
+            yield index, None
+        else:
+            yield index, Response(answer.output_ids, answer.stop)
+
+
+def record(job: Job, response: Response, target: TargetText) -> dict[str, Any]:
     """A response as it is stored; `response_ids` keep the end-of-sequence token, `text` does not show it."""
-    ids = [int(token) for token in decoded.output_ids]
+    ids = [int(token) for token in response.ids]
     return {
         "id": job.id,
         "prompt_id": job.prompt.id,
@@ -199,6 +256,6 @@ def record(job: Job, decoded: Decoded, target: Target) -> dict[str, Any]:
         "text": target.tokenizer.decode(ids, skip_special_tokens=True),
         "temperature": job.temperature,
         "seed": job.seed,
-        "stop": decoded.stop,
+        "stop": response.stop,
         "target": target.identity["vocab_hash"],
     }

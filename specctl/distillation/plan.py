@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl import progress
-from specctl.decoding.target import Target
+from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import Prompt, Rejections
 from specctl.errors import ChatTemplateError, DataError
 from specctl.recipe import DistillRecipe
@@ -36,7 +36,7 @@ def parse_shard(shard: str) -> tuple[int, int]:
     return index, count
 
 
-def plan(recipe: DistillRecipe, target: Target, prompts: list[Prompt], rejections: Rejections) -> list[Job]:
+def plan(recipe: DistillRecipe, target: TargetText, prompts: list[Prompt], rejections: Rejections) -> list[Job]:
     """Every response this writer owes, in the order in which it is generated.
 
     Temperatures are cycled over prompts and repeats. Jobs are sorted by prompt length inside windows, so that batches
@@ -60,7 +60,7 @@ def plan(recipe: DistillRecipe, target: Target, prompts: list[Prompt], rejection
     return _ordered(jobs, recipe.batch_size)
 
 
-def render(target: Target, prompt: Prompt, rejections: Rejections, options: dict[str, Any]) -> list[int] | None:
+def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: dict[str, Any]) -> list[int] | None:
     """Prompt ids, by the chat template with its `options`; None, and a rejection, where the template refuses the
     messages or no room is left for an answer."""
     if not prompt.messages:
@@ -77,7 +77,9 @@ def render(target: Target, prompt: Prompt, rejections: Rejections, options: dict
     return None
 
 
-def _jobs(recipe: DistillRecipe, target: Target, number: int, prompt: Prompt, prompt_ids: list[int]) -> Iterator[Job]:
+def _jobs(
+    recipe: DistillRecipe, target: TargetText, number: int, prompt: Prompt, prompt_ids: list[int]
+) -> Iterator[Job]:
     cycle = recipe.temperatures
     for repeat in range(recipe.samples_per_prompt):
         temperature = cycle[(number + repeat) % len(cycle)]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specctl.decoding.models.loading import load_model, load_tokenizer
-from specctl.decoding.target import Target, vocab_hash
+from specctl.decoding.target import Target
+from specctl.decoding.target_text import vocab_hash
 from specctl.drafters.blueprint import CONFIG, filled, guarded, misfit
 from specctl.drafters.lm_config import configuration, stored
 from specctl.drafters.lm_drafter import LMDrafter, shape_for

@@ -23,6 +23,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
+from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import Prompt, Rejections
 from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record
@@ -56,7 +57,10 @@ Contender = Callable[[Turn, list[int]], list[dict[str, Decoded]]]
 
 
 def prepare(
-    recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: Target, prompts: Sequence[Prompt], rejections: Rejections
+    recipe: EvalRecipe | BenchRecipe | SelectRecipe,
+    target: TargetText,
+    prompts: Sequence[Prompt],
+    rejections: Rejections,
 ) -> list[Case]:
     """Prompts as ids; one that the template refuses or the context has no room for is rejected.
 

@@ -34,6 +34,7 @@ from specctl.recipe.sections import (
     WriterRecipe,
 )
 from specctl.recipe.select import GameRecipe, PolicyRecipe, SelectRecipe
+from specctl.recipe.server import ServerRecipe
 from specctl.recipe.stream import LearningRecipe, StreamRecipe
 from specctl.recipe.train import (
     Arch,
@@ -84,6 +85,7 @@ __all__ = [
     "SamplingRecipe",
     "Section",
     "SelectRecipe",
+    "ServerRecipe",
     "StreamRecipe",
     "TargetRecipe",
     "TrainRecipe",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from specctl.recipe.sections import DataRecipe, SamplingRecipe, WriterRecipe, distilled_dir
+from specctl.recipe.server import ServerRecipe
 
 
 class DistillRecipe(WriterRecipe):
@@ -22,6 +23,7 @@ class DistillRecipe(WriterRecipe):
     shard_size: PositiveInt = 1000  # responses per file
     format: Literal["jsonl", "parquet"] = "jsonl"
     max_response_tokens: PositiveInt | None = None  # stop after so many in all
+    server: ServerRecipe = ServerRecipe()  # who answers; without an address the target is loaded here
 
     @model_validator(mode="after")
     def _unconditional(self) -> DistillRecipe:
@@ -35,6 +37,12 @@ class DistillRecipe(WriterRecipe):
         index, count = map(int, self.shard.split("/"))
         if index >= count:
             raise ValueError(f"shard {self.shard}: the index runs from 0 to {count - 1}")
+        return self
+
+    @model_validator(mode="after")
+    def _exact_here_only(self) -> DistillRecipe:
+        if self.server.urls and self.sampling.exact:
+            raise ValueError("sampling.exact is about forwards of this process, a server has its own: leave it out")
         return self
 
     @property

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from specctl.recipe.sections import DataRecipe, DraftingRecipe, LocalPath, Name, RunRecipe, SamplingRecipe
+from specctl.recipe.server import ServerRecipe
 
 
 class EvalRecipe(RunRecipe):
@@ -28,6 +29,9 @@ class EvalRecipe(RunRecipe):
     limit: PositiveInt | None = 100  # prompts per domain; of a file with more, a sample
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     save_outputs: bool = False
+    server: ServerRecipe = ServerRecipe()  # an engine with its own drafter, measured instead of drafters here
+    baseline_server: ServerRecipe = ServerRecipe()  # the same target without
+    concurrency: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]  # requests in flight, one row each
 
     @model_validator(mode="after")
     def _consistent(self) -> EvalRecipe:
@@ -37,4 +41,25 @@ class EvalRecipe(RunRecipe):
             raise ValueError("a matrix needs drafters: name a pool")
         if self.matrix and self.metric == "speedup" and "vanilla" not in self.baselines:
             raise ValueError("a matrix of speedup needs the vanilla baseline")
+        return self
+
+    @model_validator(mode="after")
+    def _here_or_served(self) -> EvalRecipe:
+        if self.baseline_server.urls and not self.server.urls:
+            raise ValueError("baseline_server is what a server is compared with: name that, too")
+        if not self.server.urls:
+            return self
+        here = {
+            "drafters": self.drafters,
+            "pool": self.pool,
+            "matrix": self.matrix,
+            "resume": self.resume,
+            "sampling.exact": self.sampling.exact,
+            "save_outputs": self.save_outputs,
+        }
+        for key, value in here.items():
+            if value:
+                raise ValueError(f"{key} is about drafting in this process, a server drafts by itself: leave it out")
+        if len(self.seeds) > 1:
+            raise ValueError("a server is asked under one seed")
         return self

@@ -111,6 +111,11 @@ class TargetRecipe(Section):
         """The arguments of `load_target`."""
         return self.model_dump(exclude={"chat_template_kwargs"})
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """The arguments of `load_target_text`."""
+        return self.model_dump(include={"name", "revision", "trust_remote_code"})
+
 
 def label_of(prompts: str) -> str:
     """The name of a prompts file's domain where none is given: `data/My file.jsonl` → `My-file`, `-` → `stdin`."""

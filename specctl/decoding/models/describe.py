@@ -11,13 +11,13 @@ from specctl.decoding.models.loading import (
     DTYPES,
     first_line,
     load_config,
+    load_generation_config,
     load_tokenizer,
-    location,
     pick_device,
     pick_dtype,
 )
 from specctl.decoding.models.supported import context_limit, ropes, window_size
-from specctl.decoding.target import eos_ids
+from specctl.decoding.target_text import eos_ids
 from specctl.errors import CheckpointError
 
 
@@ -69,7 +69,7 @@ def path_of(config) -> tuple[str, str]:
 
 def describe(name: str, label: str | None = None) -> Description:
     """The target `name`, shown as `label`. CheckpointError where it cannot be used."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     config = load_config(name)
     text = config.get_text_config()
@@ -90,14 +90,7 @@ def describe(name: str, label: str | None = None) -> Description:
         tokenizer = load_tokenizer(name)
     except CheckpointError:
         tokenizer = None
-    generation = model.generation_config
-    try:
-        generation = GenerationConfig.from_pretrained(location(name))
-    except OSError:  # most have none, and then the model's own is made from the configuration
-        pass
-    except Exception as error:  # whatever a file can make transformers raise
-        said = f"cannot read generation_config.json of target {label or name}: {first_line(error)}"
-        raise CheckpointError(said, "copy the file again, or delete it") from error
+    generation = load_generation_config(name, config)
     stored = getattr(config, "dtype", None)
     trained, limit = getattr(text, "max_position_embeddings", None), context_limit(text)
     return Description(

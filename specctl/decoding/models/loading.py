@@ -265,6 +265,21 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     return tokenizer
 
 
+def load_generation_config(name: str, config: Any, *, revision: str | None = None) -> Any:
+    """The generation settings of a target; most have no file of their own, and then they follow from `config`."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(location(name), revision=revision or "main")
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+    except Exception as error:  # whatever a file can make transformers raise
+        raise CheckpointError(
+            f"cannot read generation_config.json of target {name}: {first_line(error)}",
+            "copy the file again, or delete it",
+        ) from error
+
+
 def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:
     """Arguments of `from_pretrained`. A map spreads over this process' GPUs only: what is free, or `max_memory`."""
     if find_spec("accelerate") is None:

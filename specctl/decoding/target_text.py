@@ -1,0 +1,111 @@
+"""A target without its weights, as much as texts need of it: tokenizer, chat template, sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from specctl.decoding.models.chat import Renderer
+from specctl.decoding.models.identity import weights_digest
+from specctl.decoding.models.loading import load_config, load_generation_config, load_tokenizer
+from specctl.decoding.models.supported import context_limit
+from specctl.errors import CheckpointError, DataError
+
+
+class TargetText:
+    """A target without its weights, as much as texts need of it: tokenizer, chat template, sizes.
+
+    Attributes:
+        config: of its text model.
+        vocab_size: rows of its embedding; where none is given, those that its configuration names.
+        identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash; and what a run
+            that goes on is checked against besides: `weights_digest`.
+        eos_ids: ids that end a response.
+        context_length: longest sequence the target was made for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Any,
+        generation_config: Any,
+        tokenizer: Any,
+        *,
+        vocab_size: int | None = None,
+        revision: str | None = None,
+        weights: str | None = None,
+    ):
+        self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
+        self._renderer: Renderer | None = None
+        self.config = config.get_text_config()
+        self.vocab_size = vocab_size or self.config.vocab_size
+        self.hidden_size, self.num_layers = self.config.hidden_size, self.config.num_hidden_layers
+        self.context_length = context_limit(self.config) or int(tokenizer.model_max_length)
+        self.eos_ids = eos_ids(generation_config, config, tokenizer)
+        self.identity: dict[str, Any] = {
+            "name": name,
+            "revision": revision,
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "vocab_size": self.vocab_size,
+            "vocab_hash": vocab_hash(tokenizer),
+            "weights": weights,
+        }
+
+    def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
+        """Prompt ids of a conversation, with the generation prompt appended.
+
+        Raises:
+            DataError: there is no chat template; as ChatTemplateError: it refuses the conversation, or fails on it.
+            CheckpointError: it takes more time or memory than `chat` allows.
+        """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise DataError(
+                f"target {self.name} has no chat template",
+                "add chat_template.jinja to the model directory (a base model can use '{{ messages[0].content }}')",
+            )
+        if self._renderer is None or not self._renderer.serves(self.tokenizer):
+            self._renderer = Renderer(self.tokenizer)
+        return self._renderer(self.name, messages, chat_template_kwargs)
+
+    def opening(self) -> list[int]:
+        """Ids that a document of this target begins with: what the chat layout puts before a user's first words, or the
+        token that begins every text. Behind them the target writes as it pleases (Magpie, Xu et al. 2024)."""
+        if getattr(self.tokenizer, "chat_template", None) is not None:
+            one, other = (self.render([{"role": "user", "content": text}]) for text in ("a", "1"))
+            same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+            if same:
+                return one[:same]
+        begin = self.tokenizer.bos_token_id
+        return [begin if begin is not None else min(self.eos_ids)]
+
+
+def vocab_hash(tokenizer) -> str:
+    """16 hex digits over the sorted (token, id) pairs: equal iff two tokenizers share their vocabulary."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
+    """All ids that end a response, wherever they are written down. CheckpointError where one of them is none."""
+    ids: list[Any] = []
+    for source in (generation_config, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            ids += value if isinstance(value, list) else [value]
+    if not all(type(one) is int for one in ids):
+        where = getattr(config, "_name_or_path", "") or "the target"
+        raise CheckpointError(f"{where}: eos_token_id is {sorted(map(str, ids))!r:.60}, not a list of token ids")
+    return frozenset(ids)
+
+
+def load_target_text(
+    name: str = "builtin", *, revision: str | None = None, trust_remote_code: bool = False
+) -> TargetText:
+    """Read what texts need of a target; weights need not be there. Raises CheckpointError, naming what and where."""
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    generation = load_generation_config(name, config, revision=revision)
+    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    weights = weights_digest(name, revision)
+    return TargetText(name, config, generation, tokenizer, revision=revision, weights=weights)

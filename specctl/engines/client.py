@@ -1,0 +1,340 @@
+"""A client of one or several servers of the same target: bounded, patient, and it believes nothing unchecked."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import httpx
+
+from specctl import progress
+from specctl.decoding.target_text import TargetText
+from specctl.engines import registry
+from specctl.engines.records import Answer, Ask, Dialect, Drafting, EndpointFacts, EngineError, Malformed, Refusal
+from specctl.errors import CheckpointError, UsageError, brief
+from specctl.recipe import ServerRecipe
+from specctl.redaction import redacted
+
+CONNECT_S = 10.0
+POLL_S = 0.2  # how long a signal waits for a slow engine
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+LOOKAHEAD = 8  # requests that may be ahead of the oldest one, as a multiple of those in flight
+BUSY = {408, 409, 425, 429}  # and all from 500 on: another try may succeed
+REFUSED = {400, 413, 422}  # this text, whoever asks
+PROBE = "SELECT name, COUNT(*) FROM t WHERE café = 'naïve' GROUP BY 1;\n\tdef f(x): return x**2  # 数学 3.14"
+SAME = 0.05  # nats: weights are others where the mean log probability of the probe's tokens is further off
+
+
+@dataclass
+class Endpoint:
+    """One address, and what runs there."""
+
+    url: str
+    facts: EndpointFacts
+    dialect: Dialect
+    model: str
+    in_flight: int = 0
+    logprobs: list[float] = field(default_factory=list)  # of the probe's tokens, when it was first asked
+
+
+class Client:
+    """Texts continued by engines. A context manager; `answers` is for one thread.
+
+    Attributes:
+        servers: those of `recipe.urls`.
+        failures: requests that failed so far, and were sent again.
+    """
+
+    def __init__(self, recipe: ServerRecipe):
+        self.recipe = recipe
+        self.failures = 0
+        self._turn = itertools.count()
+        self._vocabulary: int | None = None
+        self._probe: list[int] = []
+        self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
+
+    def __enter__(self) -> Self:
+        self._runner = asyncio.Runner()
+        key = os.environ.get(self.recipe.api_key_env)
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(self.recipe.timeout_s, connect=CONNECT_S),
+            verify=any(url.startswith("https:") for url in self.recipe.urls),  # certificates take a second to load
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.recipe.concurrency),
+        )
+        try:
+            self.servers = [self._runner.run(self._opened(url)) for url in self.recipe.urls]
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._http.aclose())
+        self._runner.close()
+
+    def check(self, target: TargetText) -> None:
+        """The servers' texts are those of `target`: its tokenizer's ids, and the same weights everywhere. What it may
+        be asked becomes as short as what they take.
+
+        Raises CheckpointError.
+        """
+        self._vocabulary = target.vocab_size
+        self._probe = target.tokenizer.encode(PROBE, add_special_tokens=False)
+        limits = [server.facts.context_length for server in self.servers]
+        target.context_length = min(target.context_length, *(limit for limit in limits if limit))
+        for server in self.servers:
+            theirs = self._runner.run(self._tokenized(server))
+            if theirs is None:
+                progress.log(f"{server.url} does not tokenize: that its vocabulary is the target's is not checked")
+            elif theirs != self._probe:
+                raise CheckpointError(
+                    f"{server.url} serves {server.model} with another tokenizer than that of target {target.name}",
+                    "--target names the model that is served, or a directory with its config.json and tokenizer",
+                )
+            server.logprobs = self._runner.run(self._logprobs(server))
+            if _distance(server.logprobs, self.servers[0].logprobs) > SAME:
+                raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
+
+    def answers(
+        self, asks: Sequence[Ask], *, limit: int | None = None, timed: bool = False
+    ) -> Iterator[tuple[int, Answer | Refusal]]:
+        """Answers with the places of their requests, as they come in; ends early when a signal came.
+
+        Args:
+            limit: requests in flight; None = `recipe.concurrency`.
+            timed: stream them, for the time of the first token.
+
+        Raises EngineError where a request has failed once more than `recipe.retries` allows.
+        """
+        loop, limit = self._runner.get_loop(), limit or self.recipe.concurrency
+        pending: dict[asyncio.Task[Answer | Refusal], int] = {}
+        asked = 0
+        try:
+            while not progress.interrupts.requested():
+                while asked < len(asks) and len(pending) < limit:
+                    if asked - next(iter(pending.values()), asked) >= LOOKAHEAD * limit:
+                        break  # whoever writes in order waits for the oldest
+                    pending[loop.create_task(self._one(asks[asked], timed))] = asked
+                    asked += 1
+                if not pending:
+                    return
+                done, _ = self._runner.run(asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED))
+                for task in sorted(done, key=pending.__getitem__):
+                    yield pending.pop(task), task.result()
+        finally:
+            self._runner.run(_cancelled(list(pending)))
+
+    def drafting(self) -> Drafting | None:
+        """Counters of all servers together; None where one of them does not draft, or does not tell."""
+        found = [self._runner.run(self._drafting(server)) for server in self.servers]
+        parts = [part for part in found if part is not None]
+        return Drafting.total(parts) if len(parts) == len(found) else None
+
+    async def _one(self, ask: Ask, timed: bool) -> Answer | Refusal:
+        failed: Endpoint | None = None
+        why = ""
+        for tried in range(1, self.recipe.retries + 2):
+            server = self._free(failed)
+            server.in_flight += 1
+            started = time.perf_counter()
+            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (tried - 1)) * random.uniform(0.5, 1)
+            try:
+                if server.url in self._suspects:
+                    await self._same_weights(server)
+                response, content, first = await self._sent(server, ask, timed)
+                if response.status_code == 200:
+                    answer = self._read(server, content, ask)
+                    seconds, first_s = time.perf_counter() - started, first and first - started
+                    return replace(answer, seconds=seconds, first_s=first_s, tries=tried)
+                why = f"status {response.status_code}: {said(response)}"
+                if response.status_code in REFUSED:
+                    return Refusal(said(response))
+                if not (response.status_code in BUSY or response.status_code >= 500):
+                    raise self._denied(server, response)
+                pause = max(pause, retry_after(response) or 0.0)
+            except httpx.TransportError as error:
+                self._suspects.add(server.url)
+                why = transport(error)
+            except Malformed as error:
+                why = str(error)
+            finally:
+                server.in_flight -= 1
+            failed = server
+            self.failures += 1
+            if tried <= self.recipe.retries:
+                await asyncio.sleep(pause)
+        assert failed is not None
+        raise EngineError(
+            f"{failed.url} has failed {self.recipe.retries + 1} times in a row, last: {why}",
+            "what is finished is kept: --resume goes on; server.retries and server.timeout_s allow for more",
+        )
+
+    def _free(self, failed: Endpoint | None) -> Endpoint:
+        """The server with the fewest requests, another one than that which has just failed, if there is one."""
+        turn = next(self._turn)
+        order = self.servers[turn % len(self.servers) :] + self.servers[: turn % len(self.servers)]
+        return min(order, key=lambda server: (server is failed, server.in_flight))
+
+    async def _sent(self, server: Endpoint, ask: Ask, timed: bool) -> tuple[httpx.Response, Any, float | None]:
+        """The response to a request, what it holds, and when its first token came."""
+        path, body = server.url + server.dialect.GENERATE, server.dialect.body(ask, server.model)
+        if not timed:
+            response = await self._http.post(path, json=body)
+            return response, document(response) if response.status_code == 200 else None, None
+        first, pieces = None, []
+        async with self._http.stream("POST", path, json=server.dialect.streamed(body)) as response:
+            if response.status_code != 200:
+                await response.aread()
+                return response, None, None
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    pieces.append(piece(line.removeprefix("data: ")))
+                    if first is None and server.dialect.begun(pieces[-1]):
+                        first = time.perf_counter()
+        return response, server.dialect.joined(pieces), first
+
+    def _read(self, server: Endpoint, content: Any, ask: Ask) -> Answer:
+        answer = server.dialect.answer(content, ask)
+        ids, stop = answer.output_ids, answer.stop
+        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+            raise Malformed("its token ids are no list of numbers")
+        if self._vocabulary is not None and max(ids, default=0) >= self._vocabulary:
+            raise Malformed(f"token {max(ids)} is not one of the target's {self._vocabulary}")
+        if not 0 < len(ids) <= ask.max_new_tokens or (stop == "length" and len(ids) < ask.max_new_tokens):
+            raise Malformed(f"{len(ids)} tokens, ended by {stop}, where {ask.max_new_tokens} were asked for")
+        return answer
+
+    def _denied(self, server: Endpoint, response: httpx.Response) -> EngineError:
+        if response.status_code in (401, 403):
+            return EngineError(
+                f"{server.url} asks for another key (status {response.status_code})",
+                f"put it into the environment: {self.recipe.api_key_env}=…",
+            )
+        return EngineError(f"{server.url} answers with status {response.status_code}: {said(response)}")
+
+    async def _opened(self, url: str) -> Endpoint:
+        """The server at `url`, after it has said what it is. Waits for one that is not there yet."""
+        until = time.monotonic() + self.recipe.wait_s
+        while True:
+            try:
+                facts = await registry.facts(self._http, url, self.recipe.engine)
+                break
+            except (httpx.TransportError, EngineError) as error:
+                if time.monotonic() < until and not progress.interrupts.requested():
+                    await asyncio.sleep(POLL_S)
+                    continue
+                if isinstance(error, EngineError):
+                    raise
+                raise EngineError(
+                    f"no server answers at {url}: {transport(error)}",
+                    "certificates are looked for in SSL_CERT_FILE" if "CERTIFICATE" in str(error) else None,
+                ) from error
+        model = self.recipe.model or facts.models[0]
+        if model not in facts.models:
+            raise UsageError(f"{url} serves no model {model!r}", f"it serves {', '.join(facts.models)}")
+        return Endpoint(url, facts, registry.DIALECTS[facts.engine], model)
+
+    async def _tokenized(self, server: Endpoint) -> list[int] | None:
+        body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
+        response = await self._http.post(f"{server.url}/tokenize", json=body)
+        if response.status_code != 200:
+            return None
+        found = document(response)
+        return found.get("tokens") if isinstance(found, dict) else None
+
+    async def _logprobs(self, server: Endpoint) -> list[float]:
+        """Log probabilities of the probe's tokens, but for the first; empty where the server gives none."""
+        body = server.dialect.probe(self._probe, server.model)
+        response = await self._http.post(server.url + server.dialect.GENERATE, json=body)
+        try:
+            return server.dialect.logprobs(document(response)) if response.status_code == 200 else []
+        except Malformed:
+            return []
+
+    async def _same_weights(self, server: Endpoint) -> None:
+        """EngineError where an address that was gone for a moment has come back with another model."""
+        now = await self._logprobs(server)
+        self._suspects.discard(server.url)
+        if _distance(now, server.logprobs) > SAME:
+            raise EngineError(
+                f"{server.url} was restarted with other weights while it was used",
+                "what is finished is kept, and is of the first; name one server for each of them",
+            )
+
+    async def _drafting(self, server: Endpoint) -> Drafting | None:
+        response = await self._http.get(f"{server.url}/metrics")
+        return server.dialect.drafting(response.text) if response.status_code == 200 else None
+
+
+async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    """Mean difference of log probabilities; 0 where there are none to compare."""
+    pairs = list(zip(one, other, strict=False))
+    return sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0
+
+
+def document(response: httpx.Response) -> Any:
+    """A response's JSON. Raises Malformed."""
+    try:
+        return response.json()
+    except ValueError as error:
+        what = "a web page" if "html" in response.headers.get("content-type", "") else "no JSON, or half of it"
+        raise Malformed(f"{what} came back: {brief(response.text, 80)!r}") from error
+
+
+def piece(line: str) -> Any:
+    """A piece of a stream. Raises Malformed."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise Malformed(f"half a piece of a stream: {brief(line, 80)!r}") from error
+    if not isinstance(found, dict) or "error" in found:
+        raise Malformed(f"its stream broke off: {brief(line, 200)}")
+    return found
+
+
+def said(response: httpx.Response) -> str:
+    """The message of an error, in the server's words."""
+    try:
+        found = response.json()
+    except ValueError:
+        return redacted(brief(response.text.strip(), 200)) or response.reason_phrase
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return redacted(brief(found if isinstance(found, str) else str(found), 300))
+
+
+def transport(error: Exception) -> str:
+    """A failure between here and the server, in words."""
+    kind = "no answer in time" if isinstance(error, httpx.TimeoutException) else type(error).__name__
+    return redacted(f"{kind}: {error}" if str(error) else kind)
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    """Seconds that the server asks to wait, given as a number or as a date; at most two minutes."""
+    value = response.headers.get("retry-after")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(0.0, seconds), 120.0)

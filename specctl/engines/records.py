@@ -1,0 +1,160 @@
+"""Request and answer, as every engine understands them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specctl.errors import SpecctlError
+
+
+class EngineError(SpecctlError):
+    """A server is not there, is not what it has to be, or went on failing."""
+
+
+class Malformed(Exception):
+    """A response that is no answer to the request; another try may bring one."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One text to continue.
+
+    Attributes:
+        seed: of the engine's own random numbers; the text is not the one that our loop would draw.
+    """
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Counters of speculative decoding, of a text or of all since an engine was started.
+
+    Attributes:
+        rounds: drafts that were verified.
+        drafted, accepted: tokens in them.
+        accepted_at: how often the token at each place was accepted; empty where the engine does not say.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of_histogram(cls, histogram: list[int], drafted: int) -> Drafting:
+        """`histogram[k]`: rounds of which k tokens were accepted."""
+        at = [sum(histogram[k + 1 :]) for k in range(len(histogram) - 1)]
+        return cls(sum(histogram), drafted, sum(at), at)
+
+    @classmethod
+    def total(cls, parts: Sequence[Drafting]) -> Drafting:
+        """The sum of several."""
+        depth = max((len(part.accepted_at) for part in parts), default=0)
+        return cls(
+            sum(part.rounds for part in parts),
+            sum(part.drafted for part in parts),
+            sum(part.accepted for part in parts),
+            [sum(part.accepted_at[at] for part in parts if at < len(part.accepted_at)) for at in range(depth)],
+        )
+
+    @property
+    def mat(self) -> float | None:
+        """Mean tokens of a round, the one that the target adds included; None without rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of rounds of which the token at each place was accepted."""
+        return [count / self.rounds for count in self.accepted_at] if self.rounds else []
+
+    def since(self, before: Drafting) -> Drafting:
+        """The part that came since `before`."""
+        earlier = before.accepted_at + [0] * (len(self.accepted_at) - len(before.accepted_at))
+        return Drafting(
+            self.rounds - before.rounds,
+            self.drafted - before.drafted,
+            self.accepted - before.accepted,
+            [now - then for now, then in zip(self.accepted_at, earlier, strict=False)],
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The continuation of a prompt.
+
+    Attributes:
+        output_ids: with the end-of-sequence token, where the engine gives it.
+        stop: "eos" or "length".
+        drafting: of this text alone; None where the engine does not say.
+        seconds: from the request that succeeded to its answer.
+        first_s: to its first token; None of an answer that was not streamed.
+        tries: requests that it took.
+    """
+
+    output_ids: list[int]
+    stop: str
+    drafting: Drafting | None = None
+    seconds: float = 0.0
+    first_s: float | None = None
+    tries: int = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A text that the engine will not continue, however often it is asked, in its own words."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndpointFacts:
+    """A server as it describes itself.
+
+    Attributes:
+        engine: "vllm" or "sglang".
+        context_length: longest text, in tokens; None where it does not say.
+    """
+
+    engine: str
+    version: str
+    models: list[str]
+    context_length: int | None
+
+
+class Dialect(Protocol):
+    """How an engine is spoken to: paths, what is sent, and what comes back. Every function is pure."""
+
+    NAME: str
+    GENERATE: str  # path
+
+    def body(self, ask: Ask, model: str) -> dict[str, Any]:
+        """The request of a text."""
+
+    def answer(self, document: Any, ask: Ask) -> Answer:
+        """The answer in a response. Raises Malformed."""
+
+    def streamed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The same request, to be answered piece by piece."""
+
+    def begun(self, piece: Any) -> bool:
+        """Whether there is a token in a piece."""
+
+    def joined(self, pieces: list[Any]) -> Any:
+        """The response that the pieces make. Raises Malformed."""
+
+    def probe(self, ids: list[int], model: str) -> dict[str, Any]:
+        """The request of log probabilities of a prompt's own tokens."""
+
+    def logprobs(self, document: Any) -> list[float]:
+        """Those, but for the first token's. Raises Malformed."""
+
+    def drafting(self, metrics: str) -> Drafting | None:
+        """The counters in a page of metrics; None where the engine does not draft, or does not tell."""

@@ -1,0 +1,55 @@
+"""The engines that can be talked to, and a look at which one is behind an address."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import httpx
+
+from specctl.engines import sglang, vllm
+from specctl.engines.records import Dialect, EndpointFacts, EngineError
+
+DIALECTS: dict[str, Dialect] = {one.NAME: cast(Dialect, one) for one in (vllm, sglang)}
+SAYS_VERSION = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
+
+
+async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> EndpointFacts:
+    """The engine at `url`, its version and its models. Raises EngineError, and httpx.TransportError where nobody is."""
+    served = await _json(http, f"{url}/v1/models")
+    if isinstance(served, httpx.Response):
+        raise EngineError(
+            f"{url} is no engine's address: {_words(served)}", "such as http://host:8000, of vLLM or SGLang"
+        )
+    try:
+        models = [entry["id"] for entry in served["data"] if not entry.get("parent")]
+        adapters = [entry["id"] for entry in served["data"] if entry.get("parent")]
+        longest = served["data"][0].get("max_model_len")
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise EngineError(f"{url}/v1/models lists no models", "such as http://host:8000, of vLLM or SGLang") from error
+    for name, paths in SAYS_VERSION.items():
+        for path in paths if engine in ("auto", name) else ():
+            about = await _json(http, url + path)
+            if isinstance(about, dict) and isinstance(about.get("version"), str):
+                return EndpointFacts(name, about["version"], models + adapters, longest)
+    if engine != "auto":
+        return EndpointFacts(engine, "unknown", models + adapters, longest)
+    raise EngineError(
+        f"{url} serves {', '.join(models)}, but is neither vLLM nor SGLang",
+        "server.engine=vllm (or sglang) treats it as one",
+    )
+
+
+async def _json(http: httpx.AsyncClient, address: str) -> Any:
+    """The JSON at an address; the response itself where there is none."""
+    response = await http.get(address)
+    try:
+        return response.json() if response.status_code == 200 else response
+    except ValueError:
+        return response
+
+
+def _words(response: httpx.Response) -> str:
+    kind = response.headers.get("content-type", "").split(";")[0]
+    if response.status_code in (401, 403):
+        return f"it asks for a key (status {response.status_code})"
+    return f"status {response.status_code}" if response.status_code != 200 else f"{kind or 'something'} instead of JSON"

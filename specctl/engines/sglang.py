@@ -1,0 +1,94 @@
+"""SGLang's server: its own `/generate`, which takes and gives token ids. No SGLang runs on a CPU: this is written after
+its schemas, and tested against a server that answers by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specctl.engines.records import Answer, Ask, Drafting, Malformed
+
+NAME = "sglang"
+GENERATE = "/generate"
+STOPS = {"stop": "eos", "length": "length"}
+
+
+def body(ask: Ask, model: str) -> dict[str, Any]:
+    """`sampling_seed` counts under --enable-deterministic-inference only; elsewhere the engine draws as it likes."""
+    return {
+        "input_ids": ask.prompt_ids,
+        "sampling_params": {
+            "max_new_tokens": ask.max_new_tokens,
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
+            "top_k": ask.top_k or -1,
+            "sampling_seed": ask.seed % 2**31,
+        },
+    }
+
+
+def answer(document: Any, ask: Ask) -> Answer:
+    """The text's ids, and what is said of its drafts. Raises Malformed."""
+    try:
+        about, ids = document["meta_info"], document["output_ids"]
+        reason, read = about["finish_reason"]["type"], about["prompt_tokens"]
+        matched, written = about["finish_reason"].get("matched"), about["completion_tokens"]
+    except (KeyError, TypeError) as error:
+        raise Malformed(f"no output_ids in its answer ({type(error).__name__}: {error})") from error
+    if read != len(ask.prompt_ids):
+        raise Malformed(f"it read {read} prompt tokens, {len(ask.prompt_ids)} were sent")
+    if reason not in STOPS:
+        raise Malformed(f"the text ended with {reason!r}")
+    if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
+        ids = [*ids, matched]  # the token that ended the text, where it is cut off with it
+    return Answer(ids, STOPS[reason], _own_drafting(about))
+
+
+def _own_drafting(about: dict[str, Any]) -> Drafting | None:
+    histogram = about.get("spec_correct_drafts_histogram")
+    if not isinstance(histogram, list) or not about.get("spec_verify_ct"):
+        return None
+    return Drafting.of_histogram(histogram, int(about.get("spec_num_proposed_drafts") or 0))
+
+
+def streamed(body: dict[str, Any]) -> dict[str, Any]:
+    """The same request, to be answered piece by piece."""
+    return body | {"stream": True}
+
+
+def begun(piece: Any) -> bool:
+    """Whether there is a token in a piece."""
+    return bool(piece.get("output_ids"))
+
+
+def joined(pieces: list[Any]) -> Any:
+    """Pieces hold all there is so far, or (--incremental-streaming-output) what is new. Raises Malformed."""
+    try:
+        last, written = pieces[-1], pieces[-1]["meta_info"]["completion_tokens"]
+        if len(last["output_ids"]) >= written - 1:
+            return last
+        return last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
+    except (KeyError, TypeError, IndexError) as error:
+        raise Malformed(f"no output_ids in its stream ({type(error).__name__}: {error})") from error
+
+
+def drafting(page: str) -> Drafting | None:
+    """Its metrics hold means, no counters: acceptance comes with the answers."""
+    return None
+
+
+def probe(ids: list[int], model: str) -> dict[str, Any]:
+    """The request of log probabilities of a prompt's own tokens."""
+    return {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def logprobs(document: Any) -> list[float]:
+    """Log probabilities of the prompt's tokens, but for the first. Raises Malformed."""
+    try:
+        return [float(row[0]) for row in document["meta_info"]["input_token_logprobs"][1:]]
+    except (KeyError, TypeError, IndexError) as error:
+        raise Malformed("no input_token_logprobs in its answer") from error

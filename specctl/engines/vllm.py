@@ -1,0 +1,106 @@
+"""vLLM's server: `/v1/completions` with token ids in both directions, and its counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specctl.engines import metrics
+from specctl.engines.records import Answer, Ask, Drafting, Malformed
+
+NAME = "vllm"
+GENERATE = "/v1/completions"
+STOPS = {"stop": "eos", "length": "length"}
+
+
+def body(ask: Ask, model: str) -> dict[str, Any]:
+    """Nothing but the end-of-sequence token and the length ends a text."""
+    return {
+        "model": model,
+        "prompt": ask.prompt_ids,
+        "max_tokens": ask.max_new_tokens,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "top_k": ask.top_k,  # 0 and −1 both mean all
+        "seed": ask.seed % 2**63,
+        "return_token_ids": True,
+    }
+
+
+def answer(document: Any, ask: Ask) -> Answer:
+    """The only choice. Raises Malformed."""
+    try:
+        (choice,) = document["choices"]
+        ids, reason = choice["token_ids"], choice["finish_reason"]
+        given = choice.get("prompt_token_ids", document.get("prompt_token_ids"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Malformed(f"no token ids in its answer ({type(error).__name__}: {error})") from error
+    if given is not None and given != ask.prompt_ids:
+        raise Malformed(f"it read {len(given)} other prompt tokens than the {len(ask.prompt_ids)} that were sent")
+    if reason not in STOPS:
+        raise Malformed(f"the text ended with {reason!r}")
+    return Answer(ids, STOPS[reason], _own_drafting(document))
+
+
+def _own_drafting(document: dict[str, Any]) -> Drafting | None:
+    """The counters that --per-request-spec-decode-metrics adds to a response."""
+    try:
+        said = document["metrics"]["speculative_decoding"]
+        return Drafting.of_histogram(list(said["acceptance_histogram"]), said["num_draft_tokens"])
+    except (KeyError, TypeError):
+        return None
+
+
+def streamed(body: dict[str, Any]) -> dict[str, Any]:
+    """The last piece has the metrics, if any."""
+    return body | {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def begun(piece: Any) -> bool:
+    """Whether there is a token in a piece."""
+    return bool(piece.get("choices") and piece["choices"][0].get("token_ids"))
+
+
+def joined(pieces: list[Any]) -> Any:
+    """Pieces hold what is new. Raises Malformed."""
+    try:
+        choices = [choice for piece in pieces for choice in piece["choices"]]
+        whole = {
+            "token_ids": [token for choice in choices for token in choice["token_ids"] or []],
+            "finish_reason": next((one["finish_reason"] for one in reversed(choices) if one["finish_reason"]), None),
+            "prompt_token_ids": next((one["prompt_token_ids"] for one in choices if one.get("prompt_token_ids")), None),
+        }
+    except (KeyError, TypeError) as error:
+        raise Malformed(f"no token ids in its stream ({type(error).__name__}: {error})") from error
+    return {"choices": [whole], "metrics": next((one["metrics"] for one in pieces if one.get("metrics")), None)}
+
+
+def drafting(page: str) -> Drafting | None:
+    """Counters of all engines behind the port."""
+    prefix = "vllm:spec_decode_num_"
+    rounds = metrics.total(page, f"{prefix}drafts_total")
+    if rounds is None:
+        return None
+    places: dict[int, float] = {}
+    for labels, value in metrics.samples(page, f"{prefix}accepted_tokens_per_pos_total"):
+        place = int(labels["position"])
+        places[place] = places.get(place, 0) + value
+    return Drafting(
+        rounds=int(rounds),
+        drafted=int(metrics.total(page, f"{prefix}draft_tokens_total") or 0),
+        accepted=int(metrics.total(page, f"{prefix}accepted_tokens_total") or 0),
+        accepted_at=[int(places.get(place, 0)) for place in range(max(places, default=-1) + 1)],
+    )
+
+
+def probe(ids: list[int], model: str) -> dict[str, Any]:
+    """The request of log probabilities of a prompt's own tokens."""
+    return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+
+
+def logprobs(document: Any) -> list[float]:
+    """Log probabilities of the prompt's tokens, but for the first. Raises Malformed."""
+    try:
+        rows = document["choices"][0]["prompt_logprobs"][1:]
+        return [float(next(iter(row.values()))["logprob"]) for row in rows]
+    except (KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
+        raise Malformed("no prompt_logprobs in its answer") from error

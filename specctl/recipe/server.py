@@ -1,0 +1,36 @@
+"""The section `server`: engines that are asked over HTTP instead of loading the target."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from specctl.recipe.sections import Name, Names, PositiveFloat, Section
+
+
+def _addresses(value: object) -> object:
+    """`http://host:8000/v1/, …` as a list of `http://host:8000`."""
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        return value
+    for part in parts:
+        if not part.startswith(("http://", "https://")):
+            raise ValueError(f"{part!r} is no address such as http://host:8000")
+    addresses = [part.rstrip("/").removesuffix("/v1") for part in parts]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("an address is named twice")
+    return addresses
+
+
+class ServerRecipe(Section):
+    """vLLM or SGLang servers of the target. A key is read from the environment, and never kept."""
+
+    urls: Annotated[Names, BeforeValidator(_addresses)] = []
+    engine: Literal["auto", "vllm", "sglang"] = "auto"
+    model: Name | None = None  # as the server calls it; None = the first that it lists
+    concurrency: PositiveInt = 64  # requests in flight, over all addresses
+    retries: NonNegativeInt = 8  # of a request, on failures that may pass
+    timeout_s: PositiveFloat = 600.0  # without a byte
+    wait_s: NonNegativeFloat = 0.0  # for a server that is still loading
+    api_key_env: Annotated[str, Field(pattern=r"^\w+$")] = "SPECCTL_API_KEY"  # the variable that holds the key

@@ -1,0 +1,202 @@
+"""`distill --server`: every prompt is answered once, whatever becomes of servers, requests and this process."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from specctl.decoding.target_text import load_target_text
+from specctl.distillation import store
+from specctl.distillation.generate import distill
+from specctl.engines.records import EngineError
+from specctl.errors import DataError, Interrupted
+from specctl.progress import interrupts
+from specctl.recipe import DistillRecipe
+from specctl.runs import Run
+from tests.toys.engine import FAULTS, FakeEngine
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_target_text("builtin")
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"What is {n} + {n * n}?"}) + "\n" for n in range(COUNT)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
+
+
+def go(questions, output, engine, text, **fields):
+    server = {"urls": [engine.url], "concurrency": 8, **fields.pop("server", {})}
+    data = {"domain": ["math"], "prompts": str(questions), **fields.pop("data", {})}
+    recipe = {"data": data, "server": server, "batch_size": 4, "shard_size": 7, "output_dir": output, **fields}
+    (output.parent / "run").mkdir(exist_ok=True)
+    return distill(DistillRecipe.model_validate(recipe), Run(output.parent / "run"), target=text)
+
+
+def by_id(directory):
+    return sorted(store.read(directory), key=lambda record: record["id"])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_what_is_kept_is_what_the_engine_wrote(questions, tmp_path, text, kind):
+    with FakeEngine(text.tokenizer, kind) as engine:
+        result = go(questions, tmp_path / "out", engine, text)
+        rows = list(store.read(tmp_path / "out"))
+        assert (result.responses, result.rejected, len(rows)) == (COUNT, 0, COUNT)
+        for row in rows:
+            seed = row["seed"] % 2**63 if kind == "vllm" else row["seed"] % 2**31
+            ids, stop = engine.text(row["prompt_ids"], 128, row["temperature"], seed)
+            assert (row["response_ids"], row["stop"]) == (ids, {"stop": "eos", "length": "length"}[stop])
+            assert row["prompt_ids"] == text.render(row["messages"])
+            assert row["text"] == text.tokenizer.decode(ids, skip_special_tokens=True)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["engine"] == [kind]
+
+
+def test_requests_that_fail_change_nothing(questions, tmp_path, text):
+    """A fifth of them, in five ways; the negative control is the number of requests."""
+    with FakeEngine(text.tokenizer) as engine:
+        go(questions, tmp_path / "whole", engine, text)
+    with FakeEngine(text.tokenizer, faults=lambda n: FAULTS[n // 5 % len(FAULTS)] if n % 5 == 0 else None) as engine:
+        result = go(questions, tmp_path / "out", engine, text, server={"timeout_s": 0.3})
+        assert engine.number >= COUNT + 12 and result.responses == COUNT
+    assert list(store.read(tmp_path / "out")) == list(store.read(tmp_path / "whole"))
+
+
+def test_killed_at_twenty_moments(questions, tmp_path, text):
+    context, moments = multiprocessing.get_context("fork"), random.Random(3)
+    with FakeEngine(text.tokenizer, seconds=0.02) as engine:
+        go(questions, tmp_path / "whole", engine, text)
+        deaths = 0
+        for _ in range(20):
+            options = {"resume": True, "server": {"concurrency": 2}}
+            process = context.Process(target=go, args=(questions, tmp_path / "out", engine, text), kwargs=options)
+            process.start()
+            process.join(0.2 + 0.4 * moments.random())
+            process.kill()
+            process.join()
+            deaths += process.exitcode == -signal.SIGKILL
+        assert deaths >= 5
+        result = go(questions, tmp_path / "out", engine, text, resume=True)
+    assert result.responses == COUNT and by_id(tmp_path / "out") == by_id(tmp_path / "whole")
+    assert max(Counter(row["id"] for row in store.read(tmp_path / "out")).values()) == 1
+
+
+def test_a_signal_keeps_what_came_and_resume_completes(questions, tmp_path, text):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        interrupts.install()
+        with FakeEngine(text.tokenizer, seconds=0.02) as engine:
+            engine.faults = lambda number: os.kill(os.getpid(), signal.SIGTERM) if number == 30 else None
+            with pytest.raises(Interrupted) as stop:
+                go(questions, tmp_path / "out", engine, text)
+            assert stop.value.exit_code == 75
+            interrupts.reset()
+            there = len(list(store.read(tmp_path / "out")))
+            assert 12 <= there < COUNT
+            engine.faults = lambda number: None
+            asked = engine.number
+            assert go(questions, tmp_path / "out", engine, text, resume=True).responses == COUNT
+            assert engine.number - asked == COUNT - there
+    finally:
+        interrupts.reset()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_server_that_goes_on_failing_loses_nothing(questions, tmp_path, text):
+    with FakeEngine(text.tokenizer) as engine:
+        engine.faults = lambda number: "error" if number > 25 else None
+        with pytest.raises(EngineError, match="status 500"):
+            go(questions, tmp_path / "out", engine, text, server={"retries": 1, "concurrency": 1})
+        assert 20 <= len(list(store.read(tmp_path / "out"))) <= 25
+        engine.faults = lambda number: None
+        assert go(questions, tmp_path / "out", engine, text, resume=True).responses == COUNT
+
+
+def test_prompts_that_the_engine_refuses_are_rejected_with_its_reason(questions, tmp_path, text):
+    with FakeEngine(text.tokenizer) as engine:
+        engine.faults = lambda number: "refused" if number == 3 else None
+        result = go(questions, tmp_path / "out", engine, text, data={"max_rejected": 0.05})
+        assert (result.responses, result.rejected) == (COUNT - 1, 1)
+        assert "maximum context length" in (tmp_path / "run" / "rejected.jsonl").read_text()
+        engine.faults = lambda number: "refused" if number % 2 else None
+        with pytest.raises(DataError, match="maximum context length"):
+            go(questions, tmp_path / "more", engine, text)
+        assert not store.summary(tmp_path / "more").complete
+
+
+def test_a_budget_ends_at_the_same_response(questions, tmp_path, text):
+    """In the order of the plan, not in that of the answers."""
+    with FakeEngine(text.tokenizer) as engine:
+        engine.faults = lambda number: "slow" if number in (2, 9) else None
+        go(questions, tmp_path / "one", engine, text, max_response_tokens=150)
+        engine.faults = lambda number: None
+        go(questions, tmp_path / "two", engine, text, max_response_tokens=150, server={"concurrency": 1})
+    assert list(store.read(tmp_path / "one")) == list(store.read(tmp_path / "two"))
+
+
+def test_another_engine_does_not_go_on_with_the_data(questions, tmp_path, text):
+    with FakeEngine(text.tokenizer) as engine, FakeEngine(text.tokenizer, "sglang") as other:
+        go(questions, tmp_path / "out", engine, text)
+        with pytest.raises(DataError, match="engine is"):
+            go(questions, tmp_path / "out", other, text, resume=True)
+
+
+def command(*arguments):
+    done = subprocess.run([sys.executable, "-m", "specctl", "distill", *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+class TestCommand:
+    def test_data_of_a_server_as_json(self, questions, tmp_path, text):
+        with FakeEngine(text.tokenizer) as engine:
+            where = ["--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", f"{engine.url}/v1"]
+            started = time.monotonic()
+            code, out, err = command(*where, "--json")
+            assert code == 0, err
+            document = json.loads(out)
+            assert document["responses"] == COUNT and time.monotonic() - started < 60
+            assert "torch" not in err
+
+    @pytest.mark.parametrize(
+        ("change", "code", "says"),
+        [
+            (lambda engine: engine.pages.update({"/v1/models": "<html>"}), 1, "instead of JSON"),
+            (lambda engine: setattr(engine, "tokenizer", Letters()), 4, "another tokenizer"),
+        ],
+    )
+    def test_a_server_that_will_not_do(self, questions, tmp_path, text, change, code, says):
+        with FakeEngine(text.tokenizer) as engine:
+            change(engine)
+            found, _, err = command(
+                *("--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", engine.url)
+            )
+        assert found == code and says in err and "Traceback" not in err
+        assert not list((tmp_path / "out").glob("shard*"))
+
+    def test_a_plan_asks_nobody(self, questions, tmp_path):
+        address = "http://user:geheim@127.0.0.1:9"
+        code, out, err = command("--prompts", str(questions), "--server", address, "--dry-run")
+        assert code == 0 and "ask http://user:***@127.0.0.1:9" in out.replace("\n", " "), err
+        assert "geheim" not in out + err
+
+
+class Letters:
+    def encode(self, words, add_special_tokens):
+        return [ord(letter) for letter in words]

@@ -1,0 +1,308 @@
+"""The client of engines: what it believes, what it tries again, and what it says when that does not help."""
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from specctl import progress
+from specctl.decoding.target_text import load_target_text
+from specctl.engines import metrics, vllm
+from specctl.engines.client import Client, retry_after
+from specctl.engines.records import Answer, Ask, Drafting, EngineError, Refusal
+from specctl.errors import CheckpointError, UsageError
+from specctl.recipe import ServerRecipe
+from tests.toys.engine import FAULTS, FakeEngine
+
+ENGINES = ["vllm", "sglang"]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_target_text("builtin")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, text):
+    with FakeEngine(text.tokenizer, request.param) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
+
+
+def asks(count):
+    draw = random.Random(0)
+    return [Ask([draw.randrange(5, 200) for _ in range(5)], 12, 0.7 * (n % 2), seed=n) for n in range(count)]
+
+
+def recipe(*engines, **options):
+    return ServerRecipe(urls=[engine.url for engine in engines], **options)
+
+
+def answered(client, questions):
+    found = dict(client.answers(questions))
+    assert sorted(found) == list(range(len(questions)))
+    return [found[place] for place in range(len(questions))]
+
+
+def expected(engine, questions):
+    whole = []
+    for ask in questions:
+        ids, stop = engine.text(ask.prompt_ids, ask.max_new_tokens, ask.temperature, ask.seed)
+        whole.append((ids, {"stop": "eos", "length": "length"}[stop]))
+    return whole
+
+
+def test_texts_come_with_their_places(engine, text):
+    engine.seconds = 0.01
+    with Client(recipe(engine, concurrency=7)) as client:
+        client.check(text)
+        found = answered(client, asks(40))
+    assert [(one.output_ids, one.stop) for one in found] == expected(engine, asks(40))
+    assert 1 < engine.most <= 7 and max(engine.asked.values()) == 1 and client.failures == 0
+
+
+def test_a_fifth_of_the_requests_fail_in_five_ways(engine, text):
+    engine.faults = lambda number: FAULTS[number // 5 % len(FAULTS)] if number % 5 == 0 else None
+    with Client(recipe(engine, concurrency=8, timeout_s=0.3)) as client:
+        client.check(text)
+        found = answered(client, asks(60))
+    assert [(one.output_ids, one.stop) for one in found] == expected(engine, asks(60))
+    assert client.failures >= 12 and sum(one.tries > 1 for one in found) >= 8
+
+
+@pytest.mark.parametrize("fault", ["short", "foreign", "cut", "html"])
+def test_what_is_no_answer_is_asked_for_again(engine, text, fault):
+    engine.faults = lambda number: fault if number == 1 else None
+    with Client(recipe(engine)) as client:
+        client.check(text)
+        (found,) = answered(client, asks(1))
+    assert found.output_ids == expected(engine, asks(1))[0][0] and found.tries == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("error", "status 500"), ("html", "a web page"), ("reset", "Error"), ("foreign", "not one of the target's")],
+)
+def test_a_server_that_goes_on_failing(engine, text, fault, says):
+    engine.faults = lambda number: fault if number > 3 else None
+    with Client(recipe(engine, retries=2, concurrency=1)) as client:
+        client.check(text)
+        seen = []
+        with pytest.raises(EngineError, match=says) as error:
+            seen.extend(client.answers(asks(9)))
+    assert [place for place, _ in seen] == [0, 1, 2]
+    assert "3 times" in error.value.message and "--resume" in error.value.hint
+
+
+@pytest.mark.parametrize("fault", [None, "torn", "reset", "busy"])
+def test_streams_have_the_same_texts_and_the_time_of_the_first_token(engine, text, fault):
+    engine.faults = lambda number: fault if number % 4 == 0 else None
+    engine.histogram = [2, 0, 1]
+    with Client(recipe(engine)) as client:
+        client.check(text)
+        found = dict(client.answers(asks(12), limit=3, timed=True))
+    assert [(found[place].output_ids, found[place].stop) for place in range(12)] == expected(engine, asks(12))
+    assert all(0 < one.first_s <= one.seconds for one in found.values()) and engine.most <= 3
+    assert {one.drafting.mat for one in found.values()} == {1 + 2 / 3}
+    assert found[0].drafting == Drafting(3, 9, 2, [1, 1])
+    assert client.failures == (0 if fault is None else sum(one.tries - 1 for one in found.values())) and (
+        fault is None or client.failures
+    )
+
+
+def test_a_text_that_is_refused_is_not_asked_for_again(engine, text):
+    engine.faults = lambda number: "refused" if number == 1 else None
+    with Client(recipe(engine, concurrency=1)) as client:
+        client.check(text)
+        first, second = answered(client, asks(2))
+    assert isinstance(first, Refusal) and "maximum context" in first.reason and isinstance(second, Answer)
+    assert engine.number == 2
+
+
+def test_a_key_comes_from_the_environment_and_is_asked_for_by_its_name(engine, text, monkeypatch):
+    monkeypatch.setenv("OTHER", "open-sesame")
+    with Client(recipe(engine, api_key_env="OTHER")) as client:
+        answered(client, asks(1))
+    assert engine.keys == ["Bearer open-sesame"]
+    engine.faults = lambda number: "denied"
+    with Client(recipe(engine)) as client, pytest.raises(EngineError) as error:
+        answered(client, asks(1))
+    assert "SPECCTL_API_KEY" in error.value.hint and engine.keys[1] is None
+
+
+def test_several_servers_share_the_work_and_stand_in_for_each_other(text):
+    with FakeEngine(text.tokenizer) as one, FakeEngine(text.tokenizer) as other:
+        other.faults = lambda number: "reset" if number > 5 else None
+        with Client(recipe(one, other, concurrency=4)) as client:
+            client.check(text)
+            found = answered(client, asks(40))
+        assert [found.output_ids for found in found] == [ids for ids, _ in expected(one, asks(40))]
+        assert other.number > 5 and one.number > 20
+
+
+def test_the_oldest_request_is_waited_for(text):
+    """Whoever writes in order holds what came early: no more than so much of it."""
+    with FakeEngine(text.tokenizer) as engine:
+        engine.faults = lambda number: "slow" if number == 1 else None
+        with Client(recipe(engine, concurrency=2)) as client:
+            places = [place for place, _ in client.answers(asks(40))]
+    assert places.index(0) <= 16 and sorted(places) == list(range(40))
+
+
+def test_a_signal_ends_the_asking(text, monkeypatch):
+    with FakeEngine(text.tokenizer, seconds=0.05) as engine:
+        monkeypatch.setattr(progress.interrupts, "_signal", None)
+        with Client(recipe(engine, concurrency=2)) as client:
+            found = []
+            for place, _ in client.answers(asks(40)):
+                found.append(place)
+                if len(found) == 4:
+                    progress.interrupts._signal = signal.SIGTERM
+    assert 4 <= len(found) < 10
+
+
+class TestWhoIsThere:
+    def test_nobody(self, text):
+        engine = FakeEngine(text.tokenizer)
+        engine.server.server_close()
+        with pytest.raises(EngineError, match="no server answers at http://127"), Client(recipe(engine)):
+            pass
+
+    def test_somebody_later(self, text):
+        with FakeEngine(text.tokenizer) as first:
+            port = first.server.server_address[1]
+        late = []
+
+        def start():
+            time.sleep(0.5)
+            late.append(FakeEngine(text.tokenizer, port=port).__enter__())
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        try:
+            with Client(ServerRecipe(urls=[first.url], wait_s=20)) as client:
+                assert client.servers[0].facts.engine == "vllm"
+        finally:
+            thread.join()
+            late[0].__exit__()
+
+    def test_a_web_page(self, engine):
+        engine.pages["/v1/models"] = "<html>Log in</html>"
+        with pytest.raises(EngineError, match="text/html instead of JSON"), Client(recipe(engine)):
+            pass
+
+    def test_another_engine(self, engine):
+        engine.engine = "tgi"
+        with pytest.raises(EngineError, match="neither vLLM nor SGLang") as error, Client(recipe(engine)):
+            pass
+        assert "server.engine" in error.value.hint
+        with Client(recipe(engine, engine="vllm")) as client:
+            assert client.servers[0].facts.version == "unknown"
+
+    def test_no_models(self, engine):
+        engine.pages["/v1/models"] = {"data": []}
+        with pytest.raises(EngineError, match="lists no models"), Client(recipe(engine)):
+            pass
+
+    def test_another_model(self, engine):
+        with pytest.raises(UsageError, match="serves no model 'other'") as error, Client(recipe(engine, model="other")):
+            pass
+        assert error.value.hint == "it serves toy"
+
+    def test_another_tokenizer(self, engine, text, monkeypatch):
+        monkeypatch.setattr(
+            engine, "tokenizer", type("Other", (), {"encode": lambda self, words, add_special_tokens: [1, 2, 3]})()
+        )
+        with Client(recipe(engine)) as client, pytest.raises(CheckpointError, match="another tokenizer"):
+            client.check(text)
+
+    def test_different_weights_behind_two_addresses(self, text):
+        with FakeEngine(text.tokenizer) as one, FakeEngine(text.tokenizer) as other:
+            other.shift = 0.3
+            with Client(recipe(one, other)) as client, pytest.raises(CheckpointError, match="different weights"):
+                client.check(text)
+
+    @pytest.mark.parametrize("shift", [0.0, 0.5])
+    def test_a_server_that_is_restarted(self, engine, text, shift):
+        """With the same weights the work goes on; negative control: with others it does not."""
+
+        def faults(number):
+            if number == 3:
+                engine.shift = shift
+            return "reset" if number == 3 else None
+
+        engine.faults = faults
+        with Client(recipe(engine, concurrency=1)) as client:
+            client.check(text)
+            if shift:
+                with pytest.raises(EngineError, match="other weights"):
+                    answered(client, asks(9))
+            else:
+                assert len(answered(client, asks(9))) == 9
+
+    def test_a_certificate(self, text, tmp_path):
+        """The engine speaks plain HTTP: whatever TLS says of it is said."""
+        with FakeEngine(text.tokenizer) as engine:
+            address = engine.url.replace("http://", "https://")
+            with (
+                pytest.raises(EngineError, match=r"no server answers at https://.*SSL"),
+                Client(ServerRecipe(urls=[address])),
+            ):
+                pass
+
+    def test_the_servers_context_is_the_limit(self, engine, text):
+        whole = text.context_length
+        engine.context = 100
+        with Client(recipe(engine)) as client:
+            client.check(text)
+        assert text.context_length == 100
+        text.context_length = whole
+
+
+@pytest.mark.parametrize(
+    ("urls", "says"),
+    [("localhost:8000", "no address"), ("http://a:1,http://a:1/", "twice"), ("http://a:1/v1,http://a:1", "twice")],
+)
+def test_addresses_that_are_none(urls, says):
+    with pytest.raises(ValueError, match=says):
+        ServerRecipe(urls=urls)
+
+
+def test_an_address_may_end_as_those_of_openai_do():
+    assert ServerRecipe(urls="http://a:8000/v1/, https://b").urls == ["http://a:8000", "https://b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("2", 2), ("9999", 120), ("-1", 0), ("soon", None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)]
+)
+def test_how_long_a_server_asks_to_wait(value, seconds):
+    import httpx
+
+    assert retry_after(httpx.Response(429, headers={"Retry-After": value})) == seconds
+
+
+PAGE = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 274.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 6.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 822.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 130.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="a\\"b",position="1"} 18.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 112.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 4.0
+vllm:e2e_request_latency_seconds_bucket{le="+Inf"} 12
+"""
+
+
+def test_counters_of_a_page():
+    found = vllm.drafting(PAGE)
+    assert found == Drafting(280, 822, 130, [116, 18])
+    assert found.since(Drafting(100, 22, 30, [16])) == Drafting(180, 800, 100, [100, 18])
+    assert vllm.drafting("vllm:num_requests_running 1\n") is None
+    assert metrics.total(PAGE, "vllm:e2e_request_latency_seconds_bucket") == 12
