@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specctl.commands.reason import ReasoningResult
     from specctl.commands.report import ReportResult
     from specctl.commands.select import SelectResult
-    from specctl.distillation.generate import DistillResult
+    from specctl.distillation.result import DistillResult
     from specctl.training.outcome import TrainResult
 
 FUNCTIONS = {name: f"specctl.{row.function}" for name, row in SUBCOMMANDS.items() if row.function is not None}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FLAGS = (
     *("domain", "prompts", "data_limit", *TARGET),
     *("max_new_tokens", "temperatures", "top_p", "top_k", "exact", "seed"),
-    *("server", "shard", "output_dir", "resume", "overwrite"),
+    *("from_log", "exclude", "server", "shard", "output_dir", "resume", "overwrite"),
 )
 EXAMPLE = "specctl distill --domain sql --prompts sql.jsonl --temperature 0,0.7"
 
@@ -29,9 +29,22 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
     """Generate self-distilled domain data from a target."""
     from specctl.cli import plan
 
-    plan.check_data(recipe.data)
+    if recipe.log is None:
+        plan.check_data(recipe.data)
+    else:
+        check_log(recipe, recipe.log)
     check_store(recipe)
     carry_out("distill", recipe, dry_run, lambda: steps(recipe), fields, "output")
+
+
+def check_log(recipe: DistillRecipe, log: str) -> None:
+    """The log is there, and its name can name a directory. Raises UsageError, DataError."""
+    from specctl.cli import plan
+    from specctl.distillation.prompts import open_prompts
+
+    plan.check_label(recipe.data.domain[0])
+    if log != "-":
+        open_prompts(log).close()
 
 
 def check_store(recipe: DistillRecipe) -> None:
@@ -55,6 +68,12 @@ def steps(recipe: DistillRecipe) -> list[str]:
     from specctl.cli import plan
 
     data = recipe.data
+    if recipe.log is not None:
+        apart = f", but for the prompts in {recipe.exclude}" if recipe.exclude else ""
+        return [
+            f"read the responses in {recipe.log}{apart}, as target {recipe.target.name} lays them out",
+            f"write {recipe.format} shards to {recipe.output}",
+        ]
     origin = f"from {data.prompts}" if data.prompts else f"of the {data.source} source"
     number = f"up to {data.limit}" if data.limit else "all"
     return [

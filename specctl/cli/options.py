@@ -78,6 +78,10 @@ FLAGS: dict[str, Flag] = {
     "prompts": Flag(
         ("data.prompts",), str, "JSONL with prompt or messages; {domain} in its name; - is stdin.", metavar="FILE"
     ),
+    "from_log": Flag(
+        ("log",), str, "Responses that are there: requests with responses, messages, ShareGPT, Alpaca.", metavar="FILE"
+    ),
+    "exclude": Flag(("exclude",), Path, "Leave these prompts out: those to be measured on.", metavar="FILE"),
     "server": Flag(
         ("server.urls",), str, "vLLM or SGLang of the target, or several with commas: http://host:8000.", metavar="URL"
     ),

@@ -25,11 +25,16 @@ def check_data(data: DataRecipe) -> None:
 
     for name in data.domain:
         if data.prompts is not None:
-            if not re.fullmatch(LABEL, name):
-                raise UsageError(f"domain {name!r} is no name for prompts: letters, digits, . - _")
+            check_label(name)
         elif data.source != "unconditional":
             data_prep.get(name)
     check_files(data)
+
+
+def check_label(domain: str) -> None:
+    """A name for somebody's own data. Raises UsageError."""
+    if not re.fullmatch(LABEL, domain):
+        raise UsageError(f"domain {domain!r} is no name for prompts: letters, digits, . - _")
 
 
 def check_target(target: TargetRecipe) -> str:

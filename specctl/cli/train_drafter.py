@@ -43,7 +43,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     from specctl import api
     from specctl.cli import plan
 
-    plan.check_data(recipe.data)
+    check_data(recipe)
     if recipe.init is not None:
         recipe = started(recipe, recipe.init)
     general = recipe.first_stage()
@@ -69,6 +69,21 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         return output.result(documents[-1], show, brief=documents[-1]["drafter"])
     pool = str(recipes[-1].output.parent)
     output.result({"command": "train-drafter", "pool": pool, "drafters": documents}, show_pool, brief=pool)
+
+
+def check_data(recipe: TrainRecipe) -> None:
+    """The domains exist, and so do their prompts files; a domain whose data is there may have any name.
+
+    Raises UsageError, DataError.
+    """
+    from specctl.cli import plan
+    from specctl.distillation import store
+
+    if recipe.data.prompts is None and recipe.corpus is None and all(map(store.exists, recipe.sources)):
+        for domain in recipe.data.domain:
+            plan.check_label(domain)
+    else:
+        plan.check_data(recipe.data)
 
 
 def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:

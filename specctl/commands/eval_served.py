@@ -107,6 +107,7 @@ def evaluate_served(recipe: EvalRecipe, run: Run) -> ServedResult:
                         rows.append(row(name, clients[name], domain, concurrency, mine, passes[name], base))
                         for case, answer in zip(mine, passes[name].answers, strict=True):
                             kept = {"server": name, "concurrency": concurrency, "domain": domain, "id": case.prompt.id}
+                            kept["prompt_ids"] = case.ids
                             file.write(json.dumps(kept | asdict(answer)) + "\n")
                     file.flush()
     return ServedResult(rows, rejections.count)

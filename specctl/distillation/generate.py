@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from specctl import progress
@@ -19,8 +17,10 @@ from specctl.decoding.loop import stream
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
+from specctl.distillation.collect import collect
 from specctl.distillation.plan import Job, parse_shard, plan
-from specctl.distillation.prompts import Rejections, read_domains
+from specctl.distillation.prompts import Rejections, prompt_ids, read_domains, tell_left_out
+from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.engines.client import Client
 from specctl.engines.records import Ask, Refusal
@@ -42,20 +42,6 @@ Answered = Callable[[list[Job]], Iterator[tuple[int, Response | None]]]
 """Answers of some jobs, with their places among these, in any order."""
 
 
-@dataclass(frozen=True)
-class DistillResult:
-    """The result document of `distill`; counts are those of this writer's part (`--shard i/n`) of the directory."""
-
-    domain: str
-    prompts: int
-    responses: int
-    response_tokens: int
-    tokens_per_s: float  # of this run, prefill included, loading and rendering not
-    rejected: int
-    shards: int
-    output: str
-
-
 def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, drafter: Any = None) -> DistillResult:
     """Generate the responses of a recipe into its directory.
 
@@ -64,6 +50,8 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     EngineError (a server that goes on failing), Interrupted (SIGTERM; everything decoded so far is kept, `resume`
     continues).
     """
+    if recipe.log is not None:
+        return collect(recipe, recipe.log, run, target)
     domain = label(recipe.data.domain)
     output = recipe.output_dir or default_output(recipe.data.domain)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
@@ -71,7 +59,10 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
     with Client(recipe.server) if recipe.server.urls else nullcontext() as client:
         read = read_domains(recipe.data, rejections, sample=True)
-        prompts = list({prompt.id: prompt for prompt in reversed(read)}.values())[::-1]  # of two domains the first
+        unwanted = prompt_ids(recipe.exclude)
+        wanted = [prompt for prompt in read if prompt.id not in unwanted]
+        tell_left_out(recipe.exclude, len(read) - len(wanted))
+        prompts = list({prompt.id: prompt for prompt in reversed(wanted)}.values())[::-1]  # of two domains the first
         if client is None:
             decoding = target or load_target(**recipe.target.loading)
             answered = partial(_decoded, recipe, decoding, drafter)
@@ -112,16 +103,6 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
             shards=store.shards,
             output=str(output),
         )
-
-
-def label(domains: list[str]) -> str:
-    """The name of one or several domains distilled together: `sql`, `sql+math`."""
-    return "+".join(domains)
-
-
-def default_output(domains: list[str]) -> Path:
-    """./distilled/<domain>"""
-    return Path("distilled") / label(domains)
 
 
 def settings(recipe: DistillRecipe, domain: str, target: TargetText, client: Client | None = None) -> dict[str, Any]:

@@ -54,8 +54,8 @@ class Rejections:
     With `hold` those of an earlier run stay at `path` until `release`: this one may be refused.
     """
 
-    def __init__(self, path: Path | None, allowed: float, *, hold: bool = False):
-        self.path, self.allowed = path, allowed
+    def __init__(self, path: Path | None, allowed: float, *, hold: bool = False, expected: str = EXPECTED):
+        self.path, self.allowed, self.expected = path, allowed, expected
         self.seen = 0  # lines looked at, good and bad
         self.count = 0
         self.reasons: list[str] = []
@@ -101,7 +101,7 @@ class Rejections:
         kept = f"all of them are in {self.path}" if self.path and self._held is None else ""
         if self.too_many:
             share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
-            hint = f"expected {EXPECTED}" + (f"; {kept}" if kept else "")
+            hint = f"expected {self.expected}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
         self.tell()
 
@@ -215,6 +215,25 @@ def prompt_id(messages: list[dict[str, str]]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
+def prompt_ids(file: Path | None) -> frozenset[str]:
+    """Ids of the prompts in a file; none without one. Raises DataError where a line is no prompt."""
+    if file is None:
+        return frozenset()
+    rejections, found = Rejections(None, 0.0), set()
+    for prompt in _from_file(str(file), "", rejections):
+        rejections.seen += 1
+        if prompt is not None:
+            found.add(prompt.id)
+    rejections.check()
+    return frozenset(found)
+
+
+def tell_left_out(file: Path | None, count: int) -> None:
+    """Say how many were left out, as they are in `file`."""
+    if file is not None:
+        progress.log(f"{count} that are in {file} were left out")
+
+
 def candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections) -> Iterator[Prompt | None]:
     """The prompts of a domain as they stand in its source, one item per line; None where the line was rejected.
 
@@ -240,7 +259,7 @@ def candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections
 def _from_file(name: str, domain: str, rejections: Rejections) -> Iterator[Prompt | None]:
     label = "<stdin>" if name == "-" else name
     with open_prompts(name) as file:
-        for number, line in enumerate(_lines(file), 1):
+        for number, line in enumerate(lines(file), 1):
             where = f"{label}:{number}"
             if number == 1 and line is not None:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -257,7 +276,7 @@ def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Reje
     for number, text in enumerate(texts, 1):
         where = f"{source}:{number}"
         try:
-            messages = _conversation([{"role": "user", "content": text}])
+            messages = conversation([{"role": "user", "content": text}])
             yield Prompt(prompt_id(messages), messages, domain, where)
         except ValueError as error:
             rejections.add(where, str(error), str(text))
@@ -299,7 +318,7 @@ class _Interruptible(io.RawIOBase):
         return len(data)
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+def lines(file: IO[bytes]) -> Iterator[bytes | None]:
     """Lines of at most MAX_LINE_BYTES; a longer one is skipped piece by piece, to bound memory, and given as None."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) <= MAX_LINE_BYTES:
@@ -312,6 +331,12 @@ def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
 
 def parse_line(line: bytes | None, domain: str, where: str = "") -> Prompt:
     """A JSONL line as a prompt; None is a line that was too long to hold. ValueError says what is wrong with it."""
+    messages, reference = _row(json_object(line))
+    return Prompt(prompt_id(messages), messages, domain, where, reference)
+
+
+def json_object(line: bytes | None) -> dict[str, Any]:
+    """A line's JSON object. ValueError says what is wrong with it."""
     if line is None:
         raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
@@ -324,8 +349,7 @@ def parse_line(line: bytes | None, domain: str, where: str = "") -> Prompt:
         raise ValueError("not JSON: nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    messages, reference = _row(row)
-    return Prompt(prompt_id(messages), messages, domain, where, reference)
+    return row
 
 
 def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
@@ -336,25 +360,26 @@ def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
         if not isinstance(row["prompt"], str):
             raise ValueError(f"`prompt` must be a string, got {type(row['prompt']).__name__}")
         reference = row.get("response")
-        messages = _conversation([{"role": "user", "content": row["prompt"]}])
+        messages = conversation([{"role": "user", "content": row["prompt"]}])
         return messages, reference if isinstance(reference, str) else None
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise ValueError("`messages` must be a non-empty list")
-    messages = _conversation(messages)
+    messages = conversation(messages)
     # Chat data sets end with the assistant's turn: that is the reference, the target writes its own.
     if messages[-1]["role"] == "assistant":
-        return _ends_with_question(messages[:-1]), messages[-1]["content"]
-    return _ends_with_question(messages), None
+        return ends_with_question(messages[:-1]), messages[-1]["content"]
+    return ends_with_question(messages), None
 
 
-def _ends_with_question(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def ends_with_question(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The same messages. ValueError where there is nothing to answer at their end."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise ValueError("`messages` has no user message to answer at its end")
     return messages
 
 
-def _conversation(messages: list[Any]) -> list[dict[str, str]]:
+def conversation(messages: list[Any]) -> list[dict[str, str]]:
     """Messages reduced to role and content, each checked."""
     checked = []
     for message in messages:

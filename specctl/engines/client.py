@@ -9,9 +9,9 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -31,6 +31,8 @@ BUSY = {408, 409, 425, 429}  # and all from 500 on: another try may succeed
 REFUSED = {400, 413, 422}  # this text, whoever asks
 PROBE = "SELECT name, COUNT(*) FROM t WHERE café = 'naïve' GROUP BY 1;\n\tdef f(x): return x**2  # 数学 3.14"
 SAME = 0.05  # nats: weights are others where the mean log probability of the probe's tokens is further off
+
+Told = TypeVar("Told")
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Client:
         self._vocabulary: int | None = None
         self._probe: list[int] = []
         self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
+        self._pending: dict[asyncio.Task[Answer | Refusal], int] = {}  # requests in flight, with their places
 
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
@@ -78,6 +81,7 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._cancel(self._pending)
         self._runner.run(self._http.aclose())
         self._runner.close()
 
@@ -90,9 +94,9 @@ class Client:
         self._vocabulary = target.vocab_size
         self._probe = target.tokenizer.encode(PROBE, add_special_tokens=False)
         limits = [server.facts.context_length for server in self.servers]
-        target.context_length = min(target.context_length, *(limit for limit in limits if limit))
+        target.context_length = min([target.context_length, *(limit for limit in limits if limit)])
         for server in self.servers:
-            theirs = self._runner.run(self._tokenized(server))
+            theirs = self._told(self._tokenized(server))
             if theirs is None:
                 progress.log(f"{server.url} does not tokenize: that its vocabulary is the target's is not checked")
             elif theirs != self._probe:
@@ -100,7 +104,7 @@ class Client:
                     f"{server.url} serves {server.model} with another tokenizer than that of target {target.name}",
                     "--target names the model that is served, or a directory with its config.json and tokenizer",
                 )
-            server.logprobs = self._runner.run(self._logprobs(server))
+            server.logprobs = self._told(self._logprobs(server))
             if _distance(server.logprobs, self.servers[0].logprobs) > SAME:
                 raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
 
@@ -116,7 +120,7 @@ class Client:
         Raises EngineError where a request has failed once more than `recipe.retries` allows.
         """
         loop, limit = self._runner.get_loop(), limit or self.recipe.concurrency
-        pending: dict[asyncio.Task[Answer | Refusal], int] = {}
+        pending = self._pending = {}
         asked = 0
         try:
             while not progress.interrupts.requested():
@@ -131,13 +135,27 @@ class Client:
                 for task in sorted(done, key=pending.__getitem__):
                     yield pending.pop(task), task.result()
         finally:
-            self._runner.run(_cancelled(list(pending)))
+            self._cancel(pending)
+
+    def _cancel(self, pending: dict[asyncio.Task[Answer | Refusal], int]) -> None:
+        """Give up requests. A generator that is closed late, after its client, has none left."""
+        if pending:
+            tasks = list(pending)
+            pending.clear()
+            self._runner.run(_cancelled(tasks))
 
     def drafting(self) -> Drafting | None:
         """Counters of all servers together; None where one of them does not draft, or does not tell."""
-        found = [self._runner.run(self._drafting(server)) for server in self.servers]
+        found = [self._told(self._drafting(server)) for server in self.servers]
         parts = [part for part in found if part is not None]
         return Drafting.total(parts) if len(parts) == len(found) else None
+
+    def _told(self, question: Coroutine[Any, Any, Told]) -> Told:
+        """The answer to a question about a server. EngineError where it is gone."""
+        try:
+            return self._runner.run(question)
+        except httpx.TransportError as error:
+            raise EngineError(f"a server is gone: {transport(error)}") from error
 
     async def _one(self, ask: Ask, timed: bool) -> Answer | Refusal:
         failed: Endpoint | None = None
@@ -263,7 +281,8 @@ class Client:
     async def _same_weights(self, server: Endpoint) -> None:
         """EngineError where an address that was gone for a moment has come back with another model."""
         now = await self._logprobs(server)
-        self._suspects.discard(server.url)
+        if now or not server.logprobs:  # else it is still loading, and is asked again
+            self._suspects.discard(server.url)
         if _distance(now, server.logprobs) > SAME:
             raise EngineError(
                 f"{server.url} was restarted with other weights while it was used",

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from specctl.recipe.sections import DataRecipe, SamplingRecipe, WriterRecipe, distilled_dir
+from specctl.recipe.sections import (
+    DataRecipe,
+    LocalPath,
+    Name,
+    SamplingRecipe,
+    WriterRecipe,
+    distilled_dir,
+    label_of,
+)
 from specctl.recipe.server import ServerRecipe
 
 
@@ -23,6 +31,8 @@ class DistillRecipe(WriterRecipe):
     shard_size: PositiveInt = 1000  # responses per file
     format: Literal["jsonl", "parquet"] = "jsonl"
     max_response_tokens: PositiveInt | None = None  # stop after so many in all
+    log: Name | None = None  # JSONL of responses that are there already, or "-": they are taken instead of new ones
+    exclude: LocalPath | None = None  # JSONL of prompts, such as those to be measured on, which are left out
     server: ServerRecipe = ServerRecipe()  # who answers; without an address the target is loaded here
 
     @model_validator(mode="after")
@@ -37,6 +47,25 @@ class DistillRecipe(WriterRecipe):
         index, count = map(int, self.shard.split("/"))
         if index >= count:
             raise ValueError(f"shard {self.shard}: the index runs from 0 to {count - 1}")
+        return self
+
+    @model_validator(mode="after")
+    def _responses_that_are_there(self) -> DistillRecipe:
+        if self.log is None:
+            return self
+        unused = {
+            "server": bool(self.server.urls),
+            "data.prompts": self.data.prompts is not None,
+            "data.source": self.data.source != "auto",
+            "shard": self.shard != "0/1",
+        }
+        for key, there in unused.items():
+            if there:
+                raise ValueError(f"{key} is about new responses, log names those that are there: leave one of them out")
+        if "domain" not in self.data.model_fields_set:
+            self.data = self.data.model_copy(update={"domain": [label_of(self.log)]})
+        elif len(self.data.domain) > 1:
+            raise ValueError("a log is one domain")
         return self
 
     @model_validator(mode="after")

@@ -256,6 +256,19 @@ class TestWhoIsThere:
             ):
                 pass
 
+    def test_one_that_goes_away_while_it_is_asked(self, text):
+        with FakeEngine(text.tokenizer) as engine, Client(recipe(engine)) as client:
+            engine.gone = True
+            with pytest.raises(EngineError, match="is gone"):
+                client.check(text)
+
+    def test_one_that_does_not_say_how_long_a_text_may_be(self, engine, text):
+        engine.context = None
+        before = text.context_length
+        with Client(recipe(engine)) as client:
+            client.check(text)
+        assert text.context_length == before
+
     def test_the_servers_context_is_the_limit(self, engine, text):
         whole = text.context_length
         engine.context = 100

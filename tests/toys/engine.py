@@ -39,6 +39,7 @@ class FakeEngine:
         self.shift, self.context, self.pages = 0.0, 512, {}
         self.histogram: list[int] = []
         self.scraped = None
+        self.gone = False  # every connection breaks
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", port), lambda *args: _Handler(self, *args))
         self.server.daemon_threads = True
@@ -122,7 +123,14 @@ class _Handler(BaseHTTPRequestHandler):
         page = pages[self.path]
         self.send(200, page, "text/html" if isinstance(page, str) else "application/json")
 
+    def reset(self):
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
     def do_POST(self):
+        if self.engine.gone:
+            return self.reset()
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         engine = self.engine
         if self.path == "/tokenize":
@@ -152,9 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "error":
             self.send(500, "Internal Server Error", "text/plain")
         elif fault == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-            self.close_connection = True
+            self.reset()
         elif fault == "half":
             self.send(200, answer, keep=20)
         elif fault == "html":

@@ -112,7 +112,7 @@ def _serve(tokenizer: Any, channel: Connection) -> NoReturn:
 def _answer(tokenizer: Any, messages: list[dict[str, str]], options: dict[str, Any]) -> list[int] | str:
     """Ids, or why there are none."""
     try:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
+        encoded = tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options, return_dict=True)
         return [int(token) for token in encoded["input_ids"]]
     except MemoryError:  # what is left of this process is not to be relied on
         os.kill(os.getpid(), signal.SIGKILL)

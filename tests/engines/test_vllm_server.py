@@ -1,0 +1,111 @@
+"""The whole way through a running vLLM: it writes the data, a head is trained on them, it serves the head, and `eval
+--server` counts what our own loop counts."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+
+from specctl.commands import export as exporting
+from specctl.commands.eval import evaluate
+from specctl.decoding.loop import decode
+from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.sampling import GREEDY
+from specctl.distillation import store
+from specctl.distillation.generate import distill
+from specctl.drafters import pool
+from specctl.recipe import DistillRecipe, DraftingRecipe, EvalRecipe, ExportRecipe
+from specctl.runs import Run
+from tests.engines.test_vllm import MEASURED, PLACE, PYTHON, trained
+
+TOKENS = 3
+NEW = 40
+OPTIONS = "--dtype float32 --enforce-eager --no-enable-prefix-caching --max-model-len 1024 --max-num-seqs 16"
+NO_VLLM = f"no vLLM in {PLACE}: `make engines`, or name one by SPECCTL_VLLM"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=NO_VLLM)]
+
+
+@contextmanager
+def serving(log, *options):
+    """The address of a vLLM server of the built-in target; it loads while the first request waits (`server.wait_s`)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(builtin_path())]
+    command += ["--port", str(port), *OPTIONS.split(), *options]
+    extra = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env=os.environ | extra, start_new_session=True, cwd=log.parent
+        )
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+
+
+def run_in(place):
+    place.mkdir()
+    return Run(place)
+
+
+def our_counts(directory, target, prompts):
+    """Of every text, (rounds, accepted at each place) of our own loop with the same chains."""
+    drafting = DraftingRecipe(width=1, children=1, depth=TOKENS, nodes=TOKENS, stop_below=0)
+    drafter = pool.load_drafter(str(directory), target, drafting)
+    accepted = [[0] * TOKENS for _ in prompts]
+
+    def see(state, draft, verdict):
+        for row, path in zip(state.rows, verdict.paths, strict=True):
+            for place in range(len(path)):
+                accepted[row.index][place] += 1
+
+    decoded = decode(
+        target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * len(prompts), drafter=drafter,
+        share_rows=False, on_round=see, taps=drafter.taps,
+    )  # fmt: skip
+    return [(text.target_passes, places) for text, places in zip(decoded, accepted, strict=True)]
+
+
+def test_data_head_and_counts(target, tmp_path):
+    with serving(tmp_path / "plain.log") as plain:
+        there = {"urls": [plain], "wait_s": 300}
+        recipe = {"target": MEASURED, "data": {"domain": ["sql"], "limit": 120}, "sampling": {"max_new_tokens": NEW}}
+        made = DistillRecipe.model_validate(recipe | {"server": there, "output_dir": tmp_path / "sql"})
+        result = distill(made, run_in(tmp_path / "distilling"))
+        assert (result.responses, result.rejected) == (120, 0)
+        greedy = [row for row in store.read(tmp_path / "sql") if row["temperature"] == 0]
+        prompts = [row["prompt_ids"] for row in greedy]
+        ours = decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * len(prompts))
+        assert [row["response_ids"] for row in greedy] == [one.output_ids for one in ours]
+
+        head = trained("eagle3", target, tmp_path / "sql", tmp_path / "head")
+        exporting.export(ExportRecipe(drafter=head, to="vllm", output_dir=tmp_path / "export"))
+        drafting = {"method": "eagle3", "model": str(tmp_path / "export"), "num_speculative_tokens": TOKENS}
+        metrics = ("--per-request-spec-decode-metrics", "summary")
+        with serving(tmp_path / "head.log", "--speculative-config", json.dumps(drafting), *metrics) as drafted:
+            measured = {
+                **(recipe | {"data": {"domain": ["sql"]}, "limit": 12, "concurrency": [1, 4]}),
+                **{"server": {"urls": [drafted], "wait_s": 300}, "baseline_server": there},
+            }
+            found = evaluate(EvalRecipe.model_validate(measured), run_in(tmp_path / "measuring"))
+    for row in found.servers:
+        print(json.dumps(row.__dict__))
+    lines = [json.loads(line) for line in (tmp_path / "measuring" / "requests.jsonl").read_text().splitlines()]
+    for many in (1, 4):
+        server, baseline = (
+            [line for line in lines if (line["server"], line["concurrency"]) == (name, many)]
+            for name in ("server", "baseline")
+        )
+        assert [line["output_ids"] for line in server] == [line["output_ids"] for line in baseline]
+        expected = our_counts(head, target, [line["prompt_ids"] for line in server])
+        assert [line["drafting"]["rounds"] for line in server] == [rounds for rounds, _ in expected]
+        # Where the length ends a text, our last draft is as short as what is missing, vLLM's is not.
+        ended = [place for place, line in enumerate(server) if line["stop"] == "eos"]
+        assert [server[place]["drafting"]["accepted_at"] for place in ended] == [expected[place][1] for place in ended]
+        assert len(ended) >= 4 and sum(sum(expected[place][1]) for place in ended) >= 20
