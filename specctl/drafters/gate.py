@@ -18,7 +18,7 @@ CAME_TRUE = ((2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95), (1.8, 1.4, 1.7, 1.5, 1.4
 # Texts are told apart by the tokens that the text drafter is expected to get accepted; what a head adds to that depends
 # on it. Before anything is known: so many tokens, worth as much as so many rounds.
 EDGES = (0.05, 0.25, 1.0, 2.5)
-GAIN, GAIN_ROUNDS = (1.5, 1.2, 1.0, 0.7, 0.4), 2.0
+GAIN, GAIN_ROUNDS = (1.5, 1.2, 1.0, 0.85, 0.65), 2.0
 GAIN_MEMORY = 0.92  # per round in which the head was asked: what it adds changes along a text
 LEVELS = 4.0  # that a head drafts, before it is known
 LEVELS_MEMORY = 0.8
