@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields
+from specctl.errors import DataError
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe
@@ -40,11 +42,11 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
 def check_log(recipe: DistillRecipe, log: str) -> None:
     """The log is there, and its name can name a directory. Raises UsageError, DataError."""
     from specctl.cli import plan
-    from specctl.distillation.prompts import open_prompts
+    from specctl.distillation.logs import EXPECTED
 
     plan.check_label(recipe.data.domain[0])
-    if log != "-":
-        open_prompts(log).close()
+    if log != "-" and not Path(log).is_file():
+        raise DataError(f"no log {log}", hint=f"expected {EXPECTED}, or - for stdin")
 
 
 def check_store(recipe: DistillRecipe) -> None:

@@ -131,11 +131,12 @@ def _generate(
 ) -> int:
     """Answer what is not done yet, up to the token budget, and store it in order. Returns the tokens generated."""
     pending = [job for job in jobs if job.id not in store.done]
-    budget = recipe.max_response_tokens
+    budget = recipe.max_response_tokens  # which counts in the order of the plan, as a resumed run does
+    ordered = budget is not None or not recipe.server.urls
     total = sum(store.done[job.id] for job in jobs if job.id in store.done)
     generated, started = 0, time.perf_counter()
     with progress.track(f"distil {domain}", total=len(pending), unit="responses") as bar:
-        for rows in _records(recipe.batch_size, target, pending, answered(pending)):
+        for rows in _records(recipe.batch_size, target, pending, answered(pending), ordered):
             rows = within(rows, None if budget is None else budget - total)
             store.append(rows)
             new = sum(len(row["response_ids"]) for row in rows)
@@ -151,9 +152,12 @@ def _generate(
 
 
 def _records(
-    size: int, target: TargetText, jobs: list[Job], answers: Iterator[tuple[int, Response | None]]
+    size: int, target: TargetText, jobs: list[Job], answers: Iterator[tuple[int, Response | None]], ordered: bool
 ) -> Iterator[list[dict[str, Any]]]:
-    """Responses as they are stored, in the order of `jobs`, in lists of `size` or what there was time for."""
+    """Responses as they are stored, in the order of `jobs`, in lists of `size` or what there was time for.
+
+    Where a signal comes, those without the ones before them are stored, too, unless they have to be `ordered`.
+    """
     early: dict[int, Response | None] = {}
     rows: list[dict[str, Any]] = []
     following, written = 0, time.monotonic()
@@ -164,12 +168,23 @@ def _records(
             if response is not None:
                 rows.append(record(jobs[following], response, target))
             following += 1
-        late = time.monotonic() - written > FLUSH_S
-        if len(rows) >= size or (rows and (late or progress.interrupts.requested())):
+        stopping, late = progress.interrupts.requested(), time.monotonic() - written > FLUSH_S
+        if stopping and not ordered:
+            rows += _left(early, jobs, target)
+        if len(rows) >= size or (rows and (late or stopping)):
             yield rows
             rows, written = [], time.monotonic()
+    if not ordered:
+        rows += _left(early, jobs, target)
     if rows:
         yield rows
+
+
+def _left(early: dict[int, Response | None], jobs: list[Job], target: TargetText) -> list[dict[str, Any]]:
+    """Records of the answers that came before those ahead of them; `early` has none afterwards."""
+    there = [(jobs[place], response) for place, response in sorted(early.items()) if response is not None]
+    early.clear()
+    return [record(job, response, target) for job, response in there]
 
 
 def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any]]:

@@ -151,11 +151,13 @@ class Client:
         return Drafting.total(parts) if len(parts) == len(found) else None
 
     def _told(self, question: Coroutine[Any, Any, Told]) -> Told:
-        """The answer to a question about a server. EngineError where it is gone."""
+        """The answer to a question about a server. EngineError where it is gone, or answers something else."""
         try:
             return self._runner.run(question)
         except httpx.TransportError as error:
             raise EngineError(f"a server is gone: {transport(error)}") from error
+        except Malformed as error:
+            raise EngineError(f"a server answers strangely: {error}", "is it an engine's address?") from error
 
     async def _one(self, ask: Ask, timed: bool) -> Answer | Refusal:
         failed: Endpoint | None = None

@@ -158,8 +158,9 @@ def test_another_engine_does_not_go_on_with_the_data(questions, tmp_path, text):
             go(questions, tmp_path / "out", other, text, resume=True)
 
 
-def command(*arguments):
-    done = subprocess.run([sys.executable, "-m", "specctl", "distill", *arguments], capture_output=True, text=True)
+def command(place, *arguments):
+    run = [sys.executable, "-m", "specctl", "distill", *arguments]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=place)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -168,7 +169,7 @@ class TestCommand:
         with FakeEngine(text.tokenizer) as engine:
             where = ["--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", f"{engine.url}/v1"]
             started = time.monotonic()
-            code, out, err = command(*where, "--json")
+            code, out, err = command(tmp_path, *where, "--json")
             assert code == 0, err
             document = json.loads(out)
             assert document["responses"] == COUNT and time.monotonic() - started < 60
@@ -185,14 +186,14 @@ class TestCommand:
         with FakeEngine(text.tokenizer) as engine:
             change(engine)
             found, _, err = command(
-                *("--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", engine.url)
+                tmp_path, *("--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", engine.url)
             )
         assert found == code and says in err and "Traceback" not in err
         assert not list((tmp_path / "out").glob("shard*"))
 
     def test_a_plan_asks_nobody(self, questions, tmp_path):
         address = "http://user:geheim@127.0.0.1:9"
-        code, out, err = command("--prompts", str(questions), "--server", address, "--dry-run")
+        code, out, err = command(tmp_path, "--prompts", str(questions), "--server", address, "--dry-run")
         assert code == 0 and "ask http://user:***@127.0.0.1:9" in out.replace("\n", " "), err
         assert "geheim" not in out + err
 

@@ -262,6 +262,12 @@ class TestWhoIsThere:
             with pytest.raises(EngineError, match="is gone"):
                 client.check(text)
 
+    def test_a_page_where_tokens_should_be(self, engine, text):
+        with Client(recipe(engine)) as client:
+            engine.page = "<html>Log in</html>"
+            with pytest.raises(EngineError, match="answers strangely: a web page"):
+                client.check(text)
+
     def test_one_that_does_not_say_how_long_a_text_may_be(self, engine, text):
         engine.context = None
         before = text.context_length

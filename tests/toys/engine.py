@@ -40,8 +40,9 @@ class FakeEngine:
         self.histogram: list[int] = []
         self.scraped = None
         self.gone = False  # every connection breaks
+        self.page: str | None = None  # instead of tokens
         self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), lambda *args: _Handler(self, *args))
+        self.server = _Quiet(("127.0.0.1", port), lambda *args: _Handler(self, *args))
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
@@ -90,6 +91,11 @@ class FakeEngine:
         return {"output_ids": out, "meta_info": about, "text": "…"}
 
 
+class _Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_):
+        """Whoever asked is gone: some tests kill them."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -133,6 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reset()
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         engine = self.engine
+        if self.path == "/tokenize" and engine.page is not None:
+            return self.send(200, engine.page, "text/html")
         if self.path == "/tokenize":
             return self.send(200, {"tokens": engine.tokenizer.encode(body["prompt"], add_special_tokens=False)})
         if self.path != ("/v1/completions" if engine.engine == "vllm" else "/generate"):
