@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specctl import threads
-from specctl.commands.eval_served import ServedResult, evaluate_served
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
@@ -31,6 +31,9 @@ from specctl.measuring.records import (
 from specctl.measuring.transformers import PLAIN, load_assistant
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run, threads_of
+
+if TYPE_CHECKING:
+    from specctl.commands.eval_served import ServedResult
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ def evaluate(
     Interrupted (SIGTERM; the records so far are kept, `resume` continues).
     """
     if recipe.server.urls:
+        from specctl.commands.eval_served import evaluate_served
+
         return evaluate_served(recipe, run)
     target = target or load_target(**recipe.target.loading)
     paths, assistants = named(recipe), {}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import progress
 from specctl.decoding.loop import stream
@@ -22,10 +22,12 @@ from specctl.distillation.plan import Job, parse_shard, plan
 from specctl.distillation.prompts import Rejections, prompt_ids, read_domains, tell_left_out
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.store import ShardWriter, check_free
-from specctl.engines.client import Client
 from specctl.engines.records import Ask, Refusal
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+
+if TYPE_CHECKING:
+    from specctl.engines.client import Client
 
 WINDOW = 8  # batches whose texts follow each other through one set of places
 FLUSH_S = 5.0  # a finished text waits no longer for others to be written with
@@ -57,7 +59,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
-    with Client(recipe.server) if recipe.server.urls else nullcontext() as client:
+    with _client(recipe) as client:
         read = read_domains(recipe.data, rejections, sample=True)
         unwanted = prompt_ids(recipe.exclude)
         wanted = [prompt for prompt in read if prompt.id not in unwanted]
@@ -103,6 +105,15 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
             shards=store.shards,
             output=str(output),
         )
+
+
+def _client(recipe: DistillRecipe) -> AbstractContextManager[Client | None]:
+    """The client of a recipe's servers; None where it names none, and then nothing of it is loaded."""
+    if not recipe.server.urls:
+        return nullcontext()
+    from specctl.engines.client import Client
+
+    return Client(recipe.server)
 
 
 def settings(recipe: DistillRecipe, domain: str, target: TargetText, client: Client | None = None) -> dict[str, Any]:

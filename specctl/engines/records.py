@@ -154,7 +154,7 @@ class Dialect(Protocol):
         """The request of log probabilities of a prompt's own tokens."""
 
     def logprobs(self, document: Any) -> list[float]:
-        """Those, but for the first token's. Raises Malformed."""
+        """Log probabilities of a prompt's tokens, but for the first, in such a response. Raises Malformed."""
 
     def drafting(self, metrics: str) -> Drafting | None:
         """The counters in a page of metrics; None where the engine does not draft, or does not tell."""
