@@ -10,7 +10,9 @@ import os
 import random
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
@@ -18,7 +20,7 @@ import httpx
 from specctl import progress
 from specctl.decoding.target_text import TargetText
 from specctl.engines import registry
-from specctl.engines.records import Answer, Ask, Dialect, Drafting, EndpointFacts, EngineError, Malformed, Refusal
+from specctl.engines.records import Answer, Ask, Call, Dialect, Drafting, EndpointFacts, EngineError, Malformed, Refusal
 from specctl.errors import CheckpointError, UsageError, brief
 from specctl.recipe import ServerRecipe
 from specctl.redaction import redacted
@@ -61,6 +63,7 @@ class Client:
         self._turn = itertools.count()
         self._vocabulary: int | None = None
         self._probe: list[int] = []
+        self._published: tuple[Path, str] | None = None
         self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
         self._pending: dict[asyncio.Task[Answer | Refusal], int] = {}  # requests in flight, with their places
 
@@ -149,6 +152,28 @@ class Client:
         found = [self._told(self._drafting(server)) for server in self.servers]
         parts = [part for part in found if part is not None]
         return Drafting.total(parts) if len(parts) == len(found) else None
+
+    def publish(self, directory: Path, version: str) -> None:
+        """Make all servers draft with the weights in a directory, or none: those that had done so go back.
+
+        Raises EngineError, which says who refused it and why.
+        """
+        before: tuple[Path, str] | tuple[()] = self._published or ()
+        done: list[Endpoint] = []
+        for server in self.servers:
+            done.append(server)
+            try:
+                self._told(self._publish(server, directory, version))
+            except EngineError:
+                for one in done if before else []:
+                    with suppress(EngineError):  # the first one is told of
+                        self._told(self._publish(one, *before))
+                raise
+        self._published = (directory, version)
+
+    def published(self) -> list[str | None]:
+        """The version that each server drafts with; None = what it was started with. Raises EngineError."""
+        return [self._told(self._version(server)) for server in self.servers]
 
     def _told(self, question: Coroutine[Any, Any, Told]) -> Told:
         """The answer to a question about a server. EngineError where it is gone, or answers something else."""
@@ -290,6 +315,38 @@ class Client:
                 f"{server.url} was restarted with other weights while it was used",
                 "what is finished is kept, and is of the first; name one server for each of them",
             )
+
+    async def _publish(self, server: Endpoint, directory: Path, version: str) -> None:
+        """EngineError where the server refuses; then it drafts with what it did before, as far as it says."""
+        problem: tuple[str, str | None] | None = None
+        for call in server.dialect.publishing(directory, version, server.facts.ranks):
+            if problem is not None and not call.always:
+                continue
+            response = await self._patiently("POST", server.url + call.path, call.body)
+            try:
+                content = document(response)
+            except Malformed:
+                content = None  # some of SGLang's answers are words
+            problem = problem or server.dialect.refused(call, response.status_code, content)
+        if problem is not None:
+            raise EngineError(f"{server.url} does not take {directory.name}: {problem[0]}", problem[1])
+
+    async def _version(self, server: Endpoint) -> str | None:
+        path, body = server.dialect.asking_version()
+        response = await self._patiently("POST" if body is not None else "GET", server.url + path, body)
+        problem = server.dialect.refused(Call(path, body or {}), response.status_code, document(response))
+        if problem is not None:
+            raise EngineError(f"{server.url} does not tell its drafter's version: {problem[0]}", problem[1])
+        return server.dialect.version(document(response))
+
+    async def _patiently(self, method: str, url: str, body: dict[str, Any] | None) -> httpx.Response:
+        """The response to a request that may be sent twice. Raises httpx.TransportError when all tries are used up."""
+        for tried in range(self.recipe.retries):
+            try:
+                return await self._http.request(method, url, json=body)
+            except httpx.TransportError:
+                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tried))
+        return await self._http.request(method, url, json=body)
 
     async def _drafting(self, server: Endpoint) -> Drafting | None:
         response = await self._http.get(f"{server.url}/metrics")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from specctl.errors import SpecctlError
 
@@ -121,12 +122,22 @@ class EndpointFacts:
     Attributes:
         engine: "vllm" or "sglang".
         context_length: longest text, in tokens; None where it does not say.
+        ranks: processes that share the model, as far as they are to be told apart from here.
     """
 
     engine: str
     version: str
     models: list[str]
     context_length: int | None
+    ranks: int = 1
+
+
+class Call(NamedTuple):
+    """One of the requests that exchange the weights of an engine's drafter. `always`: also after one that failed."""
+
+    path: str
+    body: dict[str, Any]
+    always: bool = False
 
 
 class Dialect(Protocol):
@@ -158,3 +169,15 @@ class Dialect(Protocol):
 
     def drafting(self, metrics: str) -> Drafting | None:
         """The counters in a page of metrics; None where the engine does not draft, or does not tell."""
+
+    def publishing(self, directory: Path, version: str, ranks: int) -> list[Call]:
+        """The requests, in order, that make an engine of so many ranks draft with the weights in a directory."""
+
+    def refused(self, call: Call, status: int, document: Any) -> tuple[str, str | None] | None:
+        """(why an engine did not do what was asked, what would help); None where it has."""
+
+    def asking_version(self) -> tuple[str, dict[str, Any] | None]:
+        """Path and body (None = it is only read) of the question for the version."""
+
+    def version(self, document: Any) -> str | None:
+        """The version in its answer; None = what the engine was started with. Raises Malformed."""

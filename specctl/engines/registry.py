@@ -30,7 +30,7 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
         for path in paths if engine in ("auto", name) else ():
             about = await _json(http, url + path)
             if isinstance(about, dict) and isinstance(about.get("version"), str):
-                return EndpointFacts(name, about["version"], models + adapters, longest)
+                return EndpointFacts(name, about["version"], models + adapters, longest, int(about.get("tp_size") or 1))
     if engine != "auto":
         return EndpointFacts(engine, "unknown", models + adapters, longest)
     raise EngineError(

@@ -3,9 +3,12 @@ its schemas, and tested against a server that answers by them."""
 
 from __future__ import annotations
 
+import base64
+import pickle
+from pathlib import Path
 from typing import Any
 
-from specctl.engines.records import Answer, Ask, Drafting, Malformed
+from specctl.engines.records import Answer, Ask, Call, Drafting, Malformed
 
 NAME = "sglang"
 GENERATE = "/generate"
@@ -92,3 +95,46 @@ def logprobs(document: Any) -> list[float]:
         return [float(row[0]) for row in document["meta_info"]["input_token_logprobs"][1:]]
     except (KeyError, TypeError, IndexError) as error:
         raise Malformed("no input_token_logprobs in its answer") from error
+
+
+def publishing(directory: Path, version: str, ranks: int) -> list[Call]:
+    """A session that changes the draft model alone, while requests stand still and keep what they have."""
+    from safetensors.torch import load_file  # with torch, which nothing else here needs
+
+    tensors = [one for path in sorted(directory.glob("*.safetensors")) for one in load_file(path).items()]
+    # Bytes, where its own serialiser passes handles of shared memory on, which other machines cannot open.
+    payload = base64.b64encode(pickle.dumps(tensors)).decode()
+    update = {"serialized_named_tensors": [payload] * ranks, "selector": "draft", "flush_cache": False}
+    return [
+        Call("/pause_generation", {"mode": "in_place"}),
+        Call("/begin_weight_update", {"selector": "draft"}),
+        Call("/update_weights_from_tensor", update | {"weight_version": version}),
+        Call("/end_weight_update", {}, always=True),
+        Call("/continue_generation", {}, always=True),
+    ]
+
+
+def refused(call: Call, status: int, document: Any) -> tuple[str, str | None] | None:
+    """Its own words."""
+    if status == 404:
+        return f"it has no {call.path}, with which weights are exchanged", "SGLang 0.5.23 has"
+    said = document if isinstance(document, dict) else {}
+    if status == 200 and said.get("success", True):
+        return None
+    return (
+        f"{call.path} failed (status {status}): {said.get('message') or said.get('error') or 'no reason given'}",
+        None,
+    )
+
+
+def asking_version() -> tuple[str, dict[str, Any] | None]:
+    """A page that is only read."""
+    return "/model_info", None
+
+
+def version(document: Any) -> str | None:
+    """The name of the last update; SGLang starts with "default". Raises Malformed."""
+    told = document.get("weight_version") if isinstance(document, dict) else None
+    if not isinstance(told, str):
+        raise Malformed("no weight_version in its answer")
+    return None if told == "default" else told

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from specctl.engines import metrics
-from specctl.engines.records import Answer, Ask, Drafting, Malformed
+from specctl.engines.records import Answer, Ask, Call, Drafting, Malformed
 
 NAME = "vllm"
 GENERATE = "/v1/completions"
 STOPS = {"stop": "eos", "length": "length"}
+RPC = "/collective_rpc"
+EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
+START = f"start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
 
 
 def body(ask: Ask, model: str) -> dict[str, Any]:
@@ -104,3 +108,37 @@ def logprobs(document: Any) -> list[float]:
         return [float(next(iter(row.values()))["logprob"]) for row in rows]
     except (KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
         raise Malformed("no prompt_logprobs in its answer") from error
+
+
+def publishing(directory: Path, version: str, ranks: int) -> list[Call]:
+    """One call, which reaches all ranks: each reads the directory."""
+    return [Call(RPC, {"method": "publish_drafter", "args": [str(directory), version]})]
+
+
+def refused(call: Call, status: int, document: Any) -> tuple[str, str | None] | None:
+    """Whether a rank has refused, or the server has no worker extension of ours."""
+    if status == 404:
+        return "it has no /collective_rpc, with which weights are exchanged", START
+    if status != 200 or not isinstance(document, dict) or not isinstance(document.get("results"), list):
+        return f"its workers cannot exchange weights (status {status})", START
+    ranks = document["results"]
+    problem = next((str(rank["error"]) for rank in ranks if isinstance(rank, dict) and "error" in rank), None)
+    if problem is not None:
+        return problem, None
+    if len({rank.get("fingerprint") if isinstance(rank, dict) else rank for rank in ranks}) != 1:
+        return "its ranks say different things about what they have loaded", START
+    return None
+
+
+def asking_version() -> tuple[str, dict[str, Any] | None]:
+    """The same call, of another method."""
+    return RPC, {"method": "published_drafter"}
+
+
+def version(document: Any) -> str | None:
+    """The version on the first rank. Raises Malformed."""
+    try:
+        told = document["results"][0]["version"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise Malformed("no version in its answer") from error
+    return None if told is None else str(told)

@@ -41,6 +41,7 @@ class FakeEngine:
         self.scraped = None
         self.gone = False  # every connection breaks
         self.page: str | None = None  # instead of tokens
+        self.posts = {}  # by path: of a body, (status, content)
         self.lock = threading.Lock()
         self.server = _Quiet(("127.0.0.1", port), lambda *args: _Handler(self, *args))
         self.server.daemon_threads = True
@@ -143,6 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(200, engine.page, "text/html")
         if self.path == "/tokenize":
             return self.send(200, {"tokens": engine.tokenizer.encode(body["prompt"], add_special_tokens=False)})
+        if self.path in engine.posts:
+            return self.send(*engine.posts[self.path](body))
         if self.path != ("/v1/completions" if engine.engine == "vllm" else "/generate"):
             return self.send(404, {"detail": "Not Found"})
         answer = engine.generated(body)
