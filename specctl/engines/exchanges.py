@@ -1,0 +1,120 @@
+"""Requests of clients as a proxy passes them on, and what their answers say: token ids, and what became of drafts.
+
+An engine says neither unless it is asked to. What is asked for besides is taken out of the answer again, so a client
+sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+RECORDED = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generate": "sglang"}
+"""Paths whose answers are texts, and the engine that can give their ids there."""
+
+OPEN = ("/v1/", "/generate", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/get_model_info")
+"""Beginnings of the paths that clients may ask for. All others change a server, or end it."""
+
+
+def is_open(path: str) -> bool:
+    """Whether clients may ask for a path. One that climbs up again leads elsewhere than it begins."""
+    if {".", ".."} & {*path.replace("\\", "/").split("/")} or "%" in path:
+        return False
+    return any(path.startswith(one) if one.endswith("/") else path == one for one in OPEN)
+
+
+def recorded(engine: str, path: str, body: Any) -> bool:
+    """Whether a request asks for one text, whose ids the engine can give."""
+    if not isinstance(body, dict) or RECORDED.get(path) not in (engine, "vllm"):
+        return False
+    several = body.get("n") not in (None, 1) or body.get("echo")
+    prompt = body.get("prompt", body.get("input_ids", ""))
+    batch = isinstance(prompt, list) and any(not isinstance(one, int) for one in prompt)
+    return not several and not batch and not isinstance(body.get("text"), list)
+
+
+def asking(engine: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """The request that makes an engine say ids and counters, and what of that its client did not ask for."""
+    sent, added = dict(body), set()
+    if engine == "vllm":
+        if not body.get("return_token_ids"):
+            sent["return_token_ids"] = True
+            added |= {"token_ids", "prompt_token_ids"}
+        options = body.get("stream_options") or {}
+        if body.get("stream") and not options.get("include_usage"):
+            sent["stream_options"] = {**options, "include_usage": True}
+            added.add("usage")
+    return sent, frozenset(added)
+
+
+def restored(document: Any, added: frozenset[str]) -> Any | None:
+    """An answer, or a piece of a stream, without what was added; None for a piece that would not have come."""
+    if not isinstance(document, dict):
+        return document
+    if "usage" in added and document.get("choices") == []:
+        return None
+    ids = added - {"usage"}
+    document = {key: value for key, value in document.items() if key not in ids}
+    if isinstance(document.get("choices"), list):
+        choices = [
+            {key: value for key, value in choice.items() if key not in ids} if isinstance(choice, dict) else choice
+            for choice in document["choices"]
+        ]
+        document["choices"] = choices
+    return document
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events of a stream, each with the empty line that ends it. Only a line feed ends a line: JSON may hold what
+    Unicode takes for a line's end."""
+    rest = b""
+    async for part in parts:
+        *whole, rest = (rest + part).split(b"\n\n")
+        for event in whole:
+            yield event + b"\n\n"
+    if rest:
+        yield rest
+
+
+def piece_of(event: bytes) -> Any:
+    """The JSON in an event; None where there is none."""
+    if not event.startswith(b"data:"):
+        return None
+    try:
+        return json.loads(event.removeprefix(b"data:"))
+    except ValueError:
+        return None
+
+
+def restored_event(event: bytes, piece: Any, added: frozenset[str]) -> bytes:
+    """An event, with this piece in it, as its client should see it: empty where it would not have come."""
+    if piece is None or not added:
+        return event
+    shown = restored(piece, added)
+    return b"" if shown is None else f"data: {json.dumps(shown, ensure_ascii=False)}\n\n".encode()
+
+
+def joined(pieces: Sequence[Any]) -> dict[str, Any]:
+    """The response that the pieces of a stream make, as far as `traffic` reads it. ValueError where they make none."""
+    last = pieces[-1] if pieces else {}
+    if "output_ids" in last:  # SGLang: each piece has all there is so far, or what is new
+        written = (last.get("meta_info") or {}).get("completion_tokens", 0)
+        whole = len(last["output_ids"]) >= written - 1
+        return last if whole else last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
+    choices = [choice for piece in pieces for choice in piece.get("choices") or []]
+    reason = next((one["finish_reason"] for one in reversed(choices) if one.get("finish_reason")), None)
+    if reason is None:
+        raise ValueError("its stream broke off")
+    texts = [(one.get("delta") or {}).get("content") or one.get("text") or "" for one in choices]
+    choice: dict[str, Any] = {"finish_reason": reason, "text": "".join(texts)}
+    choice["message"] = {"role": "assistant", "content": "".join(texts)}
+    calls = [call for one in choices for call in (one.get("delta") or {}).get("tool_calls") or []]
+    if calls:
+        choice["message"]["tool_calls"] = calls
+    if any("token_ids" in one for one in choices):
+        choice["token_ids"] = [token for one in choices for token in one.get("token_ids") or []]
+    said = [*pieces, *choices]
+    prompt = next((one["prompt_token_ids"] for one in said if one.get("prompt_token_ids")), None)
+    metrics = next((one["metrics"] for one in pieces if one.get("metrics")), None)
+    return {"choices": [choice], "prompt_token_ids": prompt, "metrics": metrics}

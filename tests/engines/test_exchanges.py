@@ -1,0 +1,118 @@
+"""What a proxy asks an engine for besides, and that its clients do not see it."""
+
+import asyncio
+import json
+
+import pytest
+
+from specctl.engines import exchanges
+
+
+def test_ids_and_counters_are_asked_for_and_taken_out_again():
+    body = {"messages": [], "stream": True, "stream_options": {"continuous_usage_stats": False}}
+    sent, added = exchanges.asking("vllm", body)
+    assert sent["return_token_ids"] and sent["stream_options"] == {
+        "continuous_usage_stats": False,
+        "include_usage": True,
+    }
+    assert "return_token_ids" not in body and body["stream_options"] == {"continuous_usage_stats": False}
+    piece = {"prompt_token_ids": [1], "choices": [{"token_ids": [2], "delta": {"content": "a"}, "index": 0}]}
+    assert exchanges.restored(piece, added) == {"choices": [{"delta": {"content": "a"}, "index": 0}]}
+    assert exchanges.restored({"choices": [], "usage": {}}, added) is None
+
+
+def test_a_client_that_asks_itself_sees_all_of_it():
+    body = {"prompt": "a", "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    sent, added = exchanges.asking("vllm", body)
+    assert sent == body and not added
+    piece = {"choices": [], "usage": {}}
+    assert exchanges.restored(piece, added) == piece
+
+
+def test_sglang_is_asked_for_nothing_more():
+    body = {"text": "a", "stream": True}
+    assert exchanges.asking("sglang", body) == (body, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "body", "kept"),
+    [
+        ("vllm", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, True),
+        ("vllm", "/v1/completions", {"prompt": [1, 2]}, True),
+        ("vllm", "/v1/completions", {"prompt": "a", "n": 1}, True),
+        ("vllm", "/v1/completions", {"prompt": "a", "n": 2}, False),
+        ("vllm", "/v1/completions", {"prompt": ["a", "b"]}, False),
+        ("vllm", "/v1/completions", {"prompt": [[1], [2]]}, False),
+        ("vllm", "/v1/completions", {"prompt": "a", "echo": True}, False),
+        ("vllm", "/v1/embeddings", {"input": "a"}, False),
+        ("vllm", "/generate", {"text": "a"}, False),
+        ("sglang", "/generate", {"text": "a"}, True),
+        ("sglang", "/generate", {"text": ["a", "b"]}, False),
+        ("sglang", "/v1/chat/completions", {"messages": []}, True),
+        ("vllm", "/v1/chat/completions", ["no object"], False),
+    ],
+)
+def test_requests_of_one_text_are_kept(engine, path, body, kept):
+    assert exchanges.recorded(engine, path, body) is kept
+
+
+def test_clients_may_ask_for_texts_and_not_for_changes():
+    for path in ("/v1/models", "/v1/chat/completions", "/health", "/metrics", "/tokenize", "/generate"):
+        assert exchanges.is_open(path)
+    for path in (
+        "/collective_rpc",
+        "/pause",
+        "/update_weights",
+        "/shutdown",
+        "/health/../pause",
+        "/v1",
+        "/",
+        "/v1/../pause",
+    ):
+        assert not exchanges.is_open(path)
+
+
+def test_events_end_at_empty_lines_alone():
+    """JSON may hold U+2028 and U+0085 as they are, which Unicode takes for ends of lines."""
+    wanted = [b'data: {"text": "a\xe2\x80\xa8b\xc2\x85c"}\n\n', b": ping\n\n", b"data: [DONE]\n\n", b"rest"]
+    whole = b"".join(wanted)
+
+    async def parts(size):
+        for at in range(0, len(whole), size):
+            yield whole[at : at + size]
+
+    async def read(size):
+        return [event async for event in exchanges.events(parts(size))]
+
+    for size in (1, 3, 7, len(whole)):
+        assert asyncio.run(read(size)) == wanted
+    assert exchanges.piece_of(wanted[0]) == {"text": "a\u2028b\x85c"}
+    assert [exchanges.piece_of(event) for event in wanted[1:]] == [None] * 3
+
+
+def test_pieces_make_a_response():
+    pieces = [
+        {"prompt_token_ids": [1, 2], "choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"content": "SEL"}, "token_ids": [3], "finish_reason": None}]},
+        {"choices": [{"delta": {"content": "ECT"}, "token_ids": [4, 5], "finish_reason": "stop"}]},
+        {"choices": [], "usage": {}, "metrics": {"speculative_decoding": {}}},
+    ]
+    whole = exchanges.joined(pieces)
+    (choice,) = whole["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "SELECT"} and choice["token_ids"] == [3, 4, 5]
+    assert whole["prompt_token_ids"] == [1, 2] and whole["metrics"] and choice["finish_reason"] == "stop"
+    with pytest.raises(ValueError, match="broke off"):
+        exchanges.joined(pieces[:2])
+
+
+def test_sglang_pieces_hold_all_or_what_is_new():
+    growing = [{"output_ids": [1], "meta_info": {}}, {"output_ids": [1, 2], "meta_info": {"completion_tokens": 2}}]
+    fresh = [{"output_ids": [1], "meta_info": {}}, {"output_ids": [2, 3], "meta_info": {"completion_tokens": 4}}]
+    assert exchanges.joined(growing)["output_ids"] == [1, 2]
+    assert exchanges.joined(fresh)["output_ids"] == [1, 2, 3]
+
+
+def test_a_restored_event_is_json_again():
+    event = b'data: {"choices": [{"text": "\xc3\xa9", "token_ids": [1]}]}\n\n'
+    shown = exchanges.restored_event(event, exchanges.piece_of(event), frozenset({"token_ids"}))
+    assert json.loads(shown.removeprefix(b"data: ")) == {"choices": [{"text": "é"}]} and shown.endswith(b"\n\n")

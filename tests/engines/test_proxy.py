@@ -1,0 +1,211 @@
+"""The proxy: clients see the engine's answers, the log has what they do not see, and nothing else gets through."""
+
+import asyncio
+import json
+import os
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from specctl.engines import proxy
+from specctl.errors import UsageError
+
+WORDS = ["SEL", "ECT", " a\u2028b\x85", " é"]
+
+
+class Engine:
+    """Answers chats as vLLM does: token ids and counters where they are asked for, and not elsewhere."""
+
+    def __init__(self, pause=0.0):
+        self.pause, self.bodies, self.headers, self.ended = pause, [], [], 0
+
+    async def chat(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if not body.get("messages"):
+            return JSONResponse({"error": {"message": "no messages"}}, 400)
+        told = {"prompt_token_ids": [1, 2]} if body.get("return_token_ids") else {}
+        metrics = {"metrics": {"speculative_decoding": {"acceptance_histogram": [1, 1], "num_draft_tokens": 2}}}
+        if body.get("stream"):
+            return StreamingResponse(self.pieces(body, told, metrics), media_type="text/event-stream")
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "".join(WORDS)}}
+        choice |= {"token_ids": [5, 6, 7, 8]} if told else {}
+        await asyncio.sleep(self.pause)
+        return JSONResponse({"id": "x", "choices": [choice], **told, **metrics})
+
+    async def pieces(self, body, told, metrics):
+        try:
+            for place, word in enumerate(WORDS):
+                last = place == len(WORDS) - 1
+                choice = {"index": 0, "delta": {"content": word}, "finish_reason": "stop" if last else None}
+                choice |= {"token_ids": [5 + place]} if told else {}
+                piece = {"id": "x", "choices": [choice], **(told if place == 0 else {})}
+                yield f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
+                await asyncio.sleep(self.pause)
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield f"data: {json.dumps({'choices': [], 'usage': {'total_tokens': 6}, **metrics})}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            self.ended += 1
+
+    async def models(self, request):
+        return JSONResponse({"data": [{"id": "toy"}], "asked": str(request.url.query)})
+
+    async def pause_all(self, request):
+        raise AssertionError("a client has reached what is not for clients")
+
+
+@contextmanager
+def served(engine):
+    routes = [
+        Route("/v1/chat/completions", engine.chat, methods=["POST"]),
+        Route("/v1/models", engine.models),
+        Route("/pause", engine.pause_all, methods=["POST"]),
+    ]
+    config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine()
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("log") / "traffic.jsonl"
+
+
+@pytest.fixture(scope="module")
+def address(engine, log):
+    with served(engine) as url, proxy.running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+            http.get(f"{address}/v1/models")
+        yield address
+
+
+def lines(log):
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def chat(**fields):
+    return {"model": "toy", "messages": [{"role": "user", "content": "x"}], **fields}
+
+
+def test_an_answer_is_what_the_engine_would_have_said(engine, address, log):
+    before = len(lines(log))
+    answer = httpx.post(f"{address}/v1/chat/completions", json=chat(), headers={"Authorization": "Bearer secret"})
+    (choice,) = answer.json()["choices"]
+    assert choice["message"]["content"] == "".join(WORDS) and "token_ids" not in choice
+    assert "prompt_token_ids" not in answer.json() and answer.json()["id"] == "x"
+    assert engine.headers[-1]["authorization"] == "Bearer secret"
+    (row,) = lines(log)[before:]
+    assert row["request"] == chat() and row["began"] <= row["ended"] <= time.time()
+    assert row["response"]["prompt_token_ids"] == [1, 2] and row["response"]["choices"][0]["token_ids"] == [5, 6, 7, 8]
+    assert "secret" not in log.read_text() and os.stat(log).st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_stream_comes_piece_by_piece_as_it_would(engine, address, log, usage):
+    before = len(lines(log))
+    body = chat(stream=True) | ({"stream_options": {"include_usage": True}} if usage else {})
+    with httpx.stream("POST", f"{address}/v1/chat/completions", json=body) as answer:
+        events = [event for event in answer.read().decode().split("\n\n") if event]
+    assert events[-1] == "data: [DONE]" and len(events) == len(WORDS) + 1 + usage
+    pieces = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces if piece["choices"]) == "".join(WORDS)
+    assert not any("token_ids" in json.dumps(piece) for piece in pieces)
+    (row,) = lines(log)[before:]
+    assert row["response"]["choices"][0]["token_ids"] == [5, 6, 7, 8] and row["response"]["metrics"]
+
+
+def test_refusals_and_other_pages_pass_through_and_are_not_kept(address, log):
+    before = len(lines(log))
+    assert httpx.post(f"{address}/v1/chat/completions", json=chat(messages=[])).status_code == 400
+    assert httpx.get(f"{address}/v1/models?a=b%20c").json()["asked"] == "a=b%20c"
+    assert httpx.post(f"{address}/v1/chat/completions", content=b"{half").status_code >= 400
+    assert len(lines(log)) == before
+
+
+def test_nothing_that_changes_an_engine_gets_through(address):
+    assert httpx.post(f"{address}/pause").status_code == 404
+    assert httpx.post(f"{address}//pause").status_code == 404
+    assert httpx.post(f"{address}/v1/../pause").status_code == 404
+    assert httpx.post(f"{address}/v1/%2e%2e/pause").status_code == 404
+
+
+def test_a_client_that_leaves_ends_the_work(tmp_path):
+    engine = Engine(pause=0.2)
+    log = tmp_path / "log"
+    with served(engine) as url, proxy.running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+            with http.stream("POST", f"{address}/v1/chat/completions", json=chat(stream=True)) as answer:
+                next(answer.iter_raw())
+            until = time.monotonic() + 5
+            while not engine.ended and time.monotonic() < until:
+                time.sleep(0.02)
+        assert engine.ended == 1
+    assert not lines(log)
+
+
+def test_requests_are_finished_when_it_ends(tmp_path):
+    engine = Engine(pause=0.3)
+    got = []
+    with served(engine) as url:
+        with proxy.running("127.0.0.1:0", {url: "vllm"}, tmp_path / "log", 2**20) as address:
+
+            def ask():
+                with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+                    got.append(http.post(f"{address}/v1/chat/completions", json=chat(stream=True)).text)
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            while not engine.bodies:
+                time.sleep(0.01)
+        thread.join()
+    assert got[0].endswith("data: [DONE]\n\n") and len(lines(tmp_path / "log")) == 1
+
+
+def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
+    one, other = Engine(pause=0.2), Engine(pause=0.2)
+    with served(one) as url, served(other) as second:
+        servers = {url: "vllm", second: "vllm", "http://127.0.0.1:1": "vllm"}
+        with proxy.running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
+            with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+                http.get(f"{address}/v1/models")
+            codes = []
+            ask = lambda: codes.append(httpx.post(f"{address}/v1/chat/completions", json=chat()).status_code)  # noqa: E731
+            threads = [threading.Thread(target=ask) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert codes == [200] * 6 and min(len(one.bodies), len(other.bodies)) >= 2
+
+
+def test_no_engine_and_no_place(tmp_path):
+    with proxy.running("127.0.0.1:0", {"http://127.0.0.1:1": "vllm"}, tmp_path / "log", 2**20) as address:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+            assert http.get(f"{address}/v1/models").status_code == 502
+        with (
+            pytest.raises(UsageError, match="cannot listen on"),
+            proxy.running(address.removeprefix("http://"), {}, tmp_path / "b", 1),
+        ):
+            pass
