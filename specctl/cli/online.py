@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
     *("target_schedule", "draft_length", "beside", "asynchronous", "learner_device", "online_baselines"),
-    *("batch", "seeds", "allow_code_execution"),
+    *("server", "baseline_server", "listen", "from_log", "batch", "seeds", "allow_code_execution"),
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
@@ -54,7 +54,7 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
     from specctl import api
     from specctl.adaptation import ranks
     from specctl.cli import plan
-    from specctl.recipe import ReasonRecipe
+    from specctl.recipe import OnlineRecipe, ReasonRecipe
 
     plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     if isinstance(recipe, ReasonRecipe):
@@ -63,7 +63,8 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
         recipe = checked(recipe)
     if recipe.output_dir:
         plan.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
-    first = warm_ups(recipe)
+    served = isinstance(recipe, OnlineRecipe) and recipe.served
+    first = [] if served else warm_ups(recipe)
     data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
     if dry_run:
         return plan.show("online", recipe, steps(recipe, first, data))
@@ -74,9 +75,8 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
     with library_output():
         warm_up(recipe, first, data)
         _, document = api.execute("online", recipe)
-    output.result(
-        document, online_reasoning.show if isinstance(recipe, ReasonRecipe) else show, brief=document["run_dir"]
-    )
+    shown = online_reasoning.show if isinstance(recipe, ReasonRecipe) else show_served if served else show
+    output.result(document, shown, brief=document["run_dir"])
 
 
 def checked(recipe: OnlineRecipe) -> OnlineRecipe:
@@ -85,6 +85,10 @@ def checked(recipe: OnlineRecipe) -> OnlineRecipe:
     from specctl.selection.policies import registry
 
     recipe = of_init(recipe)
+    if recipe.served:
+        start = recipe.start_of(recipe.families[0])
+        if not (start / "config.json").is_file():
+            raise UsageError(f"no drafter in {start}", "--init names the one that the engines draft with")
     registry.check([recipe.policy.name])
     if recipe.pool is not None:
         plan.pool_members(recipe.pool)
@@ -170,6 +174,8 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
     plans += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
     if isinstance(recipe, ReasonRecipe):
         return [*plans, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
+    if recipe.served:
+        return [*plans, *served_steps(recipe)]
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
         several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"
@@ -182,6 +188,19 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
         + ", ".join(f"{name} from {recipe.pool or recipe.start_of(recipe.family_of(name))}" for name in recipe.algo),
         "compare every text with plain decoding's, and save what was learnt",
     ]
+
+
+def served_steps(recipe: OnlineRecipe) -> list[str]:
+    """The plan of `online --server`, in words; no server is asked."""
+    urls, source = ", ".join(recipe.server.urls), recipe.traffic
+    texts = f"ask {urls} for texts ({stream_of(recipe)})"
+    if source.listen is not None:
+        texts = f"pass requests to {source.listen} on to {urls}"
+    elif source.log is not None:
+        texts = f"read the texts of {urls} in {source.log}" + (", as they come" if source.follow else "")
+    (algo,), start = recipe.algo, recipe.start_of(recipe.families[0])
+    publish = "publish what is better, and roll back what is not" if recipe.publication.enabled else "publish nothing"
+    return [texts, f"learn after every {recipe.chunk} texts: {algo} from {start}", publish]
 
 
 def stream_of(recipe: LearningRecipe) -> str:
@@ -213,6 +232,49 @@ def show(document: dict[str, Any]) -> Any:
         "all texts against plain decoding: " + verdict(document["lossless"]),
         *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
         f"machine: {machine(document['machine'])}",
+        f"run: {cell(document['run_dir'])}",
+    )
+
+
+def show_served(document: dict[str, Any]) -> Any:
+    """A row per chunk, then what was published, and what it was worth."""
+    from rich.console import Group
+
+    titles = (
+        "chunk",
+        "drafted by",
+        "texts",
+        "mat",
+        "mat of the baseline",
+        "learnt",
+        "published",
+        "mat before",
+        "after",
+    )
+    rows = []
+    for row in document["per_chunk"]:
+        sent = row["publication"] or dict.fromkeys(("version", "verdict", "mat_before", "mat_after"))
+        word = sent["version"] if sent["verdict"] == "published" else sent["verdict"]
+        own = [row[name] for name in ("chunk", "version", "prompts", "mat", "baseline_mat", "status")]
+        rows.append([*own, word, sent["mat_before"], sent["mat_after"]])
+    empty = [place for place in range(len(titles)) if all(row[place] is None for row in rows)]
+    kept = [place for place in range(len(titles)) if place not in empty]
+    shown = table(*(titles[place] for place in kept), rows=[[row[place] for place in kept] for row in rows])
+    parts = [shown]
+    if document["over_baseline"] is not None:
+        low, high = document["over_baseline_interval"] or (None, None)
+        between = f" ({low:.2f} to {high:.2f})" if low is not None else ""
+        parts.append(
+            f"mat over the baseline's: {document['over_baseline']:.2f}{between}; "
+            f"in the last chunk {document['over_baseline_last'] or float('nan'):.2f}"
+        )
+    if document["passed_over"]:
+        parts.append(f"{document['passed_over']} texts came faster than they could be learnt from")
+    return Group(
+        *parts,
+        f"{document['published']} versions published, {document['rolled_back']} rolled back, "
+        f"{document['restored']} times replaced by somebody else; {document['version'] or 'nothing'} is served",
+        f"learnt: {cell(document['drafter'])}",
         f"run: {cell(document['run_dir'])}",
     )
 

@@ -79,7 +79,10 @@ FLAGS: dict[str, Flag] = {
         ("data.prompts",), str, "JSONL with prompt or messages; {domain} in its name; - is stdin.", metavar="FILE"
     ),
     "from_log": Flag(
-        ("log",), str, "Responses that are there: requests with responses, messages, ShareGPT, Alpaca.", metavar="FILE"
+        ("log", "traffic.log"),
+        str,
+        "Responses that are there: requests with responses, messages, ShareGPT, Alpaca.",
+        metavar="FILE",
     ),
     "exclude": Flag(("exclude",), Path, "Leave these prompts out: those to be measured on.", metavar="FILE"),
     "server": Flag(
@@ -87,6 +90,9 @@ FLAGS: dict[str, Flag] = {
     ),
     "baseline_server": Flag(
         ("baseline_server.urls",), str, "With --server: the same target without a drafter.", metavar="URL"
+    ),
+    "listen": Flag(
+        ("traffic.listen",), str, "With --server: a proxy to it, whose requests are learnt from.", metavar="HOST:PORT"
     ),
     "concurrency": Flag(("concurrency",), str, "With --server: requests in flight: 1,8.", _comma_ints),
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),

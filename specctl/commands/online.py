@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
@@ -23,6 +23,9 @@ from specctl.measuring.records import Record, recipe_stamp, write_outputs
 from specctl.recipe import OnlineRecipe, ReasonRecipe
 from specctl.recipe.stream import counted
 from specctl.runs import Run
+
+if TYPE_CHECKING:
+    from specctl.commands.online_served import ServedOnlineResult
 
 OWN = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
@@ -65,10 +68,11 @@ class OnlineResult:
 
 def online(
     recipe: OnlineRecipe | ReasonRecipe, run: Run, *, target: Target | None = None
-) -> OnlineResult | ReasoningResult:
+) -> OnlineResult | ReasoningResult | ServedOnlineResult:
     """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
 
-    Those of lookahead reasoning draft steps (`reason`), all others tokens.
+    Those of lookahead reasoning draft steps (`reason`), all others tokens. With a server, engines answer
+    (`online_served`).
 
     `target` is given by callers that hold it already.
 
@@ -79,6 +83,10 @@ def online(
     """
     if isinstance(recipe, ReasonRecipe):
         return reason(recipe, run, target=target)
+    if recipe.served:
+        from specctl.commands.online_served import online_served
+
+        return online_served(recipe, run, target=target)
     target = target or load_target(**recipe.target.loading)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})

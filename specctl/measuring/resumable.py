@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import OutOfMemoryError, Tensor
 
@@ -32,6 +32,24 @@ from specctl.training import checkpoint
 from specctl.training.checkpoint import Count
 
 CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
+
+
+class Source(Protocol):
+    """A stream of chunks, as much as its state needs of it.
+
+    Attributes:
+        total: prompts that are to come in all; None where nobody knows.
+        stdin: it comes once, and cannot be rewound.
+    """
+
+    stdin: bool
+
+    @property
+    def total(self) -> int | None: ...
+
+    def position(self) -> dict[str, Any]:
+        """Behind the last chunk that was given out, with the number of its `prompts`; JSON-able."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -163,7 +181,7 @@ class States:
             sweep(place)
 
     @contextmanager
-    def following(self, seed: int, stream: PromptStream) -> Iterator[progress.Progress]:
+    def following(self, seed: int, stream: Source) -> Iterator[progress.Progress]:
         """Go through what is left of the stream: a bar of its prompts, and the state is saved where a signal ends it.
 
         Raises Interrupted, which says how to go on.
@@ -252,7 +270,7 @@ class States:
             self.run.metrics(**{key: getattr(row, key) for key in self.shown})
         self.append(CHUNKS, map(asdict, rows))
 
-    def advance(self, stream: PromptStream, stage: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def advance(self, stream: Source, stage: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Go behind a chunk that is written down; every so often save the state there, which is `stage` and tensors."""
         mark = replace(self.mark, number=self.number, stream=stream.position(), stage=stage)
         sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
@@ -292,7 +310,7 @@ class States:
             ) from error
 
     @contextmanager
-    def stoppable(self, stream: PromptStream) -> Iterator[None]:
+    def stoppable(self, stream: Source) -> Iterator[None]:
         """Save where a signal ends the block; Interrupted says how to go on."""
         try:
             yield

@@ -18,7 +18,7 @@ from specctl.recipe.generate import GenerateRecipe
 from specctl.recipe.import_ import ImportRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
 from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
-from specctl.recipe.online import OnlineRecipe
+from specctl.recipe.online import OnlineRecipe, PublicationRecipe
 from specctl.recipe.reason import ReasonRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
@@ -79,6 +79,7 @@ __all__ = [
     "Perturbation",
     "PolicyRecipe",
     "PreferenceRecipe",
+    "PublicationRecipe",
     "ReasonRecipe",
     "ResourceRecipe",
     "RouterRecipe",

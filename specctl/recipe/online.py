@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from specctl.families import DEFAULT, UNTRAINED, learning, mixing
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
 from specctl.recipe.lookahead import REASONING, LookaheadRecipe
-from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
+from specctl.recipe.sections import Fraction, LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.recipe.server import ServerRecipe
 from specctl.recipe.stream import LearningRecipe, counted
 
 
@@ -32,10 +33,31 @@ class ChoiceRecipe(Section):
     reset: Literal["query", "chunk"] = "query"  # when it forgets
 
 
+class PublicationRecipe(Section):
+    """With `server`: how what is learnt gets into the running engines, and how it proves itself there."""
+
+    enabled: bool = True  # False = learn, and change nothing in the engines
+    probes: NonNegativeInt = 8  # prompts of the newest texts, asked for before and after; 0 = trust the learner
+    tokens: PositiveInt = 64  # of the answer to each, at most
+    level: Fraction = 0.05  # how often a version that is no worse may be put back all the same
+    keep: PositiveInt = 3  # versions on the disk
+    dir: LocalPath | None = None  # of the versions, readable by the engines; None = in the run directory
+
+
+class TrafficRecipe(Section):
+    """With `server`: where the texts come from. Without an entry the prompts of the stream are asked for."""
+
+    listen: Annotated[str, Field(pattern=r"^\S+:\d+$")] | None = None  # HOST:PORT of a proxy to the servers
+    log: LocalPath | None = None  # requests with their responses, a line each, as they come
+    follow: bool = True  # wait for more lines of the log
+    max_log_mb: PositiveFloat = 256.0  # of the proxy's log, which is then put aside, once
+
+
 class OnlineRecipe(LearningRecipe):
     """`specctl online`: drafters that learn along a stream.
 
-    Every prompt is answered by all `baselines`, and by one drafter of each `algo`.
+    Every prompt is answered by all `baselines`, and by one drafter of each `algo`; or, with `server`, by the engines
+    there, which draft with what one `algo` has learnt.
     """
 
     algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # an update rule, or with its family: opt-hydra, ens-eagle3
@@ -61,6 +83,10 @@ class OnlineRecipe(LearningRecipe):
     baselines: list[Annotated[str, OneOf(lambda: ("vanilla", "static", *UNTRAINED))]] = ["vanilla", "static", "lookup"]
     batch: PositiveInt = 1  # sequences at a time
     save_outputs: bool = False
+    server: ServerRecipe = ServerRecipe()  # engines of the target, which draft with what is learnt here
+    baseline_server: ServerRecipe = ServerRecipe()  # one that keeps its drafter, asked the same prompts of the stream
+    traffic: TrafficRecipe = TrafficRecipe()
+    publication: PublicationRecipe = PublicationRecipe()
 
     @field_validator("algo")
     @classmethod
@@ -98,6 +124,7 @@ class OnlineRecipe(LearningRecipe):
     def _consistent(self) -> OnlineRecipe:
         if self.reasoning != LookaheadRecipe():
             raise ValueError(f"reasoning is for algo {', '.join(REASONING)}, not for {', '.join(self.algo)}")
+        self._of_server()
         self._of_learner_elsewhere()
         if self.learner.combine == "probs":
             self._of_mixture()
@@ -119,6 +146,35 @@ class OnlineRecipe(LearningRecipe):
         if self.asynchronous:
             raise ValueError("a learner elsewhere has a target of its own: target_schedule and asynchronous exclude")
         self.target = self.target.model_copy(update={"name": self.target_at(0)})
+
+    def _of_server(self) -> None:
+        """ValueError for what engines cannot do, or what is about engines where there are none."""
+        live = self.traffic.listen is not None or self.traffic.log is not None
+        if not self.server.urls:
+            if live or self.baseline_server.urls:
+                raise ValueError("traffic and baseline_server are about a server's texts: name it with --server")
+            return
+        if self.traffic.listen is not None and self.traffic.log is not None:
+            raise ValueError("traffic comes through the proxy (listen) or from a log that is there: leave one out")
+        if live and self.baseline_server.urls:
+            raise ValueError("baseline_server is asked for the prompts of the stream, which traffic has none of")
+        here = {
+            "pool": self.pool is not None,
+            "asynchronous": self.asynchronous,
+            "target_schedule": bool(self.target_schedule),
+            "beside": self.beside is not None,
+            "draft_length": self.draft_length == "auto",
+            "sampling.exact": self.sampling.exact,
+            "save_outputs": self.save_outputs,
+            "learner.combine": self.learner.combine == "probs",
+        }
+        for key, there in here.items():
+            if there:
+                raise ValueError(f"{key} is about drafting in this process, a server drafts by itself: leave it out")
+        if len(self.algo) > 1 or len(self.seeds) > 1:
+            raise ValueError("a server drafts with what one algo learns, under one seed")
+        if rule_and_family(self.algo[0])[0] in ("osd", "static"):
+            raise ValueError("osd learns where drafts are rejected, which no server tells; static learns nothing")
 
     def _of_mixture(self) -> None:
         """ValueError where the members of an ensemble cannot draft as one."""
@@ -151,6 +207,11 @@ class OnlineRecipe(LearningRecipe):
     def family_of(self, algo: str) -> str:
         """Family of the drafter that learns by `algo`."""
         return rule_and_family(algo)[1] or self.arch or DEFAULT
+
+    @property
+    def served(self) -> bool:
+        """Whether engines answer, and not this process."""
+        return bool(self.server.urls)
 
     @property
     def families(self) -> list[str]:

@@ -1,0 +1,165 @@
+"""A drafter that learns from what engines write, and the versions of it that they draft with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl import progress
+from specctl.adaptation.buffer import BufferedText
+from specctl.adaptation.online_drafter import OnlineDrafter
+from specctl.adaptation.publication import Publication, Publisher, acceptance
+from specctl.adaptation.stream_learner import Lesson
+from specctl.adaptation.traffic import ServedText
+from specctl.adaptation.updates.watchdog import Acceptance, fell
+from specctl.drafters import checkpoint
+from specctl.engines.records import Drafting
+from specctl.errors import SpecctlError
+from specctl.recipe import OnlineRecipe
+from specctl.training.example import Example
+
+GIVE_UP = 5  # chunks in a row whose updates did harm, here or in the engine
+
+
+@dataclass(frozen=True)
+class ServedChunk:
+    """A line of `chunks.jsonl`: texts that the engines wrote, and what became of them.
+
+    Attributes:
+        version: of the drafter that the engines had; texts that were begun with the one before may be among them.
+        mat: tokens of a round of verification, the target's own included; None where the engines do not tell.
+        baseline_mat: of the same prompts by the server that keeps its drafter.
+        ruling: the learner's on its update before this one.
+        status, loss, steps, texts, learn_s: of the update from this chunk.
+        publication: None where nothing new was to be published.
+        restored: the engines drafted with something else than `version`, which was published again.
+    """
+
+    chunk: int
+    version: str
+    prompts: int
+    tokens: int
+    mat: float | None
+    baseline_mat: float | None
+    passed_over: int
+    ruling: str
+    status: str
+    loss: float | None
+    steps: int
+    texts: int
+    learn_s: float
+    restored: bool
+    publication: Publication | None
+
+
+class ServedLearner:
+    """A drafter that learns chunk by chunk of what engines write, and the versions of it that they draft with."""
+
+    def __init__(self, recipe: OnlineRecipe, pupil: OnlineDrafter, publisher: Publisher, place: Path):
+        """`place`: directory of what is learnt."""
+        self.recipe, self.pupil, self.publisher, self.place = recipe, pupil, publisher, place
+        self._before = Acceptance()  # of the chunk before
+        self._since = 0.0  # when the present version was published, in seconds since 1970
+        self._count = 0  # texts so far, which numbers them
+        self._harmed = 0  # chunks in a row
+
+    @property
+    def publishes(self) -> bool:
+        """Whether engines are given what is learnt."""
+        return self.recipe.publication.enabled
+
+    def begin(self, start: Path) -> None:
+        """Publish the drafter to start from, unless an earlier version goes on."""
+        if self.publishes and not self.publisher.version:
+            self.publisher.begin(start)
+        self._since = time.time()
+
+    def learn(self, chunk: Sequence[ServedText], number: int, passed_over: int) -> ServedChunk:
+        """Learn from a chunk, and publish what came of it.
+
+        Raises SpecctlError where that has done harm for `GIVE_UP` chunks.
+        """
+        version = self.publisher.version
+        accepted = acceptance(chunk, self._since)
+        suspected = fell(self._before, accepted, self.recipe.learner.tolerance)
+        restored = self.publishes and self.publisher.restore_if_replaced(suspected)
+        if restored:
+            progress.warn(f"the engines drafted with something else than {version}: it is published again")
+            accepted = Acceptance()  # it tells nothing about what was learnt
+        for text in chunk:
+            example = Example(self._count, text.id, [*text.prompt_ids, *text.output_ids], len(text.prompt_ids))
+            self.pupil.buffer.take(BufferedText(example, []), None)
+            self._count += 1
+        before, played = self.pupil.state(), self.pupil.played()
+        lesson = self.pupil.learn(accepted)
+        self._before = accepted
+        publication = None
+        if self.publishes and not torch.equal(played, self.pupil.played()):
+            publication = self.publisher.propose(self._saved(), chunk)
+            self._since = time.time()
+            self._before = Acceptance()  # of another version
+            if publication.verdict == "rolled back":
+                self.pupil.restore(*before)
+                self.pupil.learner.slow(self.recipe.learner.backoff)
+        self._watch(lesson, publication)
+        return ServedChunk(
+            chunk=number,
+            version=version,
+            prompts=len(chunk),
+            tokens=sum(len(text.output_ids) for text in chunk),
+            mat=_mat([text.drafting for text in chunk]),
+            baseline_mat=_mat([text.baseline for text in chunk]),
+            passed_over=passed_over,
+            ruling=lesson.ruling,
+            status=lesson.outcome.status,
+            loss=lesson.outcome.loss,
+            steps=lesson.outcome.steps,
+            texts=lesson.texts,
+            learn_s=lesson.learn_s,
+            restored=restored,
+            publication=publication,
+        )
+
+    def _watch(self, lesson: Lesson, publication: Publication | None) -> None:
+        """Say what went wrong; give up where nothing helps."""
+        back = publication is not None and publication.verdict == "rolled back"
+        if back and publication is not None:
+            progress.warn(
+                f"{publication.version} had {publication.mat_after:.2f} tokens a round where {self.publisher.version} "
+                f"had {publication.mat_before:.2f}: rolled back"
+            )
+        self._harmed = self._harmed + 1 if back or lesson.outcome.status == "refused" else 0
+        if self._harmed == GIVE_UP:
+            raise SpecctlError(
+                f"nothing was learnt from {GIVE_UP} chunks in a row: updates do harm, or are not finite",
+                hint="lower learner.lr, or set learner.clip",
+            )
+
+    def _saved(self) -> Path:
+        return self.pupil.save(self.place, {"mat": {}})
+
+    def save(self, start: Path) -> Path:
+        """Write what was learnt as a drafter directory."""
+        learnt = f"{self.recipe.algo[0]} from texts of {', '.join(self.recipe.server.urls)}, from {start}"
+        return self.pupil.save(self.place, {**checkpoint.read_info(start), "learnt": learnt, "mat": {}})
+
+    def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        facts, tensors = self.pupil.state()
+        return {"pupil": facts, "publisher": self.publisher.state(), "texts": self._count}, tensors
+
+    def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from what `state` has told; its version is published again."""
+        self.pupil.restore(facts["pupil"], tensors)
+        self._count = facts["texts"]
+        if self.publishes:
+            self.publisher.restore(facts["publisher"])
+
+
+def _mat(parts: Sequence[Drafting | None]) -> float | None:
+    return Drafting.total([part for part in parts if part is not None]).mat

@@ -1,0 +1,181 @@
+"""`specctl online --server`: a drafter that learns from what running engines write, and is published into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl import progress
+from specctl.adaptation.online_drafter import OnlineDrafter
+from specctl.adaptation.publication import VERSIONS, Publisher
+from specctl.adaptation.served_learner import ServedLearner
+from specctl.adaptation.stream import PromptStream
+from specctl.adaptation.traffic import AskedTraffic, LogTraffic
+from specctl.commands.export import export
+from specctl.decoding import metrics
+from specctl.decoding.target import Target, load_target
+from specctl.distillation import logs
+from specctl.distillation.prompts import Rejections
+from specctl.drafters import checkpoint
+from specctl.engines import proxy
+from specctl.engines.client import Client
+from specctl.measuring.measured import columns
+from specctl.measuring.records import recipe_stamp
+from specctl.measuring.resumable import CHUNKS, REJECTED, States
+from specctl.measuring.served_counts import COUNTS, counts, mat_of, over_baseline
+from specctl.recipe import ExportRecipe, OnlineRecipe
+from specctl.runs import Run
+
+SHOWN = ("chunk", "mat", "loss", "learn_s")
+LOG = "traffic.jsonl"
+LEARNT = "learnt"  # the drafter as it is now, below the run's directory
+
+Traffic = AskedTraffic | LogTraffic
+
+
+@dataclass(frozen=True)
+class ServedOnlineResult:
+    """The result document of `online --server`.
+
+    `over_baseline`: mat over that of the server that keeps its drafter, on the same prompts, of all texts and of the
+    last chunk alone; the interval is over prompts. `drafter`: what was learnt, as a drafter directory. `passed_over`:
+    texts that nothing was learnt from for want of time. `per_chunk`: fields of `ServedChunk`.
+    """
+
+    algo: str
+    family: str
+    engines: list[str]
+    chunks: int
+    prompts: int
+    mat: float | None
+    mat_first: float | None
+    mat_last: float | None
+    over_baseline: float | None
+    over_baseline_interval: metrics.Interval | None
+    over_baseline_last: float | None
+    published: int
+    rolled_back: int
+    restored: int
+    version: str
+    drafter: str
+    learn_s: float
+    passed_over: int
+    rejected: int
+    per_chunk: list[dict[str, Any]]
+
+
+def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> ServedOnlineResult:
+    """Learn from the texts of a recipe's servers, and publish what proves itself in them.
+
+    `target` is given by callers that hold it already: what is learnt from comes out of its forward over the texts.
+
+    Raises:
+        EngineError: a server is gone, or does not take a drafter.
+        DataError, CheckpointError, UsageError: unusable prompts, drafters, or a run that cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
+        SpecctlError: updates go on doing harm, or the disk is full.
+    """
+    target, (algo,), (seed,) = target or load_target(**recipe.target.loading), recipe.algo, recipe.seeds
+    start = recipe.start_of(recipe.family_of(algo))
+    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": {str(start): checkpoint.fingerprint(start)}}
+    journal = States(recipe, run, stamp, VERSIONS, SHOWN, (CHUNKS, COUNTS))
+    journal.start()
+    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # which may be none
+        for one in (client, other):
+            one.check(target)
+        pupil = OnlineDrafter(recipe, algo, target, seed)
+        options = recipe.publication
+        publisher = Publisher(client, exporter(client), options.dir or run.dir / VERSIONS, options)
+        rejections = Rejections(run.dir / REJECTED, recipe.data.max_rejected, hold=run.replaces, expected=logs.EXPECTED)
+        with traffic_of(recipe, run, target, client, other, rejections) as traffic:
+            learner = ServedLearner(recipe, pupil, publisher, run.dir / LEARNT)
+            if journal.mark.stage is not None:
+                with journal.restoring():
+                    traffic.resume(journal.mark.stream or {})
+                    learner.restore(journal.mark.stage, journal.tensors)
+            journal.begin(target, rejections)
+            learner.begin(start)
+            with journal.following(recipe.seeds[0], traffic) as bar:
+                for chunk in traffic.chunks():
+                    row = learner.learn(chunk, journal.number, traffic.passed_over)
+                    bar.update(len(chunk), chunk=row.chunk, mat=row.mat)
+                    with journal.writing():
+                        journal.write_chunk([row])
+                        journal.append(COUNTS, [counts(text) for text in chunk])
+                    journal.advance(traffic, *learner.state())
+            journal.save()
+        engines = [f"{one.facts.engine} {one.facts.version}" for one in client.servers]
+    rows, texts = list(journal.read(CHUNKS)), list(journal.read(COUNTS))
+    return _result(recipe, engines, rows, texts, publisher.version, learner.save(start), rejections.count)
+
+
+def exporter(client: Client) -> Callable[[Path, Path], None]:
+    """The function that writes a drafter (its directory, the place) for the engine that all servers run."""
+    (engine,) = {server.facts.engine for server in client.servers}
+
+    def write(drafter: Path, place: Path) -> None:
+        export(ExportRecipe(drafter=drafter, to=engine, output_dir=place, overwrite=True))
+
+    return write
+
+
+@contextmanager
+def traffic_of(
+    recipe: OnlineRecipe, run: Run, target: Target, client: Client, other: Client, rejections: Rejections
+) -> Iterator[Traffic]:
+    """The texts to learn from, and what brings them meanwhile."""
+    options, source = recipe.target.chat_template_kwargs, recipe.traffic
+    if source.listen is None and source.log is None:
+        stream = PromptStream.of_pass(recipe, target, rejections, recipe.seeds[0])
+        yield AskedTraffic(stream, recipe, client, other)
+        return
+    log = source.log or run.dir / LOG
+    following = source.follow or source.listen is not None
+    traffic = LogTraffic(log, target, options, rejections, recipe.chunk, following, recipe.data.limit)
+    if source.listen is None:
+        yield traffic
+        return
+    servers = {server.url: server.facts.engine for server in client.servers}
+    with proxy.running(source.listen, servers, log, int(source.max_log_mb * 2**20)) as address:
+        progress.log(f"requests that go to {address} are passed on, and learnt from")
+        yield traffic
+
+
+def _result(
+    recipe: OnlineRecipe,
+    engines: list[str],
+    rows: list[dict[str, Any]],
+    texts: list[dict[str, Any]],
+    version: str,
+    place: Path,
+    rejected: int,
+) -> ServedOnlineResult:
+    verdicts = [row["publication"]["verdict"] for row in rows if row["publication"] is not None]
+    last = rows[-1] if rows else None
+    known = [row["mat"] for row in rows if row["mat"] is not None]
+    return ServedOnlineResult(
+        algo=recipe.algo[0],
+        family=recipe.family_of(recipe.algo[0]),
+        engines=engines,
+        chunks=len(rows),
+        prompts=sum(row["prompts"] for row in rows),
+        mat=mat_of(texts),
+        mat_first=known[0] if known else None,
+        mat_last=known[-1] if known else None,
+        **columns(over_baseline=over_baseline(texts)),
+        over_baseline_last=last["mat"] / last["baseline_mat"]
+        if last and last["mat"] and last["baseline_mat"]
+        else None,
+        published=verdicts.count("published"),
+        rolled_back=verdicts.count("rolled back"),
+        restored=sum(row["restored"] for row in rows),
+        version=version,
+        drafter=str(place),
+        learn_s=sum(row["learn_s"] for row in rows),
+        passed_over=last["passed_over"] if last else 0,
+        rejected=rejected,
+        per_chunk=rows,
+    )

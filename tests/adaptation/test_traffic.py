@@ -1,0 +1,178 @@
+"""Texts out of a log that grows: whole lines, in order, over rotations, each once; ids as the engine gave them."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from specctl import progress
+from specctl.adaptation.traffic import BACKLOG, LogPlace, LogTraffic, Tail, text_of
+from specctl.decoding.target_text import load_target_text
+from specctl.distillation.prompts import Rejections
+from specctl.errors import Interrupted
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_target_text("builtin")
+
+
+def row(number, **fields):
+    choice = {"token_ids": [7, 8, number], "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}}
+    response = {"choices": [choice], "prompt_token_ids": [5, number]}
+    response["metrics"] = {"speculative_decoding": {"acceptance_histogram": [1, 2], "num_draft_tokens": 3}}
+    request = {"messages": [{"role": "user", "content": f"question {number}"}]}
+    return {"began": 12.5, "request": request, "response": response} | fields
+
+
+def write(path, numbers, end="\n"):
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row(number)) + end for number in numbers))
+
+
+def traffic(path, text, size=3, **options):
+    return LogTraffic(path, text, {}, Rejections(None, 0.5), size, **options)
+
+
+def numbers(chunks):
+    return [[served.prompt_ids[1] for served in chunk] for chunk in chunks]
+
+
+def flat(chunks):
+    return [number for chunk in chunks for number in chunk]
+
+
+def test_ids_and_counters_are_the_engines(text):
+    served = text_of(row(9), text, {})
+    assert (served.prompt_ids, served.output_ids, served.began) == ([5, 9], [7, 8, 9], 12.5)
+    assert (served.drafting.rounds, served.drafting.accepted, served.drafting.accepted_at) == (3, 2, [2])
+
+
+def test_sglang_gives_ids_of_its_own(text):
+    about = {"finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": 2}
+    served = text_of(
+        {"request": {"input_ids": [5, 6]}, "response": {"output_ids": [7, 8], "meta_info": about}}, text, {}
+    )
+    assert (served.prompt_ids, served.output_ids, served.drafting) == ([5, 6], [7, 8], None)
+
+
+def test_without_ids_the_template_makes_them(text):
+    given = row(9)
+    given["response"] = {"choices": [{"message": {"content": "SELECT 1"}, "finish_reason": "stop"}]}
+    served = text_of(given, text, {})
+    assert served.prompt_ids == text.render([{"role": "user", "content": "question 9"}])
+    assert text.tokenizer.decode(served.output_ids, skip_special_tokens=True).strip() == "SELECT 1"
+    assert served.output_ids[-1] in text.eos_ids and served.drafting is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"token_ids": [7]}, "too short"),
+        ({"token_ids": [7, 10**6]}, "vocabulary"),
+        ({"token_ids": [7, -1]}, "vocabulary"),
+        ({"token_ids": [7] * 10**6}, "context"),
+        ({"finish_reason": "abort"}, "abort"),
+        ({"token_ids": None, "message": {"content": "", "tool_calls": [{}]}}, "tools"),
+    ],
+)
+def test_what_nothing_can_be_learnt_from_is_told(text, change, reason):
+    given = row(9)
+    given["response"]["choices"][0] |= change
+    with pytest.raises(ValueError, match=reason):
+        text_of(given, text, {})
+
+
+def test_chunks_of_a_log_that_is_whole(text, tmp_path):
+    write(tmp_path / "log", range(1, 21))
+    with open(tmp_path / "log", "a") as file:
+        file.write("\nno json\n")
+    write(tmp_path / "log", [30])
+    reading = traffic(tmp_path / "log", text, follow=False)
+    found = numbers(reading.chunks())
+    assert flat(found) == [*range(1, 21), 30] and {len(chunk) for chunk in found} == {3}
+    assert reading.rejections.count == 1 and reading.passed_over == 0
+
+
+def test_a_limit_ends_it(text, tmp_path):
+    write(tmp_path / "log", range(1, 11))
+    assert numbers(traffic(tmp_path / "log", text, limit=7).chunks()) == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_it_goes_on_behind_a_chunk_and_nothing_comes_twice(text, tmp_path):
+    write(tmp_path / "log", range(1, 12))
+    first = traffic(tmp_path / "log", text, follow=False)
+    chunks = first.chunks()
+    taken = numbers([next(chunks), next(chunks)])
+    second = traffic(tmp_path / "log", text, follow=False)
+    second.resume(json.loads(json.dumps(first.position())))
+    assert flat(taken + numbers(second.chunks())) == [*range(1, 12)]
+    assert second.position()["prompts"] == 11
+
+
+def test_half_a_line_waits_for_its_end(tmp_path):
+    path, tail = tmp_path / "log", Tail(tmp_path / "log")
+    assert list(tail.lines()) == []
+    path.write_bytes(b"one\ntw")
+    assert list(tail.lines()) == [b"one\n"]
+    assert tail.place.offset == 4
+    with open(path, "ab") as file:
+        file.write(b"o\n")
+    assert list(tail.lines()) == [b"two\n"]
+
+
+def test_a_rotation_loses_nothing(tmp_path):
+    path, tail = tmp_path / "log", Tail(tmp_path / "log")
+    path.write_bytes(b"one\n")
+    assert list(tail.lines()) == [b"one\n"]
+    with open(path, "ab") as file:
+        file.write(b"two\n")
+    path.rename(tmp_path / "log.1")
+    path.write_bytes(b"three\n")
+    assert list(tail.lines()) == [b"two\n", b"three\n"]
+    path.write_bytes(b"4\n")  # cut off and begun anew in place
+    assert list(tail.lines()) == [b"4\n"]
+
+
+def test_a_place_is_found_in_a_log_that_was_put_aside(tmp_path):
+    path, tail = tmp_path / "log", Tail(tmp_path / "log")
+    path.write_bytes(b"one\ntwo\n")
+    next(tail.lines())
+    place = tail.place
+    path.rename(tmp_path / "log.1")
+    path.write_bytes(b"three\n")
+    again = Tail(path)
+    again.seek(place)
+    assert list(again.lines()) == [b"two\n", b"three\n"]
+    lost = Tail(path)
+    lost.seek(LogPlace(inode=1, offset=10**9))
+    assert list(lost.lines()) == [b"three\n"]
+
+
+def test_texts_come_while_they_are_waited_for(text, tmp_path):
+    def writer():
+        for number in range(1, 7):
+            time.sleep(0.05)
+            write(tmp_path / "log", [number])
+
+    thread = threading.Thread(target=writer)
+    thread.start()
+    assert numbers(traffic(tmp_path / "log", text, limit=6).chunks()) == [[1, 2, 3], [4, 5, 6]]
+    thread.join()
+
+
+def test_the_oldest_are_passed_over_where_learning_is_slower(text, tmp_path):
+    write(tmp_path / "log", range(1, 101))
+    reading = traffic(tmp_path / "log", text, limit=12)
+    found = flat(numbers(reading.chunks()))
+    assert found == [*range(101 - BACKLOG * 3, 101)] and reading.passed_over == 100 - BACKLOG * 3
+
+
+def test_a_signal_ends_the_waiting(text, tmp_path, monkeypatch):
+    def stop():
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr(progress.interrupts, "check", stop)
+    with pytest.raises(Interrupted):
+        next(traffic(tmp_path / "log", text).chunks())

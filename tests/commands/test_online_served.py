@@ -1,0 +1,245 @@
+"""`online --server`: what is learnt from served texts is published, proven and, where it does harm, taken back."""
+
+import dataclasses
+import json
+import threading
+import time
+
+import httpx
+import pytest
+
+from specctl import progress
+from specctl.commands.online import online
+from specctl.drafters import checkpoint
+from specctl.engines.records import EngineError
+from specctl.errors import CheckpointError, Interrupted, RecipeError, SpecctlError
+from specctl.recipe import OnlineRecipe
+from specctl.runs import Run
+from tests.measuring.streams import recipe, write_head, write_prompts
+from tests.toys.live import LiveEngine
+
+BETTER, SAME, WORSE = [0, 1, 4], [2, 1, 1], [6, 1, 0]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory, target):
+    return write_head(tmp_path_factory.mktemp("heads") / "eagle3", target, "eagle3")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, head):
+    from specctl.commands.export import export
+    from specctl.recipe import ExportRecipe
+
+    place = tmp_path_factory.mktemp("exported")
+    for name in ("vllm", "sglang"):
+        export(ExportRecipe(drafter=head, to=name, output_dir=place / name))
+    return place
+
+
+@pytest.fixture(params=["vllm"])
+def engine(request, target, exported):
+    with LiveEngine(target.tokenizer, exported / request.param, request.param, model="builtin") as engine:
+        yield engine
+
+
+@pytest.fixture
+def go(tmp_path, target, head):
+    def run(engine, baseline=None, place="run", **fields):
+        prompts = write_prompts(tmp_path, [f"What is {n} + {n + 1}?" for n in range(fields.pop("prompts", 8))])
+        fields.setdefault("algo", ["ogd"])
+        fields.setdefault("learner", {"holdout": 0, "rest": 0})
+        made = recipe(prompts, head, target, server={"urls": [engine.url]}, output_dir=tmp_path / place, **fields)
+        if baseline is not None:
+            made = made.model_copy(update={"baseline_server": made.server.model_copy(update={"urls": [baseline.url]})})
+        run = Run.create("online", made, tmp_path / place)
+        found = online(made, run, target=target)
+        return found, run.result(dataclasses.asdict(found))
+
+    return run
+
+
+def versions(result):
+    return [row["publication"] and row["publication"]["version"] for row in result.per_chunk]
+
+
+def verdicts(result):
+    return [row["publication"] and row["publication"]["verdict"] for row in result.per_chunk]
+
+
+def test_what_is_better_is_published(go, engine, tmp_path):
+    engine.histograms = {"v000001": SAME, "v000002": BETTER, "v000003": BETTER, "v000004": BETTER, "v000005": BETTER}
+    result, document = go(engine)
+    assert verdicts(result) == ["published"] * 4 and result.version == engine.version == "v000005"
+    assert [row["version"] for row in result.per_chunk] == ["v000001", "v000002", "v000003", "v000004"]
+    assert (result.mat_first, result.mat_last, result.prompts) == (1.75, 2.8, 8)
+    first = result.per_chunk[0]["publication"]
+    assert (first["mat_before"], first["mat_after"]) == (1.75, 2.8)
+    assert len(engine.log) == 5 and json.dumps(document)
+    assert checkpoint.load(tmp_path / "run" / "learnt").config["family"] == "eagle3"
+    assert len((tmp_path / "run" / "counts.jsonl").read_text().splitlines()) == 8
+
+
+def test_what_is_worse_is_taken_back_here_and_there(go, engine, head, tmp_path):
+    engine.histograms = {"v000002": WORSE, "v000003": WORSE}
+    result, _ = go(engine, prompts=4)
+    assert verdicts(result) == ["rolled back"] * 2 and engine.version == result.version == "v000001"
+    ours, theirs = (checkpoint.load(place).tensors for place in (tmp_path / "run" / "learnt", head))
+    assert all(bool((ours[name].float() == theirs[name].float()).all()) for name in theirs)
+
+
+def test_harm_without_end_ends_it(go, engine):
+    engine.histograms = {f"v00000{n}": WORSE for n in range(2, 9)}
+    with pytest.raises(SpecctlError, match="nothing was learnt from 5 chunks"):
+        go(engine, prompts=12)
+    assert engine.version == "v000001"
+
+
+def test_a_server_that_keeps_its_drafter_is_the_measure(go, engine, target, exported):
+    engine.histograms = {f"v00000{n}": BETTER for n in range(2, 9)}
+    with LiveEngine(target.tokenizer, exported / "vllm", model="builtin") as baseline:
+        result, _ = go(engine, baseline)
+        assert baseline.log == []
+    assert result.over_baseline_last == pytest.approx(2.8 / 1.75)
+    assert 1 < result.over_baseline < 2.8 / 1.75 and result.over_baseline_interval[0] <= result.over_baseline
+    assert [row["baseline_mat"] for row in result.per_chunk] == [1.75] * 4
+
+
+def test_somebody_elses_drafter_is_replaced(go, engine):
+    texts = engine.generated
+
+    def generated(body):
+        if engine.number == 5:
+            engine.version = "somebody's"
+        return texts(body)
+
+    engine.generated = generated
+    result, _ = go(engine)
+    assert result.restored == 1 and engine.version == result.version
+
+
+def test_nothing_is_published_where_that_is_off(go, engine):
+    result, _ = go(engine, publication={"enabled": False})
+    assert engine.log == [] and result.version == "" and verdicts(result) == [None] * 4
+    assert all(row["steps"] for row in result.per_chunk)
+
+
+def test_it_goes_on_where_it_was_stopped(go, engine, tmp_path, target, head, monkeypatch):
+    whole, _ = go(engine, place="whole")
+    engine.version, engine.log = None, []
+    chunks = tmp_path / "run" / "chunks.jsonl"
+
+    def stop():
+        if chunks.exists() and len(chunks.read_text().splitlines()) == 2:
+            raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr(progress.interrupts, "check", stop)
+    with pytest.raises(Interrupted, match="after 2 chunks"):
+        go(engine)
+    monkeypatch.undo()
+    resumed, _ = go(engine, resume=True)
+    assert engine.version == resumed.version == whole.version
+    strip = lambda rows: [{k: v for k, v in row.items() if k not in ("learn_s", "publication")} for row in rows]  # noqa: E731
+    assert strip(resumed.per_chunk) == strip(whole.per_chunk) and resumed.mat == whole.mat
+    ours, theirs = (checkpoint.load(tmp_path / place / "learnt").tensors for place in ("run", "whole"))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+
+
+def test_texts_of_clients_come_through_the_proxy(go, engine, tmp_path):
+    port = []
+
+    def clients():
+        until = time.monotonic() + 60
+        while not port and time.monotonic() < until:
+            time.sleep(0.02)
+        with httpx.Client(transport=httpx.HTTPTransport(retries=30)) as http:
+            for n in range(6):
+                body = {"model": "builtin", "prompt": [5, 6, 7 + n], "max_tokens": 6, "temperature": 0, "seed": 0}
+                answer = http.post(f"{port[0]}/v1/completions", json=body, timeout=30)
+                assert answer.status_code == 200 and "token_ids" not in answer.json()["choices"][0]
+
+    thread = threading.Thread(target=clients)
+    thread.start()
+    logged = progress.log
+
+    def log(message):
+        if message.startswith("requests that go to "):
+            port.append(message.split()[4])
+        logged(message)
+
+    progress.log = log
+    try:
+        result, _ = go(engine, data={"limit": 6}, traffic={"listen": "127.0.0.1:0"})
+    finally:
+        progress.log = logged
+        thread.join()
+    assert result.prompts == 6 and result.chunks == 3 and result.mat == 1.75
+    assert len((tmp_path / "run" / "traffic.jsonl").read_text().splitlines()) == 6
+
+
+def test_texts_of_a_log(go, engine, tmp_path, target):
+    rows = []
+    for n in range(4):
+        ids, stop = engine.text([5, 6, 7 + n], 6, 0, 0)
+        choice = {"token_ids": ids, "prompt_token_ids": [5, 6, 7 + n], "finish_reason": stop}
+        rows.append({"request": {"prompt": "…"}, "response": {"choices": [choice]}})
+    (tmp_path / "log").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result, _ = go(engine, traffic={"log": str(tmp_path / "log"), "follow": False})
+    assert result.prompts <= 4 and result.mat is None and "published" in verdicts(result)
+
+
+def test_an_engine_that_does_not_tell_is_named_and_nothing_stays(go, engine):
+    engine.histogram = []
+    with pytest.raises(EngineError) as error:
+        go(engine)
+    assert "--per-request-spec-decode-metrics" in error.value.hint and engine.version == "v000001"
+
+
+def test_another_head_than_the_one_that_runs_is_refused(go, target, tmp_path, head, engine):
+    config = json.loads((engine.started / "config.json").read_text())
+    (tmp_path / "other").mkdir()
+    for path in engine.started.iterdir():
+        (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"hidden_size": 1}))
+    other = LiveEngine(target.tokenizer, tmp_path / "other", model="builtin")
+    with other, pytest.raises(EngineError, match="does not take v000001: hidden_size is 256"):
+        go(other)
+
+
+def test_sglang_is_given_tensors(go, target, exported):
+    with LiveEngine(target.tokenizer, exported / "sglang", "sglang", model="builtin") as engine:
+        result, _ = go(engine, prompts=4)
+        assert engine.version == result.version and len(engine.log) == 3
+        assert any(name.endswith("q_proj.weight") for name in engine.log[-1][1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"traffic": {"listen": "127.0.0.1:1"}}, "about a server's texts"),
+        ({"baseline_server": {"urls": ["http://b:1"]}}, "about a server's texts"),
+        ({"server": {"urls": ["http://a:1"]}, "algo": ["ogd", "optimistic"]}, "one algo"),
+        ({"server": {"urls": ["http://a:1"]}, "algo": ["osd"]}, "where drafts are rejected"),
+        ({"server": {"urls": ["http://a:1"]}, "asynchronous": True}, "asynchronous is about drafting in this process"),
+        ({"server": {"urls": ["http://a:1"]}, "pool": "p"}, "pool is about drafting in this process"),
+        ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "a:1", "log": "b"}}, "leave one out"),
+        ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "nowhere"}}, "listen"),
+        (
+            {
+                "server": {"urls": ["http://a:1"]},
+                "traffic": {"log": "b"},
+                "baseline_server": {"urls": ["http://b:1"]},
+            },
+            "prompts of the stream",
+        ),
+    ],
+)
+def test_what_a_server_cannot_do_is_said(fields, problem):
+    with pytest.raises(ValueError, match=problem):
+        OnlineRecipe.model_validate(fields)
+
+
+def test_another_recipe_does_not_go_on(go, engine):
+    go(engine, prompts=4)
+    with pytest.raises((CheckpointError, RecipeError, SpecctlError)):
+        go(engine, prompts=4, resume=True, publication={"probes": 2})
