@@ -19,7 +19,7 @@ import httpx
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.engines import registry
+from specctl.engines import exchanges, registry
 from specctl.engines.records import Answer, Ask, Call, Dialect, Drafting, EndpointFacts, EngineError, Malformed, Refusal
 from specctl.errors import CheckpointError, UsageError, brief
 from specctl.recipe import ServerRecipe
@@ -240,7 +240,8 @@ class Client:
             if response.status_code != 200:
                 await response.aread()
                 return response, None, None
-            async for line in response.aiter_lines():
+            async for event in exchanges.events(response.aiter_bytes()):
+                line = event.decode(errors="replace").strip()
                 if line.startswith("data: ") and line != "data: [DONE]":
                     pieces.append(piece(line.removeprefix("data: ")))
                     if first is None and server.dialect.begun(pieces[-1]):

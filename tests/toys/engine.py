@@ -212,14 +212,14 @@ class _Handler(BaseHTTPRequestHandler):
             if choice:
                 given = {"prompt_token_ids": choice["prompt_token_ids"] if end == 2 else None}
                 given |= {"token_ids": ids[end - 2 : end], "finish_reason": choice["finish_reason"] if last else None}
-                piece = {"choices": [given]}
+                piece = {"choices": [given | {"text": "a\u2028b\x85"}]}  # which no line ends with, for JSON
             else:
                 about = answer["meta_info"] | ({} if last else {"finish_reason": None})
                 piece = {"output_ids": ids[:end], "meta_info": about | {"completion_tokens": len(ids[:end])}}
             if broken and last:
                 self.wfile.write(b'data: {"choi')
                 return
-            self.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+            self.wfile.write(f"data: {json.dumps(piece, ensure_ascii=False)}\n\n".encode())
             self.wfile.flush()
         if choice:
             usage = {"choices": [], "usage": {}} | {key: value for key, value in answer.items() if key == "metrics"}
