@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 from specctl.engines import metrics
-from specctl.engines.records import Answer, Ask, Drafting, Malformed
+from specctl.engines.records import Answer, Ask, Drafting, Malformed, Wanted
 
 NAME = "vllm"
 GENERATE = "/v1/completions"
+NORMED = False
+UNCACHED = "--no-enable-prefix-caching"
 STOPS = {"stop": "eos", "length": "length"}
+STORAGE = "/dev/shm/hidden-states"  # memory: what is read is deleted at once
 
 
 def body(ask: Ask, model: str) -> dict[str, Any]:
@@ -104,3 +109,43 @@ def logprobs(document: Any) -> list[float]:
         return [float(next(iter(row.values()))["logprob"]) for row in rows]
     except (KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
         raise Malformed("no prompt_logprobs in its answer") from error
+
+
+def capturing(wanted: Wanted) -> str:
+    """Its method `extract_hidden_states`, whose connector writes a file for every text. The ids are `transformers`'."""
+    layers = {"eagle_aux_hidden_state_layer_ids": list(wanted.ids)}
+    method = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": layers},
+    }
+    connector = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": STORAGE},
+    }
+    return (
+        f"vllm serve {wanted.place} {UNCACHED} --speculative-config {shlex.quote(json.dumps(method))} "
+        f"--kv-transfer-config {shlex.quote(json.dumps(connector))}"
+    )
+
+
+def capture(ids: list[int], model: str) -> dict[str, Any]:
+    """One token more than the text is what it takes."""
+    return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+
+
+def captured(document: Any, sent: int) -> str | None:
+    """The file's path. Raises Malformed."""
+    if not isinstance(document, dict) or not document.get("choices"):
+        raise Malformed("no choices in its answer")
+    about = document.get("kv_transfer_params")
+    path = about.get("hidden_states_path") if isinstance(about, dict) else None
+    return path if isinstance(path, str) else None
+
+
+def keeps_prefixes(page: str) -> bool:
+    """As its configuration says."""
+    return any(
+        labels.get("enable_prefix_caching") == "True" for labels, _ in metrics.samples(page, "vllm:cache_config_info")
+    )
