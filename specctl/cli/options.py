@@ -88,6 +88,9 @@ FLAGS: dict[str, Flag] = {
     "baseline_server": Flag(
         ("baseline_server.urls",), str, "With --server: the same target without a drafter.", metavar="URL"
     ),
+    "features_from": Flag(
+        ("features.server.urls",), str, "vLLM or SGLang that computes the target's states.", metavar="URL"
+    ),
     "concurrency": Flag(("concurrency",), str, "With --server: requests in flight: 1,8.", _comma_ints),
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
     "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Longest response."),
