@@ -106,7 +106,7 @@ def _loaded(server: Source, path: Path) -> dict[str, Tensor]:
 def _unreadable(server: Source, path: Path, error: OSError) -> EngineError:
     return EngineError(
         f"{server.url} wrote hidden states to {path}, which cannot be read here ({error.strerror or error})",
-        "run on the server's machine, as a user who may read it, or give it a directory that both have "
+        "run on the server's machine as its user, whose alone the file is, or give it a directory that both may use "
         "(shared_storage_path of its kv_connector_extra_config)",
     )
 
