@@ -94,6 +94,9 @@ FLAGS: dict[str, Flag] = {
     "listen": Flag(
         ("traffic.listen",), str, "With --server: a proxy to it, whose requests are learnt from.", metavar="HOST:PORT"
     ),
+    "features_from": Flag(
+        ("features.server.urls",), str, "vLLM or SGLang that computes the target's states.", metavar="URL"
+    ),
     "concurrency": Flag(("concurrency",), str, "With --server: requests in flight: 1,8.", _comma_ints),
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
     "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Longest response."),

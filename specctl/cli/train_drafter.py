@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 128  # assumed of prompts that nobody has rendered yet
 PROMPT_SAMPLE = 200  # records whose prompts are measured
 FLAGS = (
-    *("arch", "domain", "each", "init", "lora", "prompts", "data_limit"),
+    *("arch", "domain", "each", "init", "lora", "prompts", "data_limit", "features_from"),
     *(*TARGET, "seed", "log", "output_dir", "resume", "overwrite"),
 )
 EXAMPLE = "specctl train-drafter --domain sql --arch eagle3 --prompts sql.jsonl"
@@ -240,10 +240,35 @@ def _training(recipe: TrainRecipe) -> list[str]:
     what = "a LoRA adapter of" if recipe.lora.enabled else "from" if recipe.init else ""
     start = f"{what} {recipe.init} " if recipe.init else ""
     return [
+        *(_served(recipe) if recipe.features.mode == "server" else []),
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
         "measure the best once more, on as many others",
     ]
+
+
+def _served(recipe: TrainRecipe) -> list[str]:
+    """Lines on what servers are asked, and how one is started, as far as the target's configuration is here."""
+    from specctl.cli import plan
+    from specctl.decoding.models.loading import DTYPES, load_config
+    from specctl.drafters import checkpoint
+    from specctl.training import served_features
+    from specctl.training.target_outline import Outline
+
+    server, where = recipe.features.server, plan.local_target(recipe.target)
+    who = ", ".join(server.urls) or "a server, which features.server.urls names,"
+    asked = f"ask {who} for the target's states of the texts, {server.concurrency} at a time; not checked"
+    if where is None:
+        return [asked]
+    config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
+    taps = checkpoint.taps(recipe.init) if recipe.init is not None else None
+    if taps is None:
+        taps = list(getattr(Outline.of(config, DTYPES["bf16"]).drafter(recipe), "taps", ()))
+    text = config.get_text_config()
+    states = served_features.wanted(
+        recipe.target.name, recipe.target.revision, tuple(taps), text.num_hidden_layers, text.hidden_size
+    )
+    return [asked, *(f"a server starts with: {one}" for one in served_features.commands(server, states))]
 
 
 def show(document: dict[str, Any]) -> Any:

@@ -180,6 +180,13 @@ def family(directory: Path) -> str:
     return name
 
 
+def taps(directory: Path) -> list[int] | None:
+    """The hidden states that a drafter says it reads; None where it names none. Nothing but its config.json is read."""
+    shape = read_json(directory / CONFIG).get("architecture")
+    found = shape.get("taps") if isinstance(shape, dict) else None
+    return found if isinstance(found, list) and all(type(one) is int for one in found) else None
+
+
 def weights_digest(directory: Path) -> str:
     """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
     try:

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import itertools
-import json
 import os
 import random
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
 from specctl.engines import exchanges, registry
-from specctl.engines.records import Answer, Ask, Call, Dialect, Drafting, EndpointFacts, EngineError, Malformed, Refusal
-from specctl.errors import CheckpointError, UsageError, brief
+from specctl.engines.records import (
+    Answer,
+    Ask,
+    Call,
+    Dialect,
+    Drafting,
+    EndpointFacts,
+    EngineError,
+    Malformed,
+    Refusal,
+    Wanted,
+)
+from specctl.engines.responses import document, piece, retry_after, said, transport
+from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import ServerRecipe
-from specctl.redaction import redacted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONNECT_S = 10.0
 POLL_S = 0.2  # how long a signal waits for a slow engine
@@ -35,6 +47,7 @@ PROBE = "SELECT name, COUNT(*) FROM t WHERE café = 'naïve' GROUP BY 1;\n\tdef 
 SAME = 0.05  # nats: weights are others where the mean log probability of the probe's tokens is further off
 
 Told = TypeVar("Told")
+Sent = TypeVar("Sent")
 
 
 @dataclass
@@ -50,7 +63,7 @@ class Endpoint:
 
 
 class Client:
-    """Texts continued by engines. A context manager; `answers` is for one thread.
+    """Texts continued by engines, or read by them. A context manager; `answers` and `states` are for one thread.
 
     Attributes:
         servers: those of `recipe.urls`.
@@ -65,7 +78,7 @@ class Client:
         self._probe: list[int] = []
         self._published: tuple[Path, str] | None = None
         self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
-        self._pending: dict[asyncio.Task[Answer | Refusal], int] = {}  # requests in flight, with their places
+        self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their places
 
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
@@ -89,15 +102,21 @@ class Client:
         self._runner.close()
 
     def check(self, target: TargetText) -> None:
-        """The servers' texts are those of `target`: its tokenizer's ids, and the same weights everywhere. What it may
-        be asked becomes as short as what they take.
+        """The servers' texts are those of `target` (`compare`), which may be asked no longer ones than they take.
+
+        Raises CheckpointError.
+        """
+        limits = [server.facts.context_length for server in self.servers]
+        target.context_length = min([target.context_length, *(limit for limit in limits if limit)])
+        self.compare(target)
+
+    def compare(self, target: TargetText) -> None:
+        """The servers' texts are those of `target`: its tokenizer's ids, and the same weights everywhere.
 
         Raises CheckpointError.
         """
         self._vocabulary = target.vocab_size
         self._probe = target.tokenizer.encode(PROBE, add_special_tokens=False)
-        limits = [server.facts.context_length for server in self.servers]
-        target.context_length = min([target.context_length, *(limit for limit in limits if limit)])
         for server in self.servers:
             theirs = self._told(self._tokenized(server))
             if theirs is None:
@@ -122,15 +141,58 @@ class Client:
 
         Raises EngineError where a request has failed once more than `recipe.retries` allows.
         """
-        loop, limit = self._runner.get_loop(), limit or self.recipe.concurrency
-        pending = self._pending = {}
+        limit = limit or self.recipe.concurrency
+        yield from self._all(asks, lambda ask: self._one(ask, timed), limit, LOOKAHEAD * limit)
+
+    def states(self, texts: Sequence[list[int]], wanted: Wanted) -> Iterator[tuple[int, Tensor | Refusal]]:
+        """Hidden states [tokens, layers, width] of texts, on the CPU, with the places of the texts, as they come in;
+        ends early when a signal came. At most twice `recipe.concurrency` texts are in memory.
+
+        Raises EngineError where a server cannot give them, or as `answers`.
+        """
+        limit = self.recipe.concurrency
+        return self._all(texts, lambda text: self._read_states(text, wanted), limit, limit)
+
+    def check_states(self, wanted: Wanted) -> None:
+        """EngineError where a server could not give these, or says that it would take some from a cache."""
+        if len({server.dialect.NORMED for server in self.servers}) > 1:
+            raise EngineError("the servers are different engines, whose hidden states are, too", "take one kind")
+        for server in self.servers:
+            if len(wanted.ids) > 1 and server.dialect.capturing(wanted) is None:
+                raise EngineError(
+                    f"{server.url} is {server.facts.engine}, which hands out hidden states of the last layer or of "
+                    f"others, and this drafter needs {list(wanted.ids)}",
+                    "take vLLM for it; eagle, hydra, medusa and lm read those of the last layer alone",
+                )
+            if server.dialect.keeps_prefixes(self._told(self._metrics(server)) or ""):
+                raise EngineError(
+                    f"{server.url} keeps a prefix cache, from which states may be missing",
+                    f"start it with {server.dialect.UNCACHED}",
+                )
+
+    def _all(
+        self,
+        jobs: Sequence[Sent],
+        one: Callable[[Sent], Coroutine[Any, Any, Told]],
+        limit: int,
+        ahead: int,
+    ) -> Iterator[tuple[int, Told]]:
+        """Results of `one` for every job, with its place, as they come in.
+
+        Args:
+            limit: jobs in flight.
+            ahead: jobs that may be begun behind the oldest in flight: who writes in order has to keep them.
+        """
+        loop = self._runner.get_loop()
+        pending: dict[asyncio.Task[Told], int] = {}
+        self._pending = pending
         asked = 0
         try:
             while not progress.interrupts.requested():
-                while asked < len(asks) and len(pending) < limit:
-                    if asked - next(iter(pending.values()), asked) >= LOOKAHEAD * limit:
-                        break  # whoever writes in order waits for the oldest
-                    pending[loop.create_task(self._one(asks[asked], timed))] = asked
+                while asked < len(jobs) and len(pending) < limit:
+                    if asked - next(iter(pending.values()), asked) >= ahead:
+                        break
+                    pending[loop.create_task(one(jobs[asked]))] = asked
                     asked += 1
                 if not pending:
                     return
@@ -140,7 +202,7 @@ class Client:
         finally:
             self._cancel(pending)
 
-    def _cancel(self, pending: dict[asyncio.Task[Answer | Refusal], int]) -> None:
+    def _cancel(self, pending: dict[asyncio.Task[Any], int]) -> None:
         """Give up requests. A generator that is closed late, after its client, has none left."""
         if pending:
             tasks = list(pending)
@@ -185,24 +247,51 @@ class Client:
             raise EngineError(f"a server answers strangely: {error}", "is it an engine's address?") from error
 
     async def _one(self, ask: Ask, timed: bool) -> Answer | Refusal:
+        async def exchange(server: Endpoint) -> tuple[httpx.Response, Answer | None]:
+            started = time.perf_counter()
+            response, content, first = await self._sent(server, ask, timed)
+            if response.status_code != 200:
+                return response, None
+            answer = self._read(server, content, ask)
+            seconds, first_s = time.perf_counter() - started, first and first - started
+            return response, replace(answer, seconds=seconds, first_s=first_s)
+
+        answer, tries = await self._tried(exchange)
+        return answer if isinstance(answer, Refusal) else replace(answer, tries=tries)
+
+    async def _read_states(self, text: list[int], wanted: Wanted) -> Tensor | Refusal:
+        from specctl.engines import capture  # torch, which nobody else here needs
+
+        async def exchange(server: Endpoint) -> tuple[httpx.Response, Tensor | None]:
+            body = server.dialect.capture(text, server.model)
+            response = await self._http.post(server.url + server.dialect.GENERATE, json=body)
+            if response.status_code != 200:
+                return response, None
+            found = server.dialect.captured(document(response), len(text))
+            return response, await capture.states(server, found, text, wanted, self.recipe.timeout_s)
+
+        return (await self._tried(exchange))[0]
+
+    async def _tried(
+        self, exchange: Callable[[Endpoint], Coroutine[Any, Any, tuple[httpx.Response, Told | None]]]
+    ) -> tuple[Told | Refusal, int]:
+        """The content of a response, and how many requests it took: they are sent again, to another server if there is
+        one, while that may help. `exchange` gives what a response of status 200 holds."""
         failed: Endpoint | None = None
         why = ""
         for tried in range(1, self.recipe.retries + 2):
             server = self._free(failed)
             server.in_flight += 1
-            started = time.perf_counter()
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (tried - 1)) * random.uniform(0.5, 1)
             try:
                 if server.url in self._suspects:
                     await self._same_weights(server)
-                response, content, first = await self._sent(server, ask, timed)
-                if response.status_code == 200:
-                    answer = self._read(server, content, ask)
-                    seconds, first_s = time.perf_counter() - started, first and first - started
-                    return replace(answer, seconds=seconds, first_s=first_s, tries=tried)
+                response, brought = await exchange(server)
+                if brought is not None:
+                    return brought, tried
                 why = f"status {response.status_code}: {said(response)}"
                 if response.status_code in REFUSED:
-                    return Refusal(said(response))
+                    return Refusal(said(response)), tried
                 if not (response.status_code in BUSY or response.status_code >= 500):
                     raise self._denied(server, response)
                 pause = max(pause, retry_after(response) or 0.0)
@@ -350,8 +439,13 @@ class Client:
         return await self._http.request(method, url, json=body)
 
     async def _drafting(self, server: Endpoint) -> Drafting | None:
+        page = await self._metrics(server)
+        return None if page is None else server.dialect.drafting(page)
+
+    async def _metrics(self, server: Endpoint) -> str | None:
+        """Its page of metrics; None where it has none."""
         response = await self._http.get(f"{server.url}/metrics")
-        return server.dialect.drafting(response.text) if response.status_code == 200 else None
+        return response.text if response.status_code == 200 else None
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
@@ -364,56 +458,3 @@ def _distance(one: list[float], other: list[float]) -> float:
     """Mean difference of log probabilities; 0 where there are none to compare."""
     pairs = list(zip(one, other, strict=False))
     return sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0
-
-
-def document(response: httpx.Response) -> Any:
-    """A response's JSON. Raises Malformed."""
-    try:
-        return response.json()
-    except ValueError as error:
-        what = "a web page" if "html" in response.headers.get("content-type", "") else "no JSON, or half of it"
-        raise Malformed(f"{what} came back: {brief(response.text, 80)!r}") from error
-
-
-def piece(line: str) -> Any:
-    """A piece of a stream. Raises Malformed."""
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise Malformed(f"half a piece of a stream: {brief(line, 80)!r}") from error
-    if not isinstance(found, dict) or "error" in found:
-        raise Malformed(f"its stream broke off: {brief(line, 200)}")
-    return found
-
-
-def said(response: httpx.Response) -> str:
-    """The message of an error, in the server's words."""
-    try:
-        found = response.json()
-    except ValueError:
-        return redacted(brief(response.text.strip(), 200)) or response.reason_phrase
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    return redacted(brief(found if isinstance(found, str) else str(found), 300))
-
-
-def transport(error: Exception) -> str:
-    """A failure between here and the server, in words."""
-    kind = "no answer in time" if isinstance(error, httpx.TimeoutException) else type(error).__name__
-    return redacted(f"{kind}: {error}" if str(error) else kind)
-
-
-def retry_after(response: httpx.Response) -> float | None:
-    """Seconds that the server asks to wait, given as a number or as a date; at most two minutes."""
-    value = response.headers.get("retry-after")
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return min(max(0.0, seconds), 120.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,6 +117,28 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """The hidden states of a target that a drafter learns from.
+
+    Attributes:
+        target, revision: its hub id or directory, for the command that serves it.
+        ids: indices into `transformers`' hidden_states, ascending. The last one is that of the last layer, which is
+            meant as it is before the final norm.
+        width: values in one state.
+    """
+
+    target: str
+    revision: str | None
+    ids: tuple[int, ...]
+    width: int
+
+    @property
+    def place(self) -> str:
+        """The target on a command line, and its revision, for which both engines have the same option."""
+        return shlex.quote(self.target) + (f" --revision {shlex.quote(self.revision)}" if self.revision else "")
+
+
+@dataclass(frozen=True)
 class EndpointFacts:
     """A server as it describes itself.
 
@@ -145,6 +168,8 @@ class Dialect(Protocol):
 
     NAME: str
     GENERATE: str  # path
+    NORMED: bool  # whether states of the last layer come from behind the final norm
+    UNCACHED: str  # the option without which a text's beginning may be taken from a prefix cache
 
     def body(self, ask: Ask, model: str) -> dict[str, Any]:
         """The request of a text."""
@@ -181,3 +206,16 @@ class Dialect(Protocol):
 
     def version(self, document: Any) -> str | None:
         """The version in its answer; None = what the engine was started with. Raises Malformed."""
+
+    def capturing(self, wanted: Wanted) -> str | None:
+        """The command that starts a server which hands out hidden states; None where the engine cannot."""
+
+    def capture(self, ids: list[int], model: str) -> dict[str, Any]:
+        """The request of a text's hidden states."""
+
+    def captured(self, document: Any, sent: int) -> str | list[Any] | None:
+        """The states of a text of `sent` tokens in such a response: a file of the server's machine, or rows; None where
+        it has none. Raises Malformed, EngineError."""
+
+    def keeps_prefixes(self, metrics: str) -> bool:
+        """Whether a page of metrics says that a prefix cache is on."""

@@ -8,10 +8,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from specctl.engines.records import Answer, Ask, Call, Drafting, Malformed
+from specctl.engines.records import Answer, Ask, Call, Drafting, EngineError, Malformed, Wanted
 
 NAME = "sglang"
 GENERATE = "/generate"
+NORMED = True
+UNCACHED = "--disable-radix-cache"
 STOPS = {"stop": "eos", "length": "length"}
 
 
@@ -138,3 +140,49 @@ def version(document: Any) -> str | None:
     if not isinstance(told, str):
         raise Malformed("no weight_version in its answer")
     return None if told == "default" else told
+
+
+def capturing(wanted: Wanted) -> str | None:
+    """States of the last layer alone: those of others (--enable-return-aux-hidden-states) come in their place, and a
+    head that reads others needs both."""
+    if len(wanted.ids) > 1:
+        return None
+    return f"python -m sglang.launch_server --model-path {wanted.place} --enable-return-hidden-states {UNCACHED}"
+
+
+def capture(ids: list[int], model: str) -> dict[str, Any]:
+    """One token more than the text is the least that it writes."""
+    return {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_hidden_states": True,
+    }
+
+
+def captured(document: Any, sent: int) -> list[Any] | None:
+    """Rows of numbers: a list of them for every part of the prompt that was read at once, single ones for what was
+    written. Raises Malformed, and EngineError where a part of the prompt was not read, but found in the cache."""
+    try:
+        about = document["meta_info"]
+        read, known = about["prompt_tokens"], about.get("cached_tokens")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Malformed(f"no meta_info in its answer ({type(error).__name__}: {error})") from error
+    if read != sent:
+        raise Malformed(f"it read {read} prompt tokens, {sent} were sent")
+    if known:
+        raise EngineError(
+            f"the server took {known} of {sent} tokens from its prefix cache, and has no states of them",
+            f"start it with {UNCACHED}",
+        )
+    parts = about.get("hidden_states")
+    if not isinstance(parts, list) or not parts:
+        return None
+    rows: list[Any] = []
+    for part in parts:
+        rows += part if isinstance(part, list) and part and isinstance(part[0], list) else [part]
+    return rows
+
+
+def keeps_prefixes(page: str) -> bool:
+    """Its metrics do not say; every answer does."""
+    return False

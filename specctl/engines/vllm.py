@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from specctl.engines import metrics
-from specctl.engines.records import Answer, Ask, Call, Drafting, Malformed
+from specctl.engines.records import Answer, Ask, Call, Drafting, Malformed, Wanted
 
 NAME = "vllm"
 GENERATE = "/v1/completions"
+NORMED = False
+UNCACHED = "--no-enable-prefix-caching"
 STOPS = {"stop": "eos", "length": "length"}
 RPC = "/collective_rpc"
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
 START = f"start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+STORAGE = "/dev/shm/hidden-states"  # memory: what is read is deleted at once
 
 
 def body(ask: Ask, model: str) -> dict[str, Any]:
@@ -142,3 +147,43 @@ def version(document: Any) -> str | None:
     except (KeyError, TypeError, IndexError) as error:
         raise Malformed("no version in its answer") from error
     return None if told is None else str(told)
+
+
+def capturing(wanted: Wanted) -> str:
+    """Its method `extract_hidden_states`, whose connector writes a file for every text. The ids are `transformers`'."""
+    layers = {"eagle_aux_hidden_state_layer_ids": list(wanted.ids)}
+    method = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": layers},
+    }
+    connector = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": STORAGE},
+    }
+    return (
+        f"vllm serve {wanted.place} {UNCACHED} --speculative-config {shlex.quote(json.dumps(method))} "
+        f"--kv-transfer-config {shlex.quote(json.dumps(connector))}"
+    )
+
+
+def capture(ids: list[int], model: str) -> dict[str, Any]:
+    """One token more than the text is what it takes."""
+    return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+
+
+def captured(document: Any, sent: int) -> str | None:
+    """The file's path. Raises Malformed."""
+    if not isinstance(document, dict) or not document.get("choices"):
+        raise Malformed("no choices in its answer")
+    about = document.get("kv_transfer_params")
+    path = about.get("hidden_states_path") if isinstance(about, dict) else None
+    return path if isinstance(path, str) else None
+
+
+def keeps_prefixes(page: str) -> bool:
+    """As its configuration says."""
+    return any(
+        labels.get("enable_prefix_caching") == "True" for labels, _ in metrics.samples(page, "vllm:cache_config_info")
+    )

@@ -34,7 +34,7 @@ from specctl.training.checkpoint import Count
 CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """A stream of chunks, as much as its state needs of it.
 
     Attributes:
@@ -181,7 +181,7 @@ class States:
             sweep(place)
 
     @contextmanager
-    def following(self, seed: int, stream: Source) -> Iterator[progress.Progress]:
+    def following(self, seed: int, stream: ChunkSource) -> Iterator[progress.Progress]:
         """Go through what is left of the stream: a bar of its prompts, and the state is saved where a signal ends it.
 
         Raises Interrupted, which says how to go on.
@@ -270,7 +270,7 @@ class States:
             self.run.metrics(**{key: getattr(row, key) for key in self.shown})
         self.append(CHUNKS, map(asdict, rows))
 
-    def advance(self, stream: Source, stage: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def advance(self, stream: ChunkSource, stage: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Go behind a chunk that is written down; every so often save the state there, which is `stage` and tensors."""
         mark = replace(self.mark, number=self.number, stream=stream.position(), stage=stage)
         sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
@@ -310,7 +310,7 @@ class States:
             ) from error
 
     @contextmanager
-    def stoppable(self, stream: Source) -> Iterator[None]:
+    def stoppable(self, stream: ChunkSource) -> Iterator[None]:
         """Save where a signal ends the block; Interrupted says how to go on."""
         try:
             yield

@@ -20,6 +20,7 @@ from specctl.recipe.sections import (
     WriterRecipe,
     distilled_dir,
 )
+from specctl.recipe.server import ServerRecipe
 
 Arch = Annotated[str, OneOf(lambda: FAMILIES)]
 
@@ -72,11 +73,21 @@ class FeatureRecipe(Section):
     """Target features: kept in memory or on disk (`cached`), or recomputed for every batch (`online`).
 
     `auto` is memory where they fit into `budget_gb` (of each process), else the disk where `dir` is given and has room.
+    `server` keeps them on disk as `cached` does, and an engine computes them.
     """
 
-    mode: Literal["auto", "memory", "cached", "online"] = "auto"
+    mode: Literal["auto", "memory", "cached", "online", "server"] = "auto"
     budget_gb: PositiveFloat = 2.0
     dir: LocalPath | None = None  # None = beside the distilled data: runs on the same data share them
+    server: ServerRecipe = ServerRecipe()  # who computes them; with an address `auto` is `server`
+
+    @model_validator(mode="after")
+    def _server_where_one_is_named(self) -> FeatureRecipe:
+        if self.server.urls and self.mode == "auto":
+            self.mode = "server"
+        if self.server.urls and self.mode != "server":
+            raise ValueError(f"mode {self.mode} asks no server: leave out server, or mode")
+        return self
 
 
 class HeldOutRecipe(Section):
@@ -251,6 +262,9 @@ class TrainRecipe(WriterRecipe):
             others = [f"drafter.{key}" for key, value in values.items() if value is not None and value is not False]
             if others and name != self.arch:
                 raise ValueError(f"{', '.join(others)}: an option of {name} heads, not of {self.arch}")
+        family = FAMILIES[self.arch]
+        if self.features.mode == "server" and (family.trainee is None or (self.distillation == "ce" and family.is_lm)):
+            raise ValueError(f"features.mode server: {self.arch} under this objective learns from texts alone")
         if self.pretrain != PretrainRecipe() and self.init is not None:
             raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
         if self.lora.enabled and self.init is None:

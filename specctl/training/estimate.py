@@ -18,6 +18,7 @@ from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
 from specctl.training.dealing import Batch, batches, level, rows, useful_share
 from specctl.training.example import Example
+from specctl.training.feature_files import ON_DISK
 from specctl.training.machine import DEVICES, GB, Machine
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.schedule import Schedule, batch_tokens
@@ -159,9 +160,9 @@ class PlannedTraining:
         return epoch, useful_share(epoch if self.mode == "memory" else [level(batch, work) for batch in epoch], work)
 
     def flops(self, steps: int, batch: float) -> float:
-        """Operations of so many steps on so many tokens, the target's on the texts included."""
+        """Operations of so many steps on so many tokens, and of the target on the texts, unless a server runs it."""
         found = steps * batch * drafter_flops(self.drafter, self.depth, self.texts)
-        if self.features:
+        if self.features and self.mode != "server":
             tokens = steps * batch if self.mode == "online" else self.texts.tokens
             found += 2 * self.outline.active * self.texts.length * tokens
         return found
@@ -190,7 +191,7 @@ class PlannedTraining:
             "checkpoints": (self.recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
             "drafter": 4 * self.parameters,
             "distilled data": self.texts.tokens * self.texts.length * JSON_BYTES,
-            "features": self.features if self.mode == "cached" else 0,
+            "features": self.features if self.mode in ON_DISK else 0,
         }
 
 

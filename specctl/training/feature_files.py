@@ -5,7 +5,8 @@
 
 Features are a function of target and data, not of the drafter or of the number of processes, so they are kept beside
 the data by default, and every run over the same sequences reads the same ones; each process reads those that it needs.
-Another target, other taps or other data make another key.
+Another target, other taps or other data make another key, and so does a server that computes them: an engine rounds
+otherwise. Its name and version are in its shards, not in the key: another address or another version goes on.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from specctl.runs import atomic_write, make_dir, to_json
 OPEN = 16  # shards mapped at a time: what is mapped counts as resident until the kernel wants it back
 MANIFEST, LOCK = "manifest.json", "writer.lock"
 DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}  # the names of safetensors
+ON_DISK = {"cached", "server"}  # modes
 USABLE = 0.95  # of the free space of a disk
 GB = 2**30
 
@@ -154,15 +156,18 @@ class FeatureFiles:
                 "set features.dir to a file system that all nodes share, or features.mode=online",
             )
 
-    def write(self, number: int, examples: Mapping[int, Features]) -> None:
-        """Write a shard aside and rename it. SpecctlError when the disk refuses."""
+    def write(self, number: int, examples: Mapping[int, Features], origin: Mapping[str, str]) -> None:
+        """Write a shard aside and rename it. SpecctlError when the disk refuses.
+
+        `origin` is kept with it, for those who ask: who computed these features.
+        """
         path = self._path(number)
         draft = path.with_name(f".{path.name}.tmp")  # under the lock: the leftover of a kill is written over
         tensors = {
             f"{i}.{name}": tensor.cpu() for i, features in examples.items() for name, tensor in vars(features).items()
         }
         try:
-            save_file(tensors, draft, metadata={"key": self.key, "sha256": _digest(tensors)})
+            save_file(tensors, draft, metadata={"key": self.key, "sha256": _digest(tensors), **origin})
             with open(draft, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(draft, path)
@@ -197,7 +202,7 @@ def kept(recipe: FeatureRecipe, size: int) -> bool:
 
 
 def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
-    """`memory`, `cached` or `online`; the log says which and why.
+    """`memory`, `cached`, `server` or `online`; the log says which and why.
 
     `auto` writes to a disk only where it was told to: features of a large target are terabytes.
 
@@ -214,7 +219,7 @@ def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: in
             f"target features take {size / GB:.1f} GB of memory, features.budget_gb is {recipe.budget_gb:g}",
             "raise features.budget_gb, or set features.mode to cached (on disk) or online",
         )
-    if recipe.mode == "cached" and not room:
+    if recipe.mode in ON_DISK and not room:
         raise SpecctlError(
             f"target features need {missing / GB:.1f} GB more in {place}, where {free / GB:.1f} GB are free",
             "make room, set features.dir to another disk, lower max_length, or set features.mode=online",
@@ -230,6 +235,6 @@ def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: in
         chosen, why = "cached", budget
     else:
         chosen, why = "online", f"{budget}, and {place} has {free / GB:.1f} GB free"
-    how = {"memory": "kept in memory", "cached": f"kept in {place}", "online": "recomputed for every batch"}
-    log(f"target features ({size / GB:.1f} GB a process) are {how[chosen]}: {why}")
+    how = {"memory": "kept in memory", "online": "recomputed for every batch"}
+    log(f"target features ({size / GB:.1f} GB a process) are {how.get(chosen, f'kept in {place}')}: {why}")
     return chosen

@@ -24,7 +24,7 @@ from specctl.errors import SpecctlError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example
-from specctl.training.feature_files import FeatureFiles, Features, choose, disk
+from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose, disk
 
 # Padded tokens of one target forward, or one sequence. On a CPU each runs alone: that is as fast, and what it is padded
 # to would show in its last bits, which would then depend on the batch and on the number of processes.
@@ -69,12 +69,12 @@ class FeatureStore:
         """
         homes = homes or [examples]
         world = len(homes)
-        groups = list(self._groups(examples))
-        shards = list(self._shards(groups))
+        shards = list(self._shards(list(self._groups(examples))))
         lengths = [
             {e.index: (len(e.tokens) - 2, e.response_length - 1) for group in shard for e in group} for shard in shards
         ]
-        files = FeatureFiles(place, self._about(examples), lengths)
+        about = self._about(examples) | ({"from": "server"} if recipe.mode == "server" else {})
+        files = FeatureFiles(place, about, lengths)
         checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
         *absent, free = over_ranks([*checked, disk(files.dir) if rank == 0 else 0], self.target.device)
         missing = [number for number, count in enumerate(absent) if count]
@@ -84,15 +84,22 @@ class FeatureStore:
         if mode == "memory":
             with track("target features", total=len(homes[rank]), unit="responses") as bar:
                 self.kept, self.at_home = self._run(list(self._groups(homes[rank])), bar), True
-        elif mode == "cached":
-            total = sum(len(group) for number in mine for group in shards[number])
+        elif mode in ON_DISK:
+            texts = {number: [example for group in shards[number] for example in group] for number in mine}
+            total = sum(map(len, texts.values()))
             with (
                 files.writing() if missing and rank == 0 else nullcontext(),
                 track("target features", total=total, unit="responses") as bar,
             ):
                 _meet()  # nobody writes before the directory is held, which ends when all have written
-                for number in mine:
-                    files.write(number, self._run(shards[number], bar))
+                if mode == "cached":
+                    for number in mine:
+                        files.write(number, self._run(shards[number], bar), {})
+                elif mine:
+                    from specctl.training.served_features import served  # HTTP, which nobody else needs
+
+                    for number, features, origin in served(self, texts, recipe.server, world, bar):
+                        files.write(number, features, origin)
                 _meet()
             files.require(missing)
             self.kept = files
@@ -124,22 +131,28 @@ class FeatureStore:
         plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
         hidden, tapped = target.model.forward(tokens.to(target.device), cache, plan, self.taps)
         self.passes += sum(len(e.tokens) - 1 for e in examples)
-        result = []
-        for row, example in enumerate(examples):
-            length = len(example.tokens)
-            teacher = hidden[row, example.prompt_length : length - 1].clone()
-            taps = hidden.new_empty(length - 2, 0) if tapped is None else tapped[row, : length - 2].clone()
-            # Logits of a long response over a large vocabulary would be gigabytes.
-            parts = [target.model.logits(part).float().max(-1) for part in teacher.split(HEAD_ROWS)]
-            result.append(Features(taps, teacher, torch.cat([part.indices for part in parts]).int()))
-            # One pass over each: a sum is finite iff (short of fp32's range) its terms are; a maximum hides no NaN.
-            sums = [x.sum(dtype=torch.float32) for x in (taps, teacher, *(part.values for part in parts))]
-            if not torch.stack(sums).sum().isfinite():
-                raise SpecctlError(
-                    f"target {target.name} gives states that are not finite for prompt {example.prompt_id}",
-                    "fp16 overflows in many models: set target.dtype to bf16 or fp32; else take the prompt out",
-                )
-        return result
+        return [
+            self.features(example, hidden[row], None if tapped is None else tapped[row])
+            for row, example in enumerate(examples)
+        ]
+
+    @torch.inference_mode()
+    def features(self, example: Example, hidden: Tensor, tapped: Tensor | None) -> Features:
+        """Features of an example of S tokens from its states: hidden [≥ S−1, H] behind the final norm, tapped
+        [≥ S−2, F]. SpecctlError where they are not finite."""
+        length = len(example.tokens)
+        teacher = hidden[example.prompt_length : length - 1].clone()
+        taps = hidden.new_empty(length - 2, 0) if tapped is None else tapped[: length - 2].clone()
+        # Logits of a long response over a large vocabulary would be gigabytes.
+        parts = [self.target.model.logits(part).float().max(-1) for part in teacher.split(HEAD_ROWS)]
+        # One pass over each: a sum is finite iff (short of fp32's range) its terms are; a maximum hides no NaN.
+        sums = [x.sum(dtype=torch.float32) for x in (taps, teacher, *(part.values for part in parts))]
+        if not torch.stack(sums).sum().isfinite():
+            raise SpecctlError(
+                f"target {self.target.name} gives states that are not finite for prompt {example.prompt_id}",
+                "fp16 overflows in many models: set target.dtype to bf16 or fp32; else take the prompt out",
+            )
+        return Features(taps, teacher, torch.cat([part.indices for part in parts]).int())
 
     def _groups(self, examples: list[Example]) -> Iterator[list[Example]]:
         """Examples of similar length that share a pass, whose length is a function of `examples` alone."""

@@ -138,3 +138,14 @@ def test_a_flag_beats_an_override_beats_the_recipe_beats_the_environment(specctl
     sampling = resolved["sampling"]
     assert resolved["limit"] == 1
     assert (sampling["top_k"], sampling["top_p"], sampling["max_new_tokens"]) == (2, 0.3, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "ids"),
+    [(["features.mode=server"], [2, 5, 7, 10]), (["--arch", "medusa", "--features-from", "http://h:1"], [10])],
+)
+def test_the_command_of_a_server_with_the_drafters_states(specctl, options, ids):
+    steps = specctl("train-drafter", "--domain", "sql", *options, "--dry-run", "--json").json["steps"]
+    assert any(f'"eagle_aux_hidden_state_layer_ids": {ids}' in step for step in steps)
+    assert any("sglang.launch_server" in step for step in steps) == (len(ids) == 1)
+    assert any("ask http://h:1 for the target's states" in step for step in steps) == (len(ids) == 1)

@@ -10,8 +10,9 @@ import pytest
 from specctl import progress
 from specctl.decoding.target_text import load_target_text
 from specctl.engines import metrics, vllm
-from specctl.engines.client import Client, retry_after
+from specctl.engines.client import Client
 from specctl.engines.records import Answer, Ask, Drafting, EngineError, Refusal
+from specctl.engines.responses import retry_after
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import ServerRecipe
 from tests.toys.engine import FAULTS, FakeEngine

@@ -1,12 +1,15 @@
 """The whole way through a running vLLM: it writes the data, a head is trained on them, it serves the head, and `eval
---server` counts what our own loop counts."""
+--server` counts what our own loop counts; and a head is trained on the hidden states that it hands out."""
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +20,26 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation import store
 from specctl.distillation.generate import distill
-from specctl.drafters import pool
-from specctl.recipe import DistillRecipe, DraftingRecipe, EvalRecipe, ExportRecipe
+from specctl.drafters import checkpoint, pool
+from specctl.engines import vllm
+from specctl.recipe import (
+    DataRecipe,
+    DistillRecipe,
+    DrafterRecipe,
+    DraftingRecipe,
+    EvalRecipe,
+    ExportRecipe,
+    FeatureRecipe,
+    HeldOutRecipe,
+    SamplingRecipe,
+    ServerRecipe,
+    TrainRecipe,
+)
 from specctl.runs import Run
+from specctl.training import loop
+from specctl.training.data import load_corpus
+from specctl.training.features import FeatureStore
+from specctl.training.served_features import wanted
 from tests.engines.test_vllm import MEASURED, PLACE, PYTHON, trained
 
 TOKENS = 3
@@ -30,7 +50,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=
 
 
 @contextmanager
-def serving(log, *options):
+def serving(log, *options, **environ):
     """The address of a vLLM server of the built-in target; it loads while the first request waits (`server.wait_s`)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,7 +60,7 @@ def serving(log, *options):
     extra = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with open(log, "w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env=os.environ | extra, start_new_session=True, cwd=log.parent
+            command, stdout=file, stderr=file, env=os.environ | extra | environ, start_new_session=True, cwd=log.parent
         )
         try:
             yield f"http://127.0.0.1:{port}"
@@ -109,3 +129,60 @@ def test_data_head_and_counts(target, tmp_path):
         ended = [place for place, line in enumerate(server) if line["stop"] == "eos"]
         assert [server[place]["drafting"]["accepted_at"] for place in ended] == [expected[place][1] for place in ended]
         assert len(ended) >= 4 and sum(sum(expected[place][1]) for place in ended) >= 20
+
+
+def capturing(target, taps, storage):
+    """The options that we tell users, with the connector that needs no CUDA in the place of vLLM's own."""
+    states = wanted(target.name, None, taps, target.num_layers, target.hidden_size)
+    given = shlex.split(vllm.capturing(states))[3:]
+    connector = json.loads(given[-1]) | {"kv_connector": "HostCapture", "kv_connector_module_path": "vllm_capture"}
+    connector["kv_connector_extra_config"]["shared_storage_path"] = str(storage)
+    return [*given[:-1], json.dumps(connector)]
+
+
+def test_features_and_a_head(target, tmp_path):
+    """Within the rounding of fp32, of texts longer and shorter than a block of vLLM's cache; and the head's mat is that
+    of one trained on our own."""
+    written = DistillRecipe(
+        target=MEASURED,
+        data=DataRecipe(domain=["sql"], limit=120),
+        sampling=SamplingRecipe(max_new_tokens=NEW),
+        batch_size=120,
+        output_dir=tmp_path / "sql",
+    )
+    distill(written, run_in(tmp_path / "distilling"), target=target)
+
+    def recipe(name, features):
+        return TrainRecipe(
+            target=MEASURED,
+            distilled=tmp_path / "sql",
+            drafter=DrafterRecipe(vocab_size=1024),
+            max_steps=60,
+            eval=HeldOutRecipe(every=60, prompts=8, max_new_tokens=NEW, fraction=0.15),
+            precision="fp32",
+            features=features,
+            output_dir=tmp_path / name,
+        )
+
+    own = recipe("own", FeatureRecipe(mode="memory"))
+    ours = loop.train_drafter(own, run_in(tmp_path / "own.run"))
+    taps = checkpoint.taps(tmp_path / "own")
+    options = capturing(target, tuple(taps), tmp_path / "states")
+    with serving(tmp_path / "capture.log", *options, PYTHONPATH=str(Path(__file__).parent)) as url:
+        asked = FeatureRecipe(server=ServerRecipe(urls=[url], wait_s=300, concurrency=8))
+        theirs = loop.train_drafter(recipe("served", asked), run_in(tmp_path / "served.run"))
+        examples = load_corpus(own, target).train
+        long = replace(examples[0], index=len(examples), tokens=[token for e in examples for token in e.tokens][:900])
+        store = FeatureStore(target, tuple(taps))
+        store.prepare([*examples, long], asked, tmp_path / "features")
+    found, expected = store.get([*examples, long]), FeatureStore(target, tuple(taps)).get([*examples, long])
+    furthest = {
+        name: max((getattr(a, name).float() - getattr(b, name).float()).abs().max().item() for a, b in pairs)
+        for name in ("taps", "teacher")
+        for pairs in [list(zip(found, expected, strict=True))]
+    }
+    best = [(a.best != b.best).sum().item() for a, b in zip(found, expected, strict=True)]
+    largest = {name: max(getattr(one, name).abs().max().item() for one in expected) for name in furthest}
+    print(len(found), "texts", furthest, "of", largest, sum(best), "best differ", ours.mat, theirs.mat)
+    assert all(furthest[name] < 1e-5 * largest[name] for name in furthest) and sum(best) <= 1
+    assert theirs.mat == pytest.approx(ours.mat, abs=0.02) and ours.mat > 1.3

@@ -82,7 +82,7 @@ class FakeEngine:
         if body.get("return_logprob"):
             rows = [[-token / 1000 + self.shift, token, None] for token in ids]
             return {"output_ids": [1], "meta_info": {"input_token_logprobs": rows}}
-        out, stop = self.text(ids, sampling["max_new_tokens"], sampling["temperature"], sampling["sampling_seed"])
+        out, stop = self.text(ids, sampling["max_new_tokens"], sampling["temperature"], sampling.get("sampling_seed"))
         reason = {"type": stop} | ({"matched": out[-1]} if stop == "stop" else {})
         about = {"finish_reason": reason, "prompt_tokens": len(ids), "completion_tokens": len(out)}
         if self.histogram:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.supported import context_limit, window_size
 from specctl.decoding.plan import Plan
+from specctl.errors import UsageError
 
 
 class ShardedCache(KVCache):
@@ -235,6 +237,32 @@ class HFModel:
         if taps:
             tapped = torch.cat([output.hidden_states[tap].to(self.device, self.dtype) for tap in taps], -1)
         return output.last_hidden_state.to(self.device), tapped
+
+    def normed(self, states: Tensor) -> Tensor:
+        """As `LeanModel.normed`, by the module that the body ends with, whatever an architecture calls it."""
+        place = next((parameter.device for parameter in self._norm.parameters()), self.device)
+        return self._norm(states.to(place, self.dtype)).to(self.device)
+
+    @cached_property
+    @torch.no_grad()
+    def _norm(self) -> nn.Module:
+        """The module whose output is the body's last hidden state. UsageError where there is none."""
+        made: list[tuple[nn.Module, Any]] = []
+        hooks = [
+            module.register_forward_hook(lambda module, _, output: made.append((module, output)))
+            for module in self.body.modules()
+        ]
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        try:
+            last = self.body(input_ids=token, position_ids=token, use_cache=False).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for module, output in reversed(made):
+            # Not `is`: some give their output another shape before they hand it on.
+            if isinstance(output, Tensor) and (output.data_ptr(), output.numel()) == (last.data_ptr(), last.numel()):
+                return module
+        raise UsageError(f"{type(self.model).__name__} does not end with a norm that could be applied by itself")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `LeanModel.logits`, by the model's own code: heads of two layers, scaled and capped logits included."""

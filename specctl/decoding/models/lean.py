@@ -143,6 +143,10 @@ class LeanModel:
             tapped = torch.cat([kept[tap].to(self.dtype) for tap in taps], -1).view(batch, rows, -1)
         return hidden.view(batch, rows, -1), tapped
 
+    def normed(self, states: Tensor) -> Tensor:
+        """h [..., H] of the last layer's output [..., H], as `forward` makes it."""
+        return self.norm(states.float())
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of h [..., H] (after the final norm)."""
         return self.head(hidden)

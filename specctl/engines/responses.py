@@ -1,0 +1,67 @@
+"""Responses of servers, read: JSON, pieces of streams, errors in their own words."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import time
+from typing import Any
+
+import httpx
+
+from specctl.engines.records import Malformed
+from specctl.errors import brief
+from specctl.redaction import redacted
+
+
+def document(response: httpx.Response) -> Any:
+    """A response's JSON. Raises Malformed."""
+    try:
+        return response.json()
+    except ValueError as error:
+        what = "a web page" if "html" in response.headers.get("content-type", "") else "no JSON, or half of it"
+        raise Malformed(f"{what} came back: {brief(response.text, 80)!r}") from error
+
+
+def piece(line: str) -> Any:
+    """A piece of a stream. Raises Malformed."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise Malformed(f"half a piece of a stream: {brief(line, 80)!r}") from error
+    if not isinstance(found, dict) or "error" in found:
+        raise Malformed(f"its stream broke off: {brief(line, 200)}")
+    return found
+
+
+def said(response: httpx.Response) -> str:
+    """The message of an error, in the server's words."""
+    try:
+        found = response.json()
+    except ValueError:
+        return redacted(brief(response.text.strip(), 200)) or response.reason_phrase
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return redacted(brief(found if isinstance(found, str) else str(found), 300))
+
+
+def transport(error: Exception) -> str:
+    """A failure between here and the server, in words."""
+    kind = "no answer in time" if isinstance(error, httpx.TimeoutException) else type(error).__name__
+    return redacted(f"{kind}: {error}" if str(error) else kind)
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    """Seconds that the server asks to wait, given as a number or as a date; at most two minutes."""
+    value = response.headers.get("retry-after")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(0.0, seconds), 120.0)

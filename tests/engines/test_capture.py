@@ -1,0 +1,202 @@
+"""Hidden states from engines: what is believed of them, what is asked for again, and what is said to the user."""
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from specctl.decoding.target_text import load_target_text
+from specctl.engines import sglang, vllm
+from specctl.engines.client import Client
+from specctl.engines.records import EngineError, Refusal, Wanted
+from specctl.recipe import ServerRecipe
+from tests.toys.capture import CapturingEngine
+from tests.toys.engine import FAULTS
+
+WIDTH = 8
+WANTED = {"vllm": Wanted("a/model", None, (1, 2, 3), WIDTH), "sglang": Wanted("a/model", None, (3,), WIDTH)}
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_target_text("builtin")
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
+
+
+def states_of(ids, layers):
+    """States that depend on every token up to theirs, and on the layer."""
+    sums = torch.tensor(ids).cumsum(0).float()
+    return sums[:, None, None] + 1000.0 * torch.arange(layers)[None, :, None] + torch.arange(WIDTH) / WIDTH
+
+
+@pytest.fixture(params=WANTED)
+def engine(request, text, tmp_path):
+    states = partial(states_of, layers=len(WANTED[request.param].ids))
+    with CapturingEngine(text.tokenizer, request.param, tmp_path, states) as server:
+        yield server
+
+
+@pytest.fixture
+def writing(text, tmp_path):
+    """One that writes files."""
+    with CapturingEngine(text.tokenizer, "vllm", tmp_path, partial(states_of, layers=3)) as server:
+        yield server
+
+
+def texts(count):
+    draw = random.Random(0)
+    return [[draw.randrange(5, 200) for _ in range(draw.randrange(2, 30))] for _ in range(count)]
+
+
+def recipe(*engines, **options):
+    return ServerRecipe(urls=[engine.url for engine in engines], **options)
+
+
+def given(client, ids, wanted):
+    found = dict(client.states(ids, wanted))
+    assert sorted(found) == list(range(len(ids)))
+    return [found[place] for place in range(len(ids))]
+
+
+def test_states_come_with_their_places_through_faults(engine, tmp_path):
+    """A fifth of the requests fail in five ways; what is read is deleted, and what came through a failed request stays
+    the server's to delete."""
+    engine.faults = lambda number: FAULTS[number // 5 % len(FAULTS)] if number % 5 == 0 else None
+    engine.seconds, engine.late = 0.005, 0.02
+    wanted = WANTED[engine.engine]
+    with Client(recipe(engine, concurrency=6, timeout_s=0.3)) as client:
+        client.check_states(wanted)
+        found = given(client, texts(50), wanted)
+    assert all(torch.equal(one, engine.states(ids)) for one, ids in zip(found, texts(50), strict=True))
+    assert 1 < engine.most <= 6 + len(FAULTS) and client.failures >= 8
+    left = len(list(tmp_path.glob("*.safetensors")))
+    assert left == (engine.written - 50 if engine.engine == "vllm" else 0)
+
+
+def test_a_file_that_is_half_written_is_asked_for_again(writing):
+    writing.spoiled = 2
+    with Client(recipe(writing, concurrency=3)) as client:
+        found = given(client, texts(6), WANTED["vllm"])
+    assert client.failures == 2 and all(
+        torch.equal(one, writing.states(ids)) for one, ids in zip(found, texts(6), strict=True)
+    )
+
+
+def test_memory_is_bounded(engine):
+    """Texts behind one that takes long are not begun without end."""
+    slow = texts(40)[0]
+    states = engine.states
+
+    def waiting(ids):
+        if ids == slow:
+            time.sleep(0.5)
+        return states(ids)
+
+    engine.states = waiting
+    with Client(recipe(engine, concurrency=4)) as client:
+        order = [place for place, _ in client.states(texts(40), WANTED[engine.engine])]
+    assert sorted(order) == list(range(40)) and order.index(0) <= 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says", "hint"),
+    [
+        (lambda all: all | {"hidden_states": all["hidden_states"][1:]}, "of 11 of 12 tokens", "UNCACHED"),
+        (lambda all: all | {"hidden_states": all["hidden_states"][:, :, :-1]}, "hands out", "START"),
+        (
+            lambda all: all | {"hidden_states": torch.cat((all["hidden_states"], all["hidden_states"]), 1)},
+            "states of shape",
+            "START",
+        ),
+        (lambda all: all | {"hidden_states": all["hidden_states"] * torch.nan}, "not finite", "--dtype bfloat16"),
+    ],
+    ids=["short by a row", "narrow", "other layers", "not a number"],
+)
+def test_states_that_are_of_no_use_say_how_to_start_the_server(engine, tmp_path, spoil, says, hint):
+    engine.spoil = spoil
+    wanted, dialect = WANTED[engine.engine], {"vllm": vllm, "sglang": sglang}[engine.engine]
+    with Client(recipe(engine)) as client, pytest.raises(EngineError, match=says) as error:
+        list(client.states([list(range(7, 19))], wanted))
+    assert {"UNCACHED": dialect.UNCACHED, "START": dialect.capturing(wanted)}.get(hint, hint) in error.value.hint
+    assert sum(engine.asked.values()) == 1, "nothing is gained by asking again"
+
+
+def test_a_file_of_other_tokens_is_refused_and_left_alone(writing, tmp_path):
+    """A server that names somebody's file is not believed: nothing is deleted that is not the text's own."""
+    writing.spoil = lambda all: all | {"token_ids": all["token_ids"].flip(0)}
+    with Client(recipe(writing)) as client, pytest.raises(EngineError, match="12 other tokens than the 12") as error:
+        list(client.states([list(range(7, 19))], WANTED["vllm"]))
+    assert "--no-enable-prefix-caching" in error.value.hint
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_server_without_the_method_is_told_of(engine):
+    engine.states = None
+    wanted = WANTED[engine.engine]
+    with Client(recipe(engine)) as client, pytest.raises(EngineError, match="hands out no hidden states") as error:
+        list(client.states(texts(1), wanted))
+    assert {"vllm": vllm, "sglang": sglang}[engine.engine].capturing(wanted) in error.value.hint
+
+
+@pytest.mark.parametrize("place", ["nowhere/1.safetensors", "directory"])
+def test_a_path_that_this_machine_cannot_read(writing, tmp_path, place):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory.lock").touch()
+    writing.told = lambda path: str(tmp_path / place)
+    with Client(recipe(writing)) as client, pytest.raises(EngineError, match="cannot be read here") as error:
+        list(client.states(texts(1), WANTED["vllm"]))
+    assert place in error.value.message and "shared_storage_path" in error.value.hint
+
+
+def test_a_prefix_cache_that_was_left_on_is_noticed(engine):
+    page = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="%s"} 1.0\n'
+    wanted = WANTED[engine.engine]
+    with Client(recipe(engine)) as client:
+        engine.scraped = lambda: page % "False"
+        client.check_states(wanted)
+        engine.scraped, engine.cached = lambda: page % "True", 7
+        with pytest.raises(EngineError, match="prefix cache") as error:
+            client.check_states(wanted)
+            list(client.states([list(range(7, 19))], wanted))
+    assert {"vllm": vllm, "sglang": sglang}[engine.engine].UNCACHED in error.value.hint
+
+
+def test_sglang_cannot_give_the_last_layer_beside_others(text, tmp_path):
+    with (
+        CapturingEngine(text.tokenizer, "sglang", tmp_path, None) as engine,
+        Client(recipe(engine)) as client,
+        pytest.raises(EngineError, match="of the last layer or of others") as error,
+    ):
+        client.check_states(WANTED["vllm"])
+    assert "vLLM" in error.value.hint
+
+
+def test_engines_do_not_mix(text, tmp_path):
+    """One's last state is behind the final norm, the other's before it."""
+    with (
+        CapturingEngine(text.tokenizer, "sglang", tmp_path, None) as one,
+        CapturingEngine(text.tokenizer, "vllm", tmp_path, None) as other,
+        Client(recipe(one, other)) as client,
+        pytest.raises(EngineError, match="different engines"),
+    ):
+        client.check_states(WANTED["sglang"])
+
+
+def test_a_text_that_is_refused_does_not_stop_the_others(engine):
+    engine.faults = lambda number: "refused" if number == 2 else None
+    with Client(recipe(engine, concurrency=1)) as client:
+        found = given(client, texts(3), WANTED[engine.engine])
+    assert [isinstance(one, Refusal) for one in found] == [False, True, False]
+
+
+def test_the_command_names_the_model_as_it_is_loaded_here():
+    wanted = Wanted("dir with/space", "abc", (1, 4), 8)
+    assert vllm.capturing(wanted).startswith("vllm serve 'dir with/space' --revision abc --no-enable-prefix-caching")
+    assert '"eagle_aux_hidden_state_layer_ids": [1, 4]' in vllm.capturing(wanted)
+    assert sglang.capturing(wanted) is None

@@ -1,0 +1,75 @@
+"""A server that hands out a target's hidden states as vLLM's connector (a file) or SGLang (its answer) does."""
+
+import copy
+import fcntl
+import os
+import threading
+import time
+
+import torch
+from safetensors.torch import save_file
+
+from specctl.decoding.plan import plan_rows
+from tests.toys.engine import FakeEngine
+
+
+def raw_states(target, ids, layers, *, normed=False):
+    """[tokens, layers, H] of a lean target, bitwise what its forward has: the last layer's before or after its norm."""
+    model, before = copy.copy(target.model), []
+    model.norm = lambda x: (before.append(x), target.model.norm(x))[1]
+    plan = plan_rows([0], len(ids), device=target.device, dtype=target.dtype)
+    with torch.inference_mode():
+        _, tapped = model.forward(torch.tensor([ids]), model.new_cache(1, len(ids)), plan, tuple(layers))
+    states = tapped.view(len(ids), len(layers), -1).clone()
+    if not normed:
+        states[:, -1] = before[0]
+    return states
+
+
+class CapturingEngine(FakeEngine):
+    """Besides what `FakeEngine` does, it gives states.
+
+    Attributes:
+        states: ids → [tokens, layers, H]; None where nothing is captured.
+        place: where files go.
+        told: → the path that the answer names instead of the file's.
+        spoil: changes {"hidden_states", "token_ids"} before they are handed out.
+        late: seconds after the answer until a file is written.
+        spoiled: how many files are half written, at the beginning.
+        cached: prompt tokens that it says it had in a cache.
+    """
+
+    def __init__(self, tokenizer, engine, place, states, **options):
+        super().__init__(tokenizer, engine, **options)
+        self.place, self.states = place, states
+        self.told = str
+        self.spoil = dict
+        self.late, self.spoiled, self.cached = 0.0, 0, 0
+        self.written = 0
+
+    def generated(self, body):
+        answer = super().generated(body)
+        if "prompt_logprobs" in body or body.get("return_logprob") or self.states is None:
+            return answer
+        ids = body.get("prompt") or body["input_ids"]
+        tensors = self.spoil({"hidden_states": self.states(ids), "token_ids": torch.tensor(ids)})
+        if self.engine == "sglang":
+            rows = tensors["hidden_states"].flatten(1).tolist()
+            half = len(rows) // 2
+            answer["meta_info"] |= {"hidden_states": [rows[:half], rows[half:]], "cached_tokens": self.cached}
+            return answer
+        with self.lock:
+            self.written += 1
+            number = self.written
+        path = self.place / f"{number}.safetensors"
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Thread(target=self.write, args=(path, lock, tensors, number <= self.spoiled), daemon=True).start()
+        return answer | {"kv_transfer_params": {"hidden_states_path": self.told(path)}}
+
+    def write(self, path, lock, tensors, half):
+        time.sleep(self.late)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        if half:
+            os.truncate(path, path.stat().st_size // 2)
+        os.close(lock)
