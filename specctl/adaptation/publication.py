@@ -63,6 +63,7 @@ class Publisher:
     place: Path
     options: PublicationRecipe
     version: str = ""
+    _told: list[str | None] = field(default_factory=list)  # by the engines, of the present version
     _number: int = 0
     _probes: list[Ask] = field(default_factory=list)
     _proof: list[Drafting] = field(default_factory=list)  # of the probes, with the present version
@@ -83,12 +84,12 @@ class Publisher:
         try:
             after = self._asked()
         except BaseException:  # nothing stays that is not proven
-            self._back_to(previous)
+            self._publish(previous)
             raise
         verdict: Literal["published", "rolled back"] = "published"
         if worse(before, after, self.options.level):
             verdict = "rolled back"
-            self._back_to(previous)
+            self._publish(previous)
         self._proof = after if verdict == "published" else before
         self._forget()
         mat_before, mat_after = Drafting.total(before).mat, Drafting.total(after).mat
@@ -97,24 +98,22 @@ class Publisher:
     def restore_if_replaced(self, suspected: bool) -> bool:
         """Publish the present version again where the engines draft with something else: by what they say, or, on a
         suspicion, by what became of the probes' drafts. Whether that was so."""
-        replaced = any(version != self.version for version in self.engines.published())
+        replaced = self.engines.published() != self._told
         if not replaced and suspected and self._probes:
             replaced = worse(self._proof, self._asked(), self.options.level)
         if replaced:
-            self._back_to(self.version)
+            self._publish(self.version)
         return replaced
 
     def _exchange(self, drafter: Path) -> None:
         self._number += 1
         version = f"v{self._number:06d}"
-        directory = self._directory(version)
-        self.write(drafter, directory)
-        self.engines.publish(directory, version)
-        self.version = version
+        self.write(drafter, self._directory(version))
+        self._publish(version)
 
-    def _back_to(self, version: str) -> None:
+    def _publish(self, version: str) -> None:
         self.engines.publish(self._directory(version), version)
-        self.version = version
+        self.version, self._told = version, self.engines.published()
 
     def _asked(self) -> list[Drafting]:
         """Counters of every probe's drafts. EngineError where the engine does not say."""
@@ -148,7 +147,7 @@ class Publisher:
         self._number = state["number"]
         self._probes = [Ask(**probe) for probe in state["probes"]]
         self._proof = [Drafting(**drafting) for drafting in state["proof"]]
-        self._back_to(state["version"])
+        self._publish(state["version"])
 
 
 def probe(text: ServedText, tokens: int) -> Ask:

@@ -234,7 +234,8 @@ class Client:
         self._published = (directory, version)
 
     def published(self) -> list[str | None]:
-        """The version that each server drafts with; None = what it was started with. Raises EngineError."""
+        """What each server says that it drafts with: a version, of vLLM with the fingerprint of its weights; None = what
+        it was started with. Raises EngineError."""
         return [self._told(self._version(server)) for server in self.servers]
 
     def _told(self, question: Coroutine[Any, Any, Told]) -> Told:

@@ -205,7 +205,8 @@ class Dialect(Protocol):
         """Path and body (None = it is only read) of the question for the version."""
 
     def version(self, document: Any) -> str | None:
-        """The version in its answer; None = what the engine was started with. Raises Malformed."""
+        """The version in its answer, where it can with a fingerprint; None = what the engine was started with. Raises
+        Malformed."""
 
     def capturing(self, wanted: Wanted) -> str | None:
         """The command that starts a server which hands out hidden states; None where the engine cannot."""

@@ -141,12 +141,12 @@ def asking_version() -> tuple[str, dict[str, Any] | None]:
 
 
 def version(document: Any) -> str | None:
-    """The version on the first rank. Raises Malformed."""
+    """The version on the first rank, with the fingerprint of its weights. Raises Malformed."""
     try:
-        told = document["results"][0]["version"]
+        told = document["results"][0]
+        return None if told["version"] is None else f"{told['version']} ({told['fingerprint']})"
     except (KeyError, TypeError, IndexError) as error:
         raise Malformed("no version in its answer") from error
-    return None if told is None else str(told)
 
 
 def capturing(wanted: Wanted) -> str:

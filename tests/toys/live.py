@@ -43,7 +43,8 @@ class LiveEngine(FakeEngine):
 
     def rpc(self, body):
         if body["method"] == "published_drafter":
-            return 200, {"results": [{"version": self.version, "fingerprint": "f"}]}
+            fingerprint = vllm_worker.fingerprint(Path(self.log[-1][1])) if self.log else None
+            return 200, {"results": [{"version": self.version, "fingerprint": fingerprint}]}
         directory, version = body["args"]
         try:
             problem = self.broken or vllm_worker.difference(

@@ -1,0 +1,134 @@
+"""A drafter that is exchanged in a running vLLM, and one that learns from what it writes."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from specctl.commands import export as exporting
+from specctl.commands.online_served import online_served
+from specctl.drafters import checkpoint
+from specctl.engines import vllm
+from specctl.engines.client import Client
+from specctl.engines.records import Ask, EngineError
+from specctl.recipe import ExportRecipe, OnlineRecipe, ServerRecipe
+from specctl.runs import Run
+from tests.engines.test_vllm import MEASURED, PYTHON, ROOT, prompts, responses, trained  # noqa: F401 (fixtures)
+from tests.engines.test_vllm_server import NEW, NO_VLLM, TOKENS, our_counts, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=NO_VLLM)]
+
+
+def exported(head, place):
+    exporting.export(ExportRecipe(drafter=head, to="vllm", output_dir=place))
+    return place
+
+
+@pytest.fixture(scope="module")
+def heads(target, responses, tmp_path_factory):  # noqa: F811
+    """A head, and the same one with noise on its weights: drafts of both differ, and so does what is accepted."""
+    place = tmp_path_factory.mktemp("heads")
+    first = trained("eagle3", target, responses, place / "first")
+    kept = checkpoint.load(first)
+    noisy = {
+        name: value + 0.3 * value.std() * value.clone().normal_() if value.is_floating_point() else value
+        for name, value in kept.tensors.items()
+    }
+    second = checkpoint.save(place / "second", config=kept.config, tensors=noisy, info={})
+    return [(head, exported(head, place / f"{head.name}-vllm")) for head in (first, second)]
+
+
+@pytest.fixture(scope="module")
+def engine(heads, tmp_path_factory):
+    drafting = {"method": "eagle3", "model": str(heads[0][1]), "num_speculative_tokens": TOKENS}
+    options = ["--speculative-config", json.dumps(drafting), "--per-request-spec-decode-metrics", "summary"]
+    options += ["--worker-extension-cls", vllm.EXTENSION]
+    log = tmp_path_factory.mktemp("log") / "engine.log"
+    with serving(log, *options, VLLM_SERVER_DEV_MODE="1", PYTHONPATH=str(ROOT)) as url:
+        yield ServerRecipe(urls=[url], wait_s=300)
+
+
+def answered(client, prompts, new=NEW):  # noqa: F811
+    found = dict(client.answers([Ask(ids, new) for ids in prompts]))
+    return [found[place] for place in range(len(prompts))]
+
+
+def test_an_exchange_changes_the_drafts_and_no_text(target, engine, heads, prompts):  # noqa: F811
+    counts, texts = {}, {}
+    with Client(engine) as client:
+        for name, (head, place) in (("v1", heads[1]), ("v2", heads[0]), ("v3", heads[1])):
+            client.publish(place, name)
+            (told,) = client.published()
+            assert told.split()[0] == name
+            answers = answered(client, prompts)
+            texts[name] = [answer.output_ids for answer in answers]
+            counts[name] = [(answer.drafting.rounds, answer.drafting.accepted_at) for answer in answers]
+            expected = our_counts(head, target, prompts)
+            assert [rounds for rounds, _ in counts[name]] == [rounds for rounds, _ in expected]
+            ended = [place for place, answer in enumerate(answers) if answer.stop == "eos"]
+            assert [counts[name][place][1] for place in ended] == [expected[place][1] for place in ended]
+    assert texts["v1"] == texts["v2"] == texts["v3"]
+    assert counts["v1"] == counts["v3"] != counts["v2"]
+
+
+def test_requests_in_flight_wait_and_go_on(engine, heads, prompts):  # noqa: F811
+    seconds = []
+    with Client(engine) as client, Client(engine) as publisher:
+        alone = [answer.output_ids for answer in answered(client, prompts * 3, 160)]
+        over = threading.Event()
+
+        def exchange():
+            while not over.is_set():
+                for number, (_, place) in enumerate(heads):
+                    began = time.perf_counter()
+                    publisher.publish(place, f"r{number}")
+                    seconds.append(time.perf_counter() - began)
+
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        together = [answer.output_ids for answer in answered(client, prompts * 3, 160)]
+        over.set()
+        thread.join()
+        assert client.failures == 0
+    print(len(seconds), "exchanges,", sorted(seconds)[len(seconds) // 2], "s each, with requests in flight")
+    assert together == alone and len(seconds) >= 4
+
+
+def test_what_does_not_fit_changes_nothing(engine, heads, tmp_path, prompts):  # noqa: F811
+    (tmp_path / "other").mkdir()
+    for path in heads[0][1].iterdir():
+        (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    with Client(engine) as client:
+        client.publish(heads[0][1], "fits")
+        before = [answer.drafting for answer in answered(client, prompts)]
+        with pytest.raises(EngineError, match="does not fit the drafter that runs: hidden_size is 128"):
+            client.publish(tmp_path / "other", "no")
+        with pytest.raises(EngineError, match="has to be where the engine is"):
+            client.publish(tmp_path / "nowhere", "no")
+        assert client.published()[0].startswith("fits ")
+        assert [answer.drafting for answer in answered(client, prompts)] == before
+
+
+def test_it_learns_what_it_serves(target, engine, heads, tmp_path):
+    """Chunks of another domain than the head was trained for; what the engine has at the end accepts more."""
+    recipe = OnlineRecipe.model_validate(
+        {
+            "target": MEASURED,
+            "data": {"domain": ["math"], "limit": 80},
+            "sampling": {"max_new_tokens": 64},
+            "stream": {"chunk": 20, "split": "train"},
+            "arch": "eagle3",
+            "init": heads[0][0],
+            "server": engine,
+            "output_dir": tmp_path / "run",
+        }
+    )
+    result = online_served(recipe, Run.create("online", recipe, tmp_path / "run"), target=target)
+    for row in result.per_chunk:
+        print(json.dumps(row))
+    with Client(engine) as client:
+        assert client.published()[0].startswith(f"{result.version} ")
+    assert result.published >= 1 and result.mat_last > result.mat_first
