@@ -15,10 +15,9 @@ from specctl import progress
 from specctl.adaptation.stream import Arrival, PromptStream
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import logs
-from specctl.distillation.prompts import Rejections, json_object, prompt_id
-from specctl.engines import sglang, vllm
+from specctl.distillation.prompts import Rejections, json_object
 from specctl.engines.client import Client
-from specctl.engines.records import Answer, Ask, Drafting, Malformed
+from specctl.engines.records import Answer, Ask, Drafting
 from specctl.recipe import OnlineRecipe
 
 POLL_S = 0.2
@@ -49,46 +48,13 @@ def text_of(row: Mapping[str, Any], target: TargetText, options: dict[str, Any])
 
     Raises ValueError where there is none to learn from.
     """
-    own = _own_ids(row)
-    if own is None:
-        turn = logs.turns(dict(row))[-1]
-        kept = logs.record(turn, "traffic", target, options)
-        prompt, output, drafting, name = kept["prompt_ids"], kept["response_ids"], None, kept["prompt_id"]
-    else:
-        prompt, output, drafting = own
-        name = prompt_id([{"role": "user", "content": str(prompt)}])
-    known = range(target.vocab_size)
-    if not all(type(token) is int and token in known for token in [*prompt, *output]):
-        raise ValueError(f"has tokens that the target's vocabulary of {target.vocab_size} does not")
-    if len(output) < 2 or not prompt:
+    turn = logs.turns(dict(row))[-1]
+    kept = logs.record(turn, "traffic", target, options)
+    prompt, output = kept["prompt_ids"], kept["response_ids"]
+    if len(output) < 2:
         raise ValueError("is too short to learn from")
-    if len(prompt) + len(output) > target.context_length:
-        raise ValueError(f"has {len(prompt) + len(output)} tokens, the target's context {target.context_length}")
-    return ServedText(name, "traffic", prompt, output, drafting, began=float(row.get("began") or 0.0))
-
-
-def _own_ids(row: Mapping[str, Any]) -> tuple[list[int], list[int], Drafting | None] | None:
-    """(prompt, output, drafts) as an engine's answer has them; None where it has no ids."""
-    request, response = row.get("request"), row.get("response")
-    if not isinstance(request, dict) or not isinstance(response, dict):
-        return None
-    limit = 2**62
-    try:
-        if "output_ids" in response and isinstance(request.get("input_ids"), list):
-            prompt = request["input_ids"]
-            answer = sglang.answer(response, Ask(prompt, limit))
-        elif "choices" in response:
-            choice = response["choices"][0]
-            prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
-            if not prompt or not choice.get("token_ids"):
-                return None
-            reason = "stop" if choice.get("finish_reason") == "tool_calls" else choice.get("finish_reason")
-            answer = vllm.answer(response | {"choices": [choice | {"finish_reason": reason}]}, Ask(prompt, limit))
-        else:
-            return None
-    except (Malformed, AttributeError, TypeError, LookupError) as error:
-        raise ValueError(f"its response is no text: {error}") from None
-    return prompt, answer.output_ids, answer.drafting
+    drafting = turn.given.answer.drafting if turn.given else None
+    return ServedText(kept["prompt_id"], "traffic", prompt, output, drafting, began=float(row.get("began") or 0.0))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Responses that are there already: logs of a server, chat and instruction data sets, a JSON object a line.
 
 {"request": {"messages": […], …}, "response": {"choices": [{"message": {…}, "finish_reason": "stop"}], …}}
-    a request to an OpenAI-compatible server with its response; both may be strings of JSON
+    a request to an OpenAI-compatible server with its response; both may be strings of JSON. Token ids in the response
+    (vLLM's `return_token_ids`, the proxy of `specctl online --server`) are taken as they are.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}                  ShareGPT
 {"instruction": "…", "input": "…", "output": "…"}                                                       Alpaca
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import Rejections, conversation, ends_with_question, lines, open_prompts, prompt_id
 from specctl.distillation.prompts import json_object as parsed
+from specctl.engines import sglang, vllm
+from specctl.engines.records import Answer, Ask, Malformed
 from specctl.errors import ChatTemplateError
 
 EXPECTED = (
@@ -29,18 +32,27 @@ SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "a
 UNKNOWN = -1.0  # temperature of a response that does not say
 
 
+class Given(NamedTuple):
+    """A response in the ids that an engine has read and written."""
+
+    prompt_ids: list[int]
+    answer: Answer
+
+
 class Turn(NamedTuple):
-    """A response, and the conversation before it."""
+    """A response, and the conversation before it: empty where only the engine's ids can tell it, as with tools."""
 
     messages: list[dict[str, str]]
     answer: str
     cut: bool = False  # by its length
     temperature: float = UNKNOWN
+    given: Given | None = None
 
     @property
     def id(self) -> str:
         """Stable id: 32 hex digits over conversation and answer, so the same response has it in every file."""
-        return hashlib.sha256(f"{prompt_id(self.messages)}/{self.answer}".encode()).hexdigest()[:32]
+        said = self.answer if self.messages or self.given is None else str(self.given)
+        return hashlib.sha256(f"{prompt_id(self.messages)}/{said}".encode()).hexdigest()[:32]
 
 
 def turns(row: dict[str, Any]) -> list[Turn]:
@@ -78,19 +90,27 @@ def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
 
 
 def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
-    """A turn as it is stored, in the ids of the target's template. ValueError where it refuses it or has no room."""
-    try:
-        prompt = target.render(turn.messages, **options)
-        ids = response_ids(turn, prompt, target, options)
-    except ChatTemplateError as error:
-        raise ValueError(error.message) from None
+    """A turn as it is stored, in the engine's ids, or those of the target's template. ValueError where it refuses it,
+    the target lacks a token, or has no room."""
+    messages = turn.messages
+    if turn.given is not None:
+        prompt, ids = turn.given.prompt_ids, turn.given.answer.output_ids
+        if not all(type(token) is int and 0 <= token < target.vocab_size for token in [*prompt, *ids]):
+            raise ValueError(f"has tokens that the target's vocabulary of {target.vocab_size} does not")
+        messages = messages or [{"role": "user", "content": target.tokenizer.decode(prompt)}]
+    else:
+        try:
+            prompt = target.render(messages, **options)
+            ids = response_ids(turn, prompt, target, options)
+        except ChatTemplateError as error:
+            raise ValueError(error.message) from None
     if len(prompt) + len(ids) > target.context_length:
         raise ValueError(f"{len(prompt) + len(ids)} tokens, the target's context has {target.context_length}")
     return {
         "id": turn.id,
-        "prompt_id": prompt_id(turn.messages),
+        "prompt_id": prompt_id(messages),
         "domain": domain,
-        "messages": turn.messages,
+        "messages": messages,
         "prompt_ids": prompt,
         "response_ids": ids,
         "text": turn.answer,
@@ -117,6 +137,40 @@ def response_ids(turn: Turn, prompt: list[int], target: TargetText, options: dic
 
 
 def _logged(request: dict[str, Any], response: dict[str, Any]) -> Turn:
+    given = _given(request, response)
+    if given is None:
+        return _said(request, response)
+    try:
+        return _said(request, response)._replace(given=given)
+    except ValueError:  # the ids say more than messages can
+        return Turn([], "", given.answer.stop == "length", _temperature(request), given)
+
+
+def _given(request: dict[str, Any], response: dict[str, Any]) -> Given | None:
+    """The ids of an engine's answer; None where it has none. ValueError where they are no text."""
+    boundless = 2**62
+    try:
+        if "output_ids" in response and isinstance(request.get("input_ids"), list):
+            prompt = request["input_ids"]
+            return Given(prompt, sglang.answer(response, Ask(prompt, boundless)))
+        choice = response["choices"][0] if response.get("choices") else {}
+        prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
+        if not prompt or not choice.get("token_ids"):
+            return None
+        ended = choice.get("finish_reason")
+        only = choice | {"finish_reason": "stop" if ended == "tool_calls" else ended}
+        return Given(prompt, vllm.answer(response | {"choices": [only]}, Ask(prompt, boundless)))
+    except (Malformed, AttributeError, TypeError, LookupError) as error:
+        raise ValueError(f"its response is no text: {error}") from None
+
+
+def _temperature(request: dict[str, Any]) -> float:
+    said = request.get("temperature")
+    return float(said) if isinstance(said, (int, float)) else UNKNOWN
+
+
+def _said(request: dict[str, Any], response: dict[str, Any]) -> Turn:
+    """A turn as its messages have it. ValueError where they have none."""
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ValueError("its response has no `choices`")
@@ -125,9 +179,7 @@ def _logged(request: dict[str, Any], response: dict[str, Any]) -> Turn:
         raise ValueError("its response has no message")
     messages = ends_with_question(conversation([_plain(part) for part in _list(request, "messages")]))
     answer = conversation([_plain({"role": "assistant", **message})])[0]["content"]
-    said = request.get("temperature")
-    temperature = float(said) if isinstance(said, (int, float)) else UNKNOWN
-    return Turn(messages, answer, choices[0].get("finish_reason") == "length", temperature)
+    return Turn(messages, answer, choices[0].get("finish_reason") == "length", _temperature(request))
 
 
 def _turns(messages: list[Any]) -> list[Turn]:

@@ -234,7 +234,7 @@ class Client:
         self._published = (directory, version)
 
     def published(self) -> list[str | None]:
-        """What each server says that it drafts with: a version, of vLLM with the fingerprint of its weights; None = what
+        """What each server drafts with, as it says: a version, of vLLM with the weights' fingerprint; None = what
         it was started with. Raises EngineError."""
         return [self._told(self._version(server)) for server in self.servers]
 

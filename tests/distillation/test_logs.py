@@ -193,3 +193,34 @@ def test_data_of_any_name_can_be_trained_on(tmp_path):
     plan = command("train-drafter", "--domain", "traffic", "--dry-run")
     assert plan.returncode == 0 and "distilled/traffic" in plan.stdout, plan.stderr
     assert command("train-drafter", "--domain", "traffik", "--dry-run").returncode == 2
+
+
+def served(**change):
+    choice = {"message": {"content": "x"}, "finish_reason": "stop", "token_ids": [7, 8, 9], **change}
+    response = {"choices": [choice], "prompt_token_ids": [5, 6]}
+    return {"request": {"messages": [{"role": "user", "content": "q"}], "temperature": 0.5}, "response": response}
+
+
+def test_ids_of_the_engine_are_taken_as_they_are(text):
+    (turn,) = logs.turns(served())
+    kept = logs.record(turn, "chat", text, {})
+    assert (kept["prompt_ids"], kept["response_ids"], kept["temperature"]) == ([5, 6], [7, 8, 9], 0.5)
+    assert kept["messages"] == [{"role": "user", "content": "q"}] and kept["stop"] == "eos"
+
+
+def test_calls_of_tools_are_learnt_from_where_there_are_ids(text):
+    tools = served(message={"content": None, "tool_calls": [{"id": "1"}]}, finish_reason="tool_calls")
+    (turn,) = logs.turns(tools)
+    kept = logs.record(turn, "chat", text, {})
+    assert kept["response_ids"] == [7, 8, 9] and kept["messages"][0]["content"] == text.tokenizer.decode([5, 6])
+    other = served(message={"content": None, "tool_calls": [{"id": "1"}]}, token_ids=[7, 8, 10])
+    assert logs.turns(other)[0].id != turn.id
+    del tools["response"]["prompt_token_ids"]
+    with pytest.raises(ValueError, match="calls tools"):
+        logs.turns(tools)
+
+
+def test_ids_that_the_target_does_not_have_are_refused(text):
+    (turn,) = logs.turns(served(token_ids=[7, 10**6]))
+    with pytest.raises(ValueError, match="vocabulary"):
+        logs.record(turn, "chat", text, {})
