@@ -44,6 +44,7 @@ class OnlineDrafter(StreamLearner):
         drafter: what to decode the next chunk with.
         buffer: its `observe` is the decoding loop's `on_round`.
         rule: the update rule, with the constants of the family.
+        judges: indices of the texts that have judged the last update, and that nothing was learnt from yet.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class OnlineDrafter(StreamLearner):
         self.target = target
         self.trainee.retarget(target)
         self.trainee.store = self.buffer = self._new_buffer()
-        self._seen, self._judges = 0, []  # it numbers its texts anew
+        self._seen, self.judges = 0, []  # it numbers its texts anew
         self.drafter = self.play()
 
     def play(self) -> Drafter:
@@ -146,9 +147,9 @@ class OnlineDrafter(StreamLearner):
         ruling, outcome = self.watchdog.learn(self.learner, self.objective, self.batches(learnt), acceptance, held)
         if outcome.status in ("rested", "static"):
             learnt, judges = [], []
-        self._judges = [judge.index for judge in judges]
+        self.judges = [judge.index for judge in judges]
         if not self.recipe.buffer.replay:
-            self.buffer.keep(self._judges)
+            self.buffer.keep(self.judges)
         self.chunks += 1
         synchronise(self.target.device)
         return Lesson(
@@ -166,14 +167,14 @@ class OnlineDrafter(StreamLearner):
         learnt from yet, and some that the recipe replays."""
         texts = self.buffer.examples(feedback(self.rule.algo))
         fresh = [example for example in texts if example.index >= self._seen]
-        judges = [example for example in texts if example.index in self._judges]
-        rest = [example for example in texts if example.index < self._seen and example.index not in self._judges]
+        judges = [example for example in texts if example.index in self.judges]
+        rest = [example for example in texts if example.index < self._seen and example.index not in self.judges]
         self._seen = 1 + max((example.index for example in texts), default=self._seen - 1)
         count = min(len(rest), round(self.recipe.buffer.replay * len(fresh)))
         return fresh, judges + random.Random(seed_of(self.seed, self.chunks)).sample(rest, count)
 
     _seen = 0  # index of the first text that has not been in a lesson
-    _judges: Sequence[int] = ()  # texts that have judged the last update: the next one is of them, too
+    judges: Sequence[int] = ()  # texts that have judged the last update: the next one is of them, too
 
     def batches(self, examples: Sequence[Example]) -> list[Any]:
         """This process' share of the texts as the module's input: made once for all epochs and members."""
@@ -198,7 +199,7 @@ class OnlineDrafter(StreamLearner):
         facts, tensors = self.buffer.state()
         tensors = prefixed("buffer.", tensors) | prefixed("learner.", self.learner.state())
         tensors |= prefixed("watchdog.", self.watchdog.state())
-        return {"buffer": facts, "chunks": self.chunks, "seen": self._seen, "judges": [*self._judges]}, tensors
+        return {"buffer": facts, "chunks": self.chunks, "seen": self._seen, "judges": [*self.judges]}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from what `state` has told. CheckpointError where it is that of another learner."""
@@ -206,5 +207,5 @@ class OnlineDrafter(StreamLearner):
         self.learner.restore(under("learner.", tensors))
         self.watchdog.restore(under("watchdog.", tensors))
         self.chunks, self._seen = index(facts["chunks"]), index(facts["seen"])
-        self._judges = [index(judge) for judge in facts["judges"]]
+        self.judges = [index(judge) for judge in facts["judges"]]
         self.drafter = self.play()

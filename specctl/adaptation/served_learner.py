@@ -86,11 +86,10 @@ class ServedLearner:
         """
         version = self.publisher.version
         accepted = acceptance(chunk, self._since)
-        suspected = fell(self._before, accepted, self.recipe.learner.tolerance)
-        restored = self.publishes and self.publisher.restore_if_replaced(suspected)
+        restored = self._restored(fell(self._before, accepted, self.recipe.learner.tolerance))
         if restored:
-            progress.warn(f"the engines drafted with something else than {version}: it is published again")
             accepted = Acceptance()  # it tells nothing about what was learnt
+        first = self._count
         for text in chunk:
             example = Example(self._count, text.id, [*text.prompt_ids, *text.output_ids], len(text.prompt_ids))
             self.pupil.buffer.take(BufferedText(example, []), None)
@@ -100,7 +99,9 @@ class ServedLearner:
         self._before = accepted
         publication = None
         if self.publishes and not torch.equal(played, self.pupil.played()):
-            publication = self.publisher.propose(self._saved(), chunk)
+            restored = self._restored(False) or restored  # learning takes time
+            judges = [chunk[index - first] for index in self.pupil.judges if index >= first]
+            publication = self.publisher.propose(self._saved(), judges or chunk)
             self._since = time.time()
             self._before = Acceptance()  # of another version
             if publication.verdict == "rolled back":
@@ -124,6 +125,14 @@ class ServedLearner:
             restored=restored,
             publication=publication,
         )
+
+    def _restored(self, suspected: bool) -> bool:
+        """Whether the engines had to be given the present version again."""
+        restored = self.publishes and self.publisher.restore_if_replaced(suspected)
+        if restored:
+            version = self.publisher.version
+            progress.warn(f"the engines drafted with something else than {version}: it is published again")
+        return restored
 
     def _watch(self, lesson: Lesson, publication: Publication | None) -> None:
         """Say what went wrong; give up where nothing helps."""

@@ -234,8 +234,8 @@ class Client:
         self._published = (directory, version)
 
     def published(self) -> list[str | None]:
-        """What each server drafts with, as it says: a version, of vLLM with the weights' fingerprint; None = what
-        it was started with. Raises EngineError."""
+        """The version that each server says it drafts with, of vLLM with the weights' fingerprint; None = what it was
+        started with. Raises EngineError."""
         return [self._told(self._version(server)) for server in self.servers]
 
     def _told(self, question: Coroutine[Any, Any, Told]) -> Told:

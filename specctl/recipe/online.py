@@ -37,7 +37,9 @@ class PublicationRecipe(Section):
     """With `server`: how what is learnt gets into the running engines, and how it proves itself there."""
 
     enabled: bool = True  # False = learn, and change nothing in the engines
-    probes: NonNegativeInt = 8  # prompts of the newest texts, asked for before and after; 0 = trust the learner
+    # Prompts that are asked for before and after: of the newest texts, those that learner.holdout keeps from the update
+    # where there are any; 0 = trust the learner.
+    probes: NonNegativeInt = 8
     tokens: PositiveInt = 64  # of the answer to each, at most
     level: Fraction = 0.05  # how often a version that is no worse may be put back all the same
     keep: PositiveInt = 3  # versions on the disk

@@ -243,3 +243,13 @@ def test_another_recipe_does_not_go_on(go, engine):
     go(engine, prompts=4)
     with pytest.raises((CheckpointError, RecipeError, SpecctlError)):
         go(engine, prompts=4, resume=True, publication={"probes": 2})
+
+
+def test_what_was_learnt_from_proves_nothing(go, engine):
+    """The texts held out of an update are asked for again, the others are not."""
+    engine.histograms = {f"v00000{n}": BETTER for n in range(2, 9)}
+    result, _ = go(engine, prompts=4, stream={"chunk": 4}, learner={"holdout": 0.25, "rest": 0, "lr": 1e-3})
+    (row,) = result.per_chunk
+    assert row["publication"] is not None or row["status"] != "updated"
+    asked = sorted(engine.asked.values())
+    assert asked == ([1, 1, 1, 3] if row["publication"] else [1] * 4)

@@ -277,3 +277,16 @@ def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
     assert (first[-1], second[-1]) == ("", "above its mat") and second[head.index("× plain")] == "4.0"
     with_one_bar = api.report([make_run("f", "eval", {"rows": rows[1:], "machine": ["odd"]})])
     assert "eval-speedup.png" not in made(with_one_bar)[0]
+
+
+def test_online_with_a_server(make_run):
+    sent = {"version": "v000002", "verdict": "published", "mat_before": 1.5, "mat_after": 1.9, "seconds": 1.0}
+    chunk = {"version": "v000001", "prompts": 2, "status": "updated", "loss": 2.5, "mat": 1.5, "baseline_mat": 1.4}
+    chunks = [{**chunk, "chunk": 1, "publication": sent}, {**chunk, "chunk": 2, "publication": None, "mat": None}]
+    facts = {"algo": "ogd", "engines": ["vllm 0.32"], "mat": 1.5, "over_baseline": 1.07, "per_chunk": chunks}
+    result = api.report([make_run("served", "online", facts)], csv=True)
+    pictures, tables = made(result)
+    assert pictures == ["online-served.png"] and tables == ["online-served.csv"]
+    head, first, second = read_csv(result, "online-served.csv")
+    assert first[head.index("published")] == "v000002" and first[head.index("mat, the drafter that stays")] == "1.4"
+    assert second[head.index("verdict")] == "" and second[head.index("mat")] == ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.commands import reasoning
+from specctl.reporting.commands import online_served, reasoning
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks, grey
@@ -50,10 +50,12 @@ HEADLINE = {
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Learners of tokens, then modes of lookahead reasoning."""
+    """Learners of tokens, here and in servers, then modes of lookahead reasoning."""
     steps = [run for run in runs if run.result.get("modes")]
-    tokens = [run for run in runs if run not in steps]
-    parts = [make(some, looks) for make, some in ((_tokens, tokens), (reasoning.contents, steps)) if some]
+    served = [run for run in runs if run.result.get("engines")]
+    tokens = [run for run in runs if run not in steps and run not in served]
+    kinds = ((_tokens, tokens), (online_served.contents, served), (reasoning.contents, steps))
+    parts = [make(some, looks) for make, some in kinds if some]
     made = Contents(headline=parts[0].headline)
     for part in parts:
         made.pictures += part.pictures
