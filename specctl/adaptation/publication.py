@@ -39,10 +39,11 @@ class Engines(Protocol):
 
 @dataclass(frozen=True)
 class Publication:
-    """A version on its way. The mats are of the prompts that were asked for before and after; None without such."""
+    """A version on its way. The mats are of the prompts that were asked for before and after; None without such.
+    "failed": an engine did not take it, or was gone."""
 
     version: str
-    verdict: Literal["published", "rolled back"]
+    verdict: Literal["published", "rolled back", "failed"]
     mat_before: float | None
     mat_after: float | None
     seconds: float  # export, exchange of weights and proof

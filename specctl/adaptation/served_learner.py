@@ -18,7 +18,7 @@ from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.traffic import ServedText
 from specctl.adaptation.updates.watchdog import Acceptance, fell
 from specctl.drafters import checkpoint
-from specctl.engines.records import Drafting
+from specctl.engines.records import Drafting, EngineError
 from specctl.errors import SpecctlError
 from specctl.recipe import OnlineRecipe
 from specctl.training.example import Example
@@ -101,11 +101,12 @@ class ServedLearner:
         if self.publishes and not torch.equal(played, self.pupil.played()):
             restored = self._restored(False) or restored  # learning takes time
             judges = [chunk[index - first] for index in self.pupil.judges if index >= first]
-            publication = self.publisher.propose(self._saved(), judges or chunk)
+            publication = self._proposed(judges or chunk)
             self._since = time.time()
             self._before = Acceptance()  # of another version
-            if publication.verdict == "rolled back":
+            if publication.verdict != "published":
                 self.pupil.restore(*before)
+            if publication.verdict == "rolled back":
                 self.pupil.learner.slow(self.recipe.learner.backoff)
         self._watch(lesson, publication)
         return ServedChunk(
@@ -126,9 +127,26 @@ class ServedLearner:
             publication=publication,
         )
 
+    def _proposed(self, newest: Sequence[ServedText]) -> Publication:
+        """The publication of what is played now. An engine that fails for a moment ends nothing: clients are served."""
+        began = time.perf_counter()
+        try:
+            return self.publisher.propose(self._saved(), newest)
+        except EngineError as error:
+            if self.recipe.traffic.listen is None:
+                raise
+            progress.warn(f"nothing is published: {error.message}")
+            return Publication(self.publisher.version, "failed", None, None, time.perf_counter() - began)
+
     def _restored(self, suspected: bool) -> bool:
         """Whether the engines had to be given the present version again."""
-        restored = self.publishes and self.publisher.restore_if_replaced(suspected)
+        try:
+            restored = self.publishes and self.publisher.restore_if_replaced(suspected)
+        except EngineError as error:
+            if self.recipe.traffic.listen is None:
+                raise
+            progress.warn(f"the engines do not tell what they draft with: {error.message}")
+            return False
         if restored:
             version = self.publisher.version
             progress.warn(f"the engines drafted with something else than {version}: it is published again")
@@ -142,10 +160,11 @@ class ServedLearner:
                 f"{publication.version} had {publication.mat_after:.2f} tokens a round where {self.publisher.version} "
                 f"had {publication.mat_before:.2f}: rolled back"
             )
-        self._harmed = self._harmed + 1 if back or lesson.outcome.status == "refused" else 0
+        failed = publication is not None and publication.verdict != "published"
+        self._harmed = self._harmed + 1 if failed or lesson.outcome.status == "refused" else 0
         if self._harmed == GIVE_UP:
             raise SpecctlError(
-                f"nothing was learnt from {GIVE_UP} chunks in a row: updates do harm, or are not finite",
+                f"nothing was learnt from {GIVE_UP} chunks in a row: updates do harm, are not finite, or not published",
                 hint="lower learner.lr, or set learner.clip",
             )
 

@@ -18,6 +18,7 @@ from specctl.distillation import logs
 from specctl.distillation.prompts import Rejections, json_object
 from specctl.engines.client import Client
 from specctl.engines.records import Answer, Ask, Drafting
+from specctl.errors import DataError
 from specctl.recipe import OnlineRecipe
 
 POLL_S = 0.2
@@ -174,6 +175,9 @@ class LogTraffic:
                     self._count, self._place = self._count + len(taken), taken[-1][1]
                     yield [text for text, _ in taken]
                 elif not self.follow:
+                    self.rejections.check()
+                    if not self._count:
+                        raise DataError(f"no texts in {self.path}", f"expected {logs.EXPECTED}")
                     return
                 else:
                     time.sleep(POLL_S)

@@ -22,6 +22,7 @@ from specctl.distillation.prompts import Rejections
 from specctl.drafters import checkpoint
 from specctl.engines import proxy
 from specctl.engines.client import Client
+from specctl.errors import UsageError
 from specctl.measuring.measured import columns
 from specctl.measuring.records import recipe_stamp
 from specctl.measuring.resumable import CHUNKS, REJECTED, States
@@ -113,8 +114,11 @@ def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = Non
 
 
 def exporter(client: Client) -> Callable[[Path, Path], None]:
-    """The function that writes a drafter (its directory, the place) for the engine that all servers run."""
-    (engine,) = {server.facts.engine for server in client.servers}
+    """The function that writes a drafter (its directory, the place) for the engine that all servers run. UsageError
+    where they run several."""
+    engine, *others = {server.facts.engine for server in client.servers}
+    if others:
+        raise UsageError("a drafter is written for one engine", "name servers of vLLM, or of SGLang")
 
     def write(drafter: Path, place: Path) -> None:
         export(ExportRecipe(drafter=drafter, to=engine, output_dir=place, overwrite=True))
@@ -133,6 +137,8 @@ def traffic_of(
         yield AskedTraffic(stream, recipe, client, other)
         return
     log = source.log or run.dir / LOG
+    if source.log is not None and not source.log.is_file():
+        raise UsageError(f"there is no file {source.log}", "name the log that the engines' requests are written to")
     following = source.follow or source.listen is not None
     traffic = LogTraffic(log, target, options, rejections, recipe.chunk, following, recipe.data.limit)
     if source.listen is None:

@@ -10,7 +10,7 @@ from specctl import progress
 from specctl.adaptation.traffic import BACKLOG, LogPlace, LogTraffic, Tail, text_of
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation.prompts import Rejections
-from specctl.errors import Interrupted
+from specctl.errors import DataError, Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +176,12 @@ def test_a_signal_ends_the_waiting(text, tmp_path, monkeypatch):
     monkeypatch.setattr(progress.interrupts, "check", stop)
     with pytest.raises(Interrupted):
         next(traffic(tmp_path / "log", text).chunks())
+
+
+def test_a_log_without_texts_is_refused(text, tmp_path):
+    (tmp_path / "log").write_text("")
+    with pytest.raises(DataError, match="no texts in"):
+        list(traffic(tmp_path / "log", text, follow=False).chunks())
+    (tmp_path / "log").write_text("no json\n" * 3)
+    with pytest.raises(DataError, match="3 of 3 prompts rejected"):
+        list(traffic(tmp_path / "log", text, follow=False).chunks())

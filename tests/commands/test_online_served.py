@@ -12,7 +12,7 @@ from specctl import progress
 from specctl.commands.online import online
 from specctl.drafters import checkpoint
 from specctl.engines.records import EngineError
-from specctl.errors import CheckpointError, Interrupted, RecipeError, SpecctlError
+from specctl.errors import CheckpointError, Interrupted, RecipeError, SpecctlError, UsageError
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run
 from tests.measuring.streams import recipe, write_head, write_prompts
@@ -49,7 +49,8 @@ def go(tmp_path, target, head):
         prompts = write_prompts(tmp_path, [f"What is {n} + {n + 1}?" for n in range(fields.pop("prompts", 8))])
         fields.setdefault("algo", ["ogd"])
         fields.setdefault("learner", {"holdout": 0, "rest": 0})
-        made = recipe(prompts, head, target, server={"urls": [engine.url]}, output_dir=tmp_path / place, **fields)
+        fields.setdefault("server", {"urls": [engine.url]})
+        made = recipe(prompts, head, target, output_dir=tmp_path / place, **fields)
         if baseline is not None:
             made = made.model_copy(update={"baseline_server": made.server.model_copy(update={"urls": [baseline.url]})})
         run = Run.create("online", made, tmp_path / place)
@@ -145,20 +146,21 @@ def test_it_goes_on_where_it_was_stopped(go, engine, tmp_path, target, head, mon
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
 
-def test_texts_of_clients_come_through_the_proxy(go, engine, tmp_path):
+def through_proxy(go, engine, count):
+    """The result of a run whose texts are those of a client of its proxy."""
     port = []
 
-    def clients():
+    def client():
         until = time.monotonic() + 60
         while not port and time.monotonic() < until:
             time.sleep(0.02)
         with httpx.Client(transport=httpx.HTTPTransport(retries=30)) as http:
-            for n in range(6):
+            for n in range(count):
                 body = {"model": "builtin", "prompt": [5, 6, 7 + n], "max_tokens": 6, "temperature": 0, "seed": 0}
                 answer = http.post(f"{port[0]}/v1/completions", json=body, timeout=30)
                 assert answer.status_code == 200 and "token_ids" not in answer.json()["choices"][0]
 
-    thread = threading.Thread(target=clients)
+    thread = threading.Thread(target=client)
     thread.start()
     logged = progress.log
 
@@ -169,10 +171,14 @@ def test_texts_of_clients_come_through_the_proxy(go, engine, tmp_path):
 
     progress.log = log
     try:
-        result, _ = go(engine, data={"limit": 6}, traffic={"listen": "127.0.0.1:0"})
+        return go(engine, data={"limit": count}, traffic={"listen": "127.0.0.1:0"})[0]
     finally:
         progress.log = logged
         thread.join()
+
+
+def test_texts_of_clients_come_through_the_proxy(go, engine, tmp_path):
+    result = through_proxy(go, engine, 6)
     assert result.prompts == 6 and result.chunks == 3 and result.mat == 1.75
     assert len((tmp_path / "run" / "traffic.jsonl").read_text().splitlines()) == 6
 
@@ -253,3 +259,29 @@ def test_what_was_learnt_from_proves_nothing(go, engine):
     assert row["publication"] is not None or row["status"] != "updated"
     asked = sorted(engine.asked.values())
     assert asked == ([1, 1, 1, 3] if row["publication"] else [1] * 4)
+
+
+def test_a_log_that_is_not_there(go, engine, tmp_path):
+    with pytest.raises(UsageError, match="there is no file"):
+        go(engine, traffic={"log": str(tmp_path / "none")})
+
+
+def test_one_engine_for_all(go, engine, target, exported, tmp_path):
+    other = LiveEngine(target.tokenizer, exported / "sglang", "sglang", model="builtin")
+    with other, pytest.raises(UsageError, match="for one engine"):
+        go(engine, server={"urls": [engine.url, other.url]})
+
+
+def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine, tmp_path):
+    """The exchange fails once; clients are answered all the same, and the next version gets in."""
+    taken = engine.rpc
+
+    def rpc(body):
+        if body["method"] == "publish_drafter" and body["args"][1] == "v000002":
+            return 500, {"error": "out of memory"}
+        return taken(body)
+
+    engine.posts["/collective_rpc"] = rpc
+    result = through_proxy(go, engine, 8)
+    assert verdicts(result)[0] == "failed" and "published" in verdicts(result)[1:]
+    assert engine.version == result.version and result.prompts == 8
