@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from specctl import progress
 from specctl.adaptation.traffic import ServedText
 from specctl.adaptation.updates.watchdog import Acceptance, as_normal
-from specctl.engines.records import Answer, Ask, Drafting, EngineError, Refusal
+from specctl.engines.records import Answer, Ask, Drafting, EngineError, Loaded, Refusal
 from specctl.recipe import PublicationRecipe
 from specctl.training.checkpoint import discard
 
@@ -34,7 +34,7 @@ class Engines(Protocol):
 
     def publish(self, directory: Path, version: str) -> None: ...
 
-    def published(self) -> list[str | None]: ...
+    def loaded(self) -> list[Loaded]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Publisher:
     place: Path
     options: PublicationRecipe
     version: str = ""
-    _told: list[str | None] = field(default_factory=list)  # by the engines, of the present version
+    _told: list[Loaded] = field(default_factory=list)  # by the engines, of the present version
     _number: int = 0
     _probes: list[Ask] = field(default_factory=list)
     _proof: list[Drafting] = field(default_factory=list)  # of the probes, with the present version
@@ -99,7 +99,7 @@ class Publisher:
     def restore_if_replaced(self, suspected: bool) -> bool:
         """Publish the present version again where the engines draft with something else: by what they say, or, on a
         suspicion, by what became of the probes' drafts. Whether that was so."""
-        replaced = self.engines.published() != self._told
+        replaced = self.engines.loaded() != self._told
         if not replaced and suspected and self._probes:
             replaced = worse(self._proof, self._asked(), self.options.level)
         if replaced:
@@ -114,7 +114,7 @@ class Publisher:
 
     def _publish(self, version: str) -> None:
         self.engines.publish(self._directory(version), version)
-        self.version, self._told = version, self.engines.published()
+        self.version, self._told = version, self.engines.loaded()
 
     def _asked(self) -> list[Drafting]:
         """Counters of every probe's drafts. EngineError where the engine does not say."""

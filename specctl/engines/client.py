@@ -8,8 +8,8 @@ import os
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -17,7 +17,7 @@ import httpx
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.engines import exchanges, registry
+from specctl.engines import exchanges, publication, registry
 from specctl.engines.records import (
     Answer,
     Ask,
@@ -26,6 +26,8 @@ from specctl.engines.records import (
     Drafting,
     EndpointFacts,
     EngineError,
+    Loaded,
+    Lost,
     Malformed,
     Refusal,
     Wanted,
@@ -60,6 +62,7 @@ class Endpoint:
     model: str
     in_flight: int = 0
     logprobs: list[float] = field(default_factory=list)  # of the probe's tokens, when it was first asked
+    published: dict[str, str] = field(default_factory=dict)  # directories of versions
 
 
 class Client:
@@ -76,7 +79,6 @@ class Client:
         self._turn = itertools.count()
         self._vocabulary: int | None = None
         self._probe: list[int] = []
-        self._published: tuple[Path, str] | None = None
         self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
         self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their places
 
@@ -216,27 +218,42 @@ class Client:
         return Drafting.total(parts) if len(parts) == len(found) else None
 
     def publish(self, directory: Path, version: str) -> None:
-        """Make all servers draft with the weights in a directory, or none: those that had done so go back.
+        """All servers draft with the drafter in `directory`, which `specctl export` wrote for them, from their next
+        step on. How long requests stood still for it is logged.
 
-        Raises EngineError, which says who refused it and why.
+        Raises UsageError, CheckpointError or EngineError where one of them does not take it: which, why, and what the
+        others draft with. They have what they had before then.
         """
-        before: tuple[Path, str] | tuple[()] = self._published or ()
-        done: list[Endpoint] = []
-        for server in self.servers:
-            done.append(server)
-            try:
-                self._told(self._publish(server, directory, version))
-            except EngineError:
-                for one in done if before else []:
-                    with suppress(EngineError):  # the first one is told of
-                        self._told(self._publish(one, *before))
-                raise
-        self._published = (directory, version)
+        self._runner.run(publication.publish([self._place(server) for server in self.servers], directory, version))
+
+    def loaded(self) -> list[Loaded]:
+        """The drafter of each server, as far as it says. Raises EngineError."""
+        return [self._runner.run(publication.loaded(self._place(server))) for server in self.servers]
 
     def published(self) -> list[str | None]:
-        """The version that each server says it drafts with, of vLLM with the weights' fingerprint; None = what it was
-        started with. Raises EngineError."""
-        return [self._told(self._version(server)) for server in self.servers]
+        """The version that each server drafts with; None of what it was started with. Raises EngineError."""
+        return [one.version for one in self.loaded()]
+
+    def _place(self, server: Endpoint) -> publication.Served:
+        publisher = registry.PUBLISHERS[server.facts.engine]
+        return publication.Served(server.url, publisher, partial(self._asked, server), server.published)
+
+    async def _asked(self, server: Endpoint, call: Call) -> Any:
+        """The document that a server's administration answers with. Raises EngineError, Malformed."""
+        try:
+            response = await self._http.request(
+                "GET" if call.body is None else "POST",
+                server.url + call.path,
+                json=call.body,
+                headers={"Connection": "close"},  # vLLM breaks those on which it failed, whoever sends on them next
+            )
+        except httpx.TransportError as error:
+            raise Lost(f"it is gone: {transport(error)}") from error
+        if response.status_code in (401, 403):
+            raise EngineError(f"it asks for another key (status {response.status_code})", self._key_hint())
+        if response.status_code != 200:
+            raise registry.PUBLISHERS[server.facts.engine].unable(call, response.status_code, said(response))
+        return document(response)
 
     def _told(self, question: Coroutine[Any, Any, Told]) -> Told:
         """The answer to a question about a server. EngineError where it is gone, or answers something else."""
@@ -351,11 +368,11 @@ class Client:
 
     def _denied(self, server: Endpoint, response: httpx.Response) -> EngineError:
         if response.status_code in (401, 403):
-            return EngineError(
-                f"{server.url} asks for another key (status {response.status_code})",
-                f"put it into the environment: {self.recipe.api_key_env}=…",
-            )
+            return EngineError(f"{server.url} asks for another key (status {response.status_code})", self._key_hint())
         return EngineError(f"{server.url} answers with status {response.status_code}: {said(response)}")
+
+    def _key_hint(self) -> str:
+        return f"put it into the environment: {self.recipe.api_key_env}=…"
 
     async def _opened(self, url: str) -> Endpoint:
         """The server at `url`, after it has said what it is. Waits for one that is not there yet."""
@@ -406,38 +423,6 @@ class Client:
                 f"{server.url} was restarted with other weights while it was used",
                 "what is finished is kept, and is of the first; name one server for each of them",
             )
-
-    async def _publish(self, server: Endpoint, directory: Path, version: str) -> None:
-        """EngineError where the server refuses; then it drafts with what it did before, as far as it says."""
-        problem: tuple[str, str | None] | None = None
-        for call in server.dialect.publishing(directory, version, server.facts.ranks):
-            if problem is not None and not call.always:
-                continue
-            response = await self._patiently("POST", server.url + call.path, call.body)
-            try:
-                content = document(response)
-            except Malformed:
-                content = None  # some of SGLang's answers are words
-            problem = problem or server.dialect.refused(call, response.status_code, content)
-        if problem is not None:
-            raise EngineError(f"{server.url} does not take {directory.name}: {problem[0]}", problem[1])
-
-    async def _version(self, server: Endpoint) -> str | None:
-        path, body = server.dialect.asking_version()
-        response = await self._patiently("POST" if body is not None else "GET", server.url + path, body)
-        problem = server.dialect.refused(Call(path, body or {}), response.status_code, document(response))
-        if problem is not None:
-            raise EngineError(f"{server.url} does not tell its drafter's version: {problem[0]}", problem[1])
-        return server.dialect.version(document(response))
-
-    async def _patiently(self, method: str, url: str, body: dict[str, Any] | None) -> httpx.Response:
-        """The response to a request that may be sent twice. Raises httpx.TransportError when all tries are used up."""
-        for tried in range(self.recipe.retries):
-            try:
-                return await self._http.request(method, url, json=body)
-            except httpx.TransportError:
-                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**tried))
-        return await self._http.request(method, url, json=body)
 
     async def _drafting(self, server: Endpoint) -> Drafting | None:
         page = await self._metrics(server)

@@ -6,13 +6,25 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from specctl.engines.vllm_worker import DrafterForm
 from specctl.errors import SpecctlError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EngineError(SpecctlError):
     """A server is not there, is not what it has to be, or went on failing."""
+
+
+class Untouched(EngineError):
+    """A server refused a drafter before it changed anything."""
+
+
+class Lost(EngineError):
+    """A request to which no answer came: it may have been carried out."""
 
 
 class Malformed(Exception):
@@ -145,22 +157,12 @@ class EndpointFacts:
     Attributes:
         engine: "vllm" or "sglang".
         context_length: longest text, in tokens; None where it does not say.
-        ranks: processes that share the model, as far as they are to be told apart from here.
     """
 
     engine: str
     version: str
     models: list[str]
     context_length: int | None
-    ranks: int = 1
-
-
-class Call(NamedTuple):
-    """One of the requests that exchange the weights of an engine's drafter. `always`: also after one that failed."""
-
-    path: str
-    body: dict[str, Any]
-    always: bool = False
 
 
 class Dialect(Protocol):
@@ -195,19 +197,6 @@ class Dialect(Protocol):
     def drafting(self, metrics: str) -> Drafting | None:
         """The counters in a page of metrics; None where the engine does not draft, or does not tell."""
 
-    def publishing(self, directory: Path, version: str, ranks: int) -> list[Call]:
-        """The requests, in order, that make an engine of so many ranks draft with the weights in a directory."""
-
-    def refused(self, call: Call, status: int, document: Any) -> tuple[str, str | None] | None:
-        """(why an engine did not do what was asked, what would help); None where it has."""
-
-    def asking_version(self) -> tuple[str, dict[str, Any] | None]:
-        """Path and body (None = it is only read) of the question for the version."""
-
-    def version(self, document: Any) -> str | None:
-        """The version in its answer, where it can with a fingerprint; None = what the engine was started with. Raises
-        Malformed."""
-
     def capturing(self, wanted: Wanted) -> str | None:
         """The command that starts a server which hands out hidden states; None where the engine cannot."""
 
@@ -220,3 +209,77 @@ class Dialect(Protocol):
 
     def keeps_prefixes(self, metrics: str) -> bool:
         """Whether a page of metrics says that a prefix cache is on."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to an engine's administration: GET where there is no body, POST otherwise.
+
+    Attributes:
+        after: what has to follow in any case once this was asked, after all calls that come later.
+        changes: whether the drafter may be another one from here on.
+    """
+
+    path: str
+    body: dict[str, Any] | None = None
+    after: Call | None = None
+    changes: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A drafter as `specctl export` wrote it, to be published.
+
+    Attributes:
+        fingerprint: of its files.
+        tensors: its weights; empty for engines that read them themselves.
+    """
+
+    directory: Path
+    fingerprint: str
+    outline: DrafterForm
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The drafter that a server drafts with, as far as it says.
+
+    Attributes:
+        version: None of the one that it was started with.
+        directory: that it came from, None where that is not known; `started`: of the one that it was started with.
+        fingerprint: of its files, where the engine says so.
+        method: what the engine calls its kind; empty where it does not say.
+        ranks: processes that share its weights.
+    """
+
+    version: str | None
+    directory: str | None
+    started: str | None = None
+    fingerprint: str = ""
+    method: str = ""
+    ranks: int = 1
+
+
+class PublishingDialect(Protocol):
+    """How an engine that runs is given other draft weights. Every function is pure."""
+
+    SENDS: bool  # whether weights go over the wire; otherwise the engine reads the directory itself
+    LOADED: tuple[Call, ...]  # what tells which drafter is loaded
+
+    def loaded(self, documents: list[Any]) -> Loaded:
+        """The drafter in the answers to `LOADED`. EngineError where the engine cannot be given another; Malformed."""
+
+    def fits(self, drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
+        """Calls that ask before anything changes, whose refusals `taken` raises. Untouched where it is known already
+        that the drafter does not fit. `first` is the one that the engine was started with, if it is here, too."""
+
+    def swap(self, drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
+        """The calls that replace the weights; version None means those of the start."""
+
+    def taken(self, call: Call, document: Any) -> float | None:
+        """Seconds that the engine stood still for a call of `fits` or `swap`, where it says so. Untouched or
+        EngineError where it refused; Malformed."""
+
+    def unable(self, call: Call, status: int, said: str) -> EngineError:
+        """The error that a status other than 200 means."""

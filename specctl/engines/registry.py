@@ -7,9 +7,10 @@ from typing import Any, cast
 import httpx
 
 from specctl.engines import sglang, vllm
-from specctl.engines.records import Dialect, EndpointFacts, EngineError
+from specctl.engines.records import Dialect, EndpointFacts, EngineError, PublishingDialect
 
 DIALECTS: dict[str, Dialect] = {one.NAME: cast(Dialect, one) for one in (vllm, sglang)}
+PUBLISHERS: dict[str, PublishingDialect] = {one.NAME: cast(PublishingDialect, one) for one in (vllm, sglang)}
 SAYS_VERSION = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
 
 
@@ -30,7 +31,7 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
         for path in paths if engine in ("auto", name) else ():
             about = await _json(http, url + path)
             if isinstance(about, dict) and isinstance(about.get("version"), str):
-                return EndpointFacts(name, about["version"], models + adapters, longest, int(about.get("tp_size") or 1))
+                return EndpointFacts(name, about["version"], models + adapters, longest)
     if engine != "auto":
         return EndpointFacts(engine, "unknown", models + adapters, longest)
     raise EngineError(

@@ -1,20 +1,42 @@
-"""SGLang's server: its own `/generate`, which takes and gives token ids. No SGLang runs on a CPU: this is written after
-its schemas, and tested against a server that answers by them."""
+"""SGLang's server: its own `/generate`, which takes and gives token ids, and its updates of draft weights. No SGLang
+runs on a CPU: this is written after its schemas, and tested against a server that answers by them."""
 
 from __future__ import annotations
 
 import base64
 import pickle
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from specctl.engines.records import Answer, Ask, Call, Drafting, EngineError, Malformed, Wanted
+from specctl.engines.records import (
+    Answer,
+    Ask,
+    Call,
+    Drafting,
+    EngineError,
+    Exported,
+    Loaded,
+    Malformed,
+    Untouched,
+    Wanted,
+)
+from specctl.engines.vllm_worker import differences
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "sglang"
 GENERATE = "/generate"
 NORMED = True
 UNCACHED = "--disable-radix-cache"
 STOPS = {"stop": "eos", "length": "length"}
+SENDS = True
+LOADED = (Call("/server_info"), Call("/model_info"))
+METHODS = ("EAGLE", "EAGLE3")
+UNNAMED = "default"  # the version of weights that were never replaced
+MOST_BYTES = 2**28  # of tensors in one request
+RESUMED = Call("/continue_generation", {})
+CLOSED = Call("/end_weight_update", {})
 
 
 def body(ask: Ask, model: str) -> dict[str, Any]:
@@ -99,49 +121,6 @@ def logprobs(document: Any) -> list[float]:
         raise Malformed("no input_token_logprobs in its answer") from error
 
 
-def publishing(directory: Path, version: str, ranks: int) -> list[Call]:
-    """A session that changes the draft model alone, while requests stand still and keep what they have."""
-    from safetensors.torch import load_file  # with torch, which nothing else here needs
-
-    tensors = [one for path in sorted(directory.glob("*.safetensors")) for one in load_file(path).items()]
-    # Bytes, where its own serialiser passes handles of shared memory on, which other machines cannot open.
-    payload = base64.b64encode(pickle.dumps(tensors)).decode()
-    update = {"serialized_named_tensors": [payload] * ranks, "selector": "draft", "flush_cache": False}
-    return [
-        Call("/pause_generation", {"mode": "in_place"}),
-        Call("/begin_weight_update", {"selector": "draft"}),
-        Call("/update_weights_from_tensor", update | {"weight_version": version}),
-        Call("/end_weight_update", {}, always=True),
-        Call("/continue_generation", {}, always=True),
-    ]
-
-
-def refused(call: Call, status: int, document: Any) -> tuple[str, str | None] | None:
-    """Its own words."""
-    if status == 404:
-        return f"it has no {call.path}, with which weights are exchanged", "SGLang 0.5.23 has"
-    said = document if isinstance(document, dict) else {}
-    if status == 200 and said.get("success", True):
-        return None
-    return (
-        f"{call.path} failed (status {status}): {said.get('message') or said.get('error') or 'no reason given'}",
-        None,
-    )
-
-
-def asking_version() -> tuple[str, dict[str, Any] | None]:
-    """A page that is only read."""
-    return "/model_info", None
-
-
-def version(document: Any) -> str | None:
-    """The name of the last update; SGLang starts with "default". Raises Malformed."""
-    told = document.get("weight_version") if isinstance(document, dict) else None
-    if not isinstance(told, str):
-        raise Malformed("no weight_version in its answer")
-    return None if told == "default" else told
-
-
 def capturing(wanted: Wanted) -> str | None:
     """States of the last layer alone: those of others (--enable-return-aux-hidden-states) come in their place, and a
     head that reads others needs both."""
@@ -186,3 +165,102 @@ def captured(document: Any, sent: int) -> list[Any] | None:
 def keeps_prefixes(page: str) -> bool:
     """Its metrics do not say; every answer does."""
     return False
+
+
+def loaded(documents: list[Any]) -> Loaded:
+    """The drafter, as far as it is told: versions have no directories. Raises EngineError, Malformed."""
+    try:
+        started, version = documents[0], documents[1]["weight_version"]
+        method, first = started["speculative_algorithm"], started["speculative_draft_model_path"]
+        ranks = started["tp_size"]
+    except (KeyError, TypeError) as error:
+        raise Malformed(f"no {error} in what it says of itself") from error
+    if method is None:
+        raise EngineError("this engine does not draft: it was started without --speculative-algorithm")
+    if method not in METHODS:
+        raise EngineError(f"this engine drafts by {method}; heads of {', '.join(METHODS)} can be replaced")
+    version = None if version == UNNAMED else version
+    return Loaded(version, first if version is None else None, first, method=method, ranks=ranks)
+
+
+def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
+    """Nothing is asked: SGLang does not compare what it loads. Raises Untouched."""
+    if first is None:
+        raise Untouched(
+            f"what fits is not known: {now.started}, which SGLang was started with, cannot be read here",
+            "publish from a machine that sees this directory",
+        )
+    wrong = differences(drafter.outline, first.outline)
+    if wrong:
+        raise Untouched(f"{drafter.directory} has another form than {now.started}: {'; '.join(wrong[:3])}")
+    if "d2t" in drafter.tensors and not bool((drafter.tensors["d2t"] == first.tensors["d2t"]).all()):
+        raise Untouched(
+            f"{drafter.directory} drafts other tokens than {now.started} (d2t), which SGLang reads at its start only",
+            "train it with --init from the drafter that SGLang was started with, which keeps its tokens",
+        )
+    return []
+
+
+def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
+    """Requests stay where they are, and go on whatever happens. Every rank is sent all tensors but the target's."""
+    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if _heads(drafter, now) else set())
+    own = {name: tensor for name, tensor in drafter.tensors.items() if name not in shared}
+    options = {"selector": "draft", "flush_cache": False, "weight_version": version or UNNAMED}
+    return [
+        Call("/pause_generation", {"mode": "in_place"}, after=RESUMED),
+        Call("/begin_weight_update", {"selector": "draft"}, after=CLOSED),
+        *(
+            Call(
+                "/update_weights_from_tensor",
+                options | {"serialized_named_tensors": [serialized(part)] * now.ranks},
+                changes=True,
+            )
+            for part in parts(own, MOST_BYTES)
+        ),
+    ]
+
+
+def _heads(drafter: Exported, now: Loaded) -> bool:
+    """Whether SGLang drafts with the target's lm_head: what is loaded into it changes the target."""
+    return now.method == "EAGLE" or drafter.outline.config.get("draft_vocab_size") is None
+
+
+def parts(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in their order, in groups of at most so many bytes, or of one that is larger."""
+    group: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors.items():
+        if group and sum(one.nbytes for _, one in group) + tensor.nbytes > most:
+            yield group
+            group = []
+        group.append((name, tensor))
+    if group:
+        yield group
+
+
+def serialized(named: list[tuple[str, Tensor]]) -> str:
+    """Tensors as SGLang's `MultiprocessingSerializer` reads them: a pickle in base64. It holds their values, where that
+    of `ForkingPickler` would name memory of this machine."""
+    return base64.b64encode(pickle.dumps([(name, tensor.contiguous().clone()) for name, tensor in named])).decode()
+
+
+def taken(call: Call, document: Any) -> float | None:
+    """Nothing is said of times. Raises EngineError where it did not do what it was asked, Malformed."""
+    if call.path in ("/pause_generation", "/continue_generation"):
+        return None  # whatever they answer
+    if not isinstance(document, dict) or not isinstance(document.get("success"), bool):
+        raise Malformed(f"{call.path} does not say whether it succeeded")
+    if not document["success"]:
+        raise unable(call, 200, str(document.get("message")))
+    return None
+
+
+def unable(call: Call, status: int, said: str) -> EngineError:
+    """The error that a status other than 200, or a failure, means."""
+    if status == 404:
+        return EngineError(f"it has no {call.path}", "SGLang 0.5.23 has it")
+    if "already open" in said:
+        return EngineError(
+            "an update of its weights is under way already",
+            f"if whoever began it has died: POST {CLOSED.path}, then {RESUMED.path}",
+        )
+    return EngineError(f"{call.path} failed (status {status}): {said}")

@@ -1,24 +1,36 @@
-"""vLLM's server: `/v1/completions` with token ids in both directions, and its counters."""
+"""vLLM's server: `/v1/completions` with token ids in both directions, its counters, and other draft weights through the
+worker extension of `vllm_worker.py`."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 from specctl.engines import metrics
-from specctl.engines.records import Answer, Ask, Call, Drafting, Malformed, Wanted
+from specctl.engines.records import (
+    Answer,
+    Ask,
+    Call,
+    Drafting,
+    EngineError,
+    Exported,
+    Loaded,
+    Malformed,
+    Untouched,
+    Wanted,
+)
 
 NAME = "vllm"
 GENERATE = "/v1/completions"
 NORMED = False
 UNCACHED = "--no-enable-prefix-caching"
 STOPS = {"stop": "eos", "length": "length"}
+STORAGE = "/dev/shm/hidden-states"  # memory: what is read is deleted at once
 RPC = "/collective_rpc"
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
-START = f"start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
-STORAGE = "/dev/shm/hidden-states"  # memory: what is read is deleted at once
+SENDS = False
+LOADED = (Call(RPC, {"method": "drafter_loaded"}),)
 
 
 def body(ask: Ask, model: str) -> dict[str, Any]:
@@ -115,40 +127,6 @@ def logprobs(document: Any) -> list[float]:
         raise Malformed("no prompt_logprobs in its answer") from error
 
 
-def publishing(directory: Path, version: str, ranks: int) -> list[Call]:
-    """One call, which reaches all ranks: each reads the directory."""
-    return [Call(RPC, {"method": "publish_drafter", "args": [str(directory), version]})]
-
-
-def refused(call: Call, status: int, document: Any) -> tuple[str, str | None] | None:
-    """Whether a rank has refused, or the server has no worker extension of ours."""
-    if status == 404:
-        return "it has no /collective_rpc, with which weights are exchanged", START
-    if status != 200 or not isinstance(document, dict) or not isinstance(document.get("results"), list):
-        return f"its workers cannot exchange weights (status {status})", START
-    ranks = document["results"]
-    problem = next((str(rank["error"]) for rank in ranks if isinstance(rank, dict) and "error" in rank), None)
-    if problem is not None:
-        return problem, None
-    if len({rank.get("fingerprint") if isinstance(rank, dict) else rank for rank in ranks}) != 1:
-        return "its ranks say different things about what they have loaded", START
-    return None
-
-
-def asking_version() -> tuple[str, dict[str, Any] | None]:
-    """The same call, of another method."""
-    return RPC, {"method": "published_drafter"}
-
-
-def version(document: Any) -> str | None:
-    """The version on the first rank, with the fingerprint of its weights. Raises Malformed."""
-    try:
-        told = document["results"][0]
-        return None if told["version"] is None else f"{told['version']} ({told['fingerprint']})"
-    except (KeyError, TypeError, IndexError) as error:
-        raise Malformed("no version in its answer") from error
-
-
 def capturing(wanted: Wanted) -> str:
     """Its method `extract_hidden_states`, whose connector writes a file for every text. The ids are `transformers`'."""
     layers = {"eagle_aux_hidden_state_layer_ids": list(wanted.ids)}
@@ -187,3 +165,65 @@ def keeps_prefixes(page: str) -> bool:
     return any(
         labels.get("enable_prefix_caching") == "True" for labels, _ in metrics.samples(page, "vllm:cache_config_info")
     )
+
+
+def loaded(documents: list[Any]) -> Loaded:
+    """The drafter that all ranks draft with. Raises EngineError, Malformed."""
+    drafting = _ranks(documents[0])
+    first = drafting[0]
+    if any(rank != first for rank in drafting):
+        raise EngineError("its ranks draft with different weights", "restart it")
+    try:
+        return Loaded(first["version"], first["directory"], fingerprint=first["fingerprint"])
+    except KeyError as error:
+        raise Malformed(f"no {error} of its drafter") from error
+
+
+def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
+    """The question to every rank whether the directory has the form of what runs."""
+    return [_call("drafter_fits", str(drafter.directory))]
+
+
+def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
+    """One call: every rank reads the directory."""
+    return [_call("drafter_swap", str(drafter.directory), version, drafter.fingerprint, changes=True)]
+
+
+def taken(call: Call, document: Any) -> float | None:
+    """Seconds of the slowest rank. Raises Untouched where all refused, EngineError where only some did; Malformed."""
+    times = [rank.get("seconds") for rank in _ranks(document)]
+    return max((time for time in times if isinstance(time, float)), default=None)
+
+
+def unable(call: Call, status: int, said: str) -> EngineError:
+    """The error that a status other than 200 means."""
+    if status == 404:
+        return EngineError(
+            f"it has no {RPC}",
+            "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which belongs behind a private port",
+        )
+    if "drafter_" in said and ("no attribute" in said or "not implemented" in said):
+        return EngineError(
+            "it runs without specctl's worker extension", f"start vLLM with --worker-extension-cls {EXTENSION}"
+        )
+    return EngineError(f"status {status}: {said}")
+
+
+def _call(method: str, *arguments: str | None, changes: bool = False) -> Call:
+    return Call(RPC, {"method": method, "args": list(arguments)}, changes=changes)
+
+
+def _ranks(document: Any) -> list[dict[str, Any]]:
+    """The answers of the ranks that draft. Raises Untouched where all refuse, EngineError where only some do."""
+    try:
+        ranks = [rank for rank in document["results"] if rank.get("drafts", True)]
+        refusals = [rank["refused"] for rank in ranks if "refused" in rank]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Malformed(f"no answers of workers ({type(error).__name__}: {error})") from error
+    if not ranks:
+        raise Malformed("none of its workers drafts")
+    if refusals:
+        unread = "the directory has to be on a file system that the server sees, too, under the same path"
+        kind = Untouched if len(refusals) == len(ranks) else EngineError
+        raise kind(refusals[0], unread if "cannot be read" in refusals[0] else None)
+    return ranks

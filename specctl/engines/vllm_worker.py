@@ -1,121 +1,323 @@
-"""The part of publishing that happens inside vLLM: a worker extension that exchanges the weights of its draft model.
+"""A worker extension of vLLM that puts other draft weights into the engine that runs: `vllm serve …
+--worker-extension-cls specctl.engines.vllm_worker.DrafterSwap`, called through `/collective_rpc`.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve … --worker-extension-cls specctl.engines.vllm_worker.DrafterSwap
-
-It is loaded where vLLM is installed (`pip install --no-deps specctl` there is enough), so nothing but the standard
-library is imported before it is called. vLLM calls it between two steps: requests in flight wait for the exchange, and
-go on.
-Keys and values that the old weights have left in the draft model's cache stay; they cost some acceptance, no text.
+vLLM loads this file in its own environment (`pip install --no-deps specctl`): at the top it imports the standard
+library only. A swap happens between two steps of the engine. It is refused before anything is changed where the
+directory does not look like the drafter that runs, and undone where vLLM fails to load it. Texts that are under way and
+cached prefixes keep the keys and values of the drafter before: no text changes, but their drafts may be worse.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-UNTOLD = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
-"""Keys of a configuration that say nothing about what is computed."""
+METHODS = ("eagle3", "eagle", "medusa")
+"""Methods of vLLM whose heads are swapped. DFlash heads are not: vLLM computes fused weights while it loads them."""
+NOTES = frozenset({"torch_dtype", "dtype", "transformers_version", "_name_or_path"})  # of config.json: shape no module
+SHAPES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "draft_vocab_size", "num_heads"),
+)
+"""Keys of config.json that have to be those of the model in memory, too."""
+MOST = 3  # differences that are named
+
+log = logging.getLogger("vllm.specctl")  # below vLLM's own: its handlers write it
 
 
-class DrafterSwap:
-    """Methods that vLLM adds to its worker. What they return can be said in JSON; a failure is {"error": words}."""
-
-    def publish_drafter(self, directory: str, version: str) -> dict[str, Any]:
-        """Draft with the weights in a directory from now on, or, where they do not fit, with those that are there."""
-        try:
-            return swap(self, Path(directory), version)
-        except Exception as error:  # an exception may end the engine, and with it all requests
-            return {"error": f"{type(error).__name__}: {error}"}
-
-    def published_drafter(self) -> dict[str, Any]:
-        """The version that is drafted with, and a fingerprint of its file; None = what the engine was started with."""
-        return getattr(self, "_published", None) or {"version": None, "fingerprint": None}
+class Unfit(Exception):
+    """A directory that cannot take the place of the drafter that runs, in words. Nothing was changed."""
 
 
-def swap(worker: Any, directory: Path, version: str) -> dict[str, Any]:
-    """Give a worker the draft weights in a directory, after a look at whether they fit."""
-    model = worker.get_draft_model()
-    if model is None:
-        return {"error": "the engine drafts with no model: start it with --speculative-config"}
-    before = Path((getattr(worker, "_published", None) or {}).get("directory") or first(worker))
+@dataclass(frozen=True)
+class DrafterForm:
+    """The form of an exported drafter: its configuration, and kind and shape of every tensor."""
+
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Running:
+    """The drafter in memory; `version` is None of the one that vLLM was started with."""
+
+    version: str | None
+    directory: str
+    fingerprint: str
+    outline: DrafterForm
+
+
+def fingerprint(contents: Mapping[str, bytes]) -> str:
+    """SHA-256 over names and contents of a drafter's files."""
+    digest = hashlib.sha256()
+    for name in sorted(contents):
+        digest.update(f"{name}\0{len(contents[name])}\0".encode())
+        digest.update(contents[name])
+    return digest.hexdigest()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The files of an exported drafter, config.json and weights. Raises Unfit where they cannot be read."""
     try:
-        problem = difference(outline(before), outline(directory))
+        files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
+        found = {file.name: file.read_bytes() for file in files}
     except OSError as error:
-        return {"error": f"cannot read {directory} ({error.strerror or error}): it has to be where the engine is, too"}
-    if problem is not None:
-        return {"error": f"{directory} does not fit the drafter that runs: {problem}"}
-    began = time.perf_counter()
-    try:
-        load(worker, model, directory)
-    except Exception as error:
-        load(worker, model, before)
-        return {"error": f"{type(error).__name__}: {error}; the drafter before it is back"}
-    worker._published = {"version": version, "fingerprint": fingerprint(directory), "directory": str(directory)}
-    return {**worker._published, "seconds": time.perf_counter() - began}
-
-
-def first(worker: Any) -> str:
-    """The directory that the engine was started with. OSError for a drafter of the Hub that is not on this disk."""
-    name = str(worker.vllm_config.speculative_config.draft_model_config.model)
-    if Path(name).is_dir():
-        return name
-    from huggingface_hub import snapshot_download
-
-    return str(snapshot_download(name, local_files_only=True))
-
-
-def load(worker: Any, model: Any, directory: Path) -> None:
-    """Load the weights in a directory into a draft model that runs."""
-    from safetensors.torch import load_file
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    tensors = {name: tensor for path in weights(directory) for name, tensor in load_file(path).items()}
-    with set_current_vllm_config(worker.vllm_config):
-        initialize_layerwise_reload(model)  # kernels may have packed the weights
-        model.load_weights(iter(tensors.items()))
-        finalize_layerwise_reload(model, worker.vllm_config.speculative_config.draft_model_config)
-
-
-def weights(directory: Path) -> list[Path]:
-    """The safetensors files of a directory. FileNotFoundError where there are none."""
-    found = sorted(directory.glob("*.safetensors"))
-    if not found:
-        raise FileNotFoundError(2, "no safetensors there")
+        raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
+    if len(found) == 1:
+        raise Unfit(f"{directory} holds no *.safetensors")
     return found
 
 
-def outline(directory: Path) -> dict[str, Any]:
-    """Configuration and shapes of a drafter, without its weights. OSError where it cannot be read."""
-    config = json.loads((directory / "config.json").read_text())
-    shapes: dict[str, Any] = {}
-    for path in weights(directory):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
-    return {"config": {key: value for key, value in config.items() if key not in UNTOLD}, "shapes": shapes}
+def outline(directory: Path) -> DrafterForm:
+    """The form of a drafter, from its config.json and the heads of its weights. Raises Unfit."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+        for file in sorted(directory.glob("*.safetensors")):
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                if length > file.stat().st_size:
+                    raise ValueError("no head of a safetensors file")
+                head = json.loads(opened.read(length))
+            for name, about in head.items():
+                if name != "__metadata__":
+                    real = about["dtype"].startswith(("F", "BF"))  # of any precision: loading converts them
+                    tensors[name] = ("real" if real else about["dtype"], tuple(about["shape"]))
+    except OSError as error:
+        raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unfit(f"{directory} holds no exported drafter: {error}") from error
+    if not tensors or not isinstance(config, dict):
+        raise Unfit(f"{directory} holds no exported drafter: config.json and *.safetensors")
+    return DrafterForm(config, tensors)
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first reason why a drafter cannot take the place of another, in words; None where there is none."""
-    for key in sorted(one["config"].keys() | other["config"].keys()):
-        before, now = one["config"].get(key), other["config"].get(key)
-        if before != now:
-            return f"{key} is {str(now)[:100]} in its config.json, the engine was started with {str(before)[:100]}"
-    for name in sorted(one["shapes"].keys() | other["shapes"].keys()):
-        before, now = one["shapes"].get(name), other["shapes"].get(name)
-        if before != now:
-            return f"{name} has the shape {now}, in the engine {before}"
-    return None
+def differences(new: DrafterForm, running: DrafterForm) -> list[str]:
+    """Everything in which a drafter has another form than the one that runs, as phrases."""
+    wrong = [
+        f"{key} is {new.config.get(key)} in its config.json, and {running.config.get(key)} of the drafter that runs"
+        for key in sorted((new.config.keys() | running.config.keys()) - NOTES)
+        if new.config.get(key) != running.config.get(key)
+    ]
+    for name in sorted(new.tensors.keys() | running.tensors.keys()):
+        one, other = new.tensors.get(name), running.tensors.get(name)
+        if one is None or other is None:
+            wrong.append(f"the tensor {name} is in {'the drafter that runs' if one is None else 'it'} only")
+        elif one[1] != other[1]:
+            wrong.append(f"{name} is {list(one[1])}, and {list(other[1])} of the drafter that runs")
+        elif one[0] != other[0]:
+            wrong.append(f"{name} holds numbers of another kind")
+    return wrong
 
 
-def fingerprint(directory: Path) -> str:
-    """sha256 over the weights of a directory, 16 hex digits."""
-    digest = hashlib.sha256()
-    for path in weights(directory):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def refused(why: str) -> dict[str, Any]:
+    """The answer of a worker that changed nothing."""
+    return {"refused": why}
+
+
+class DrafterSwap:
+    """Methods that vLLM adds to its workers. Every rank runs them, and answers with a dictionary: what it drafts with
+    (`version`, None before the first publication, `directory`, `fingerprint`), or `refused` with the reason."""
+
+    vllm_config: Any
+    get_model: Any
+    get_draft_model: Any
+
+    def drafter_loaded(self) -> dict[str, Any]:
+        """The drafter in memory; `drafts` is False on a rank without one, such as an earlier stage of a pipeline."""
+        try:
+            _drafts(self)
+            if self.get_draft_model() is None:
+                return {"drafts": False}
+            running = _running(self)
+        except Unfit as error:
+            return refused(str(error))
+        return {"version": running.version, "directory": running.directory, "fingerprint": running.fingerprint}
+
+    def drafter_fits(self, directory: str) -> dict[str, Any]:
+        """Whether the drafter in `directory` has the form of the one that runs. Reads no weights."""
+        if self.get_draft_model() is None:
+            return self.drafter_loaded()
+        try:
+            _fitting(self, Path(directory))
+        except Unfit as error:
+            return refused(str(error))
+        return self.drafter_loaded()
+
+    def drafter_swap(self, directory: str, version: str | None, expected: str) -> dict[str, Any]:
+        """Put the drafter in `directory`, whose fingerprint has to be `expected`, into the place of the one that runs.
+        The answer has the `seconds` that the engine stood still for it."""
+        started = time.perf_counter()
+        if self.get_draft_model() is None:
+            return self.drafter_loaded()
+        try:
+            form, files = _fitting(self, Path(directory)), contents(Path(directory))
+            if fingerprint(files) != expected:
+                raise Unfit(f"{directory} holds other files than those that were published, or was changed since")
+            _load(self, _tensors(files, self.vllm_config.model_config.get_vocab_size()))
+        except Unfit as error:
+            return refused(str(error))
+        except Exception as error:  # whatever a model's loader fails with, the old weights are back
+            log.exception("the drafter in %s was not loaded, the one before it drafts on", directory)
+            return refused(
+                f"vLLM failed to load {directory} ({type(error).__name__}: {str(error)[:300]}); what ran is back"
+            )
+        _remember(self, Running(version, directory, expected, form))
+        seconds = time.perf_counter() - started
+        log.info("drafting with %s, version %s, after %.2f s", directory, version, seconds)
+        return self.drafter_loaded() | {"seconds": seconds}
+
+
+def _drafts(worker: Any) -> None:
+    """Raises Unfit where the engine does not draft, or with a head of which it is not known how to swap it."""
+    speculative = worker.vllm_config.speculative_config
+    if speculative is None:
+        raise Unfit("this engine does not draft: it was started without --speculative-config")
+    if speculative.method not in METHODS:
+        raise Unfit(f"this engine drafts by {speculative.method!r}; heads of {', '.join(METHODS)} can be swapped")
+
+
+def _running(worker: Any) -> Running:
+    found = getattr(worker, "_specctl_running", None)
+    if found is None:
+        config = worker.vllm_config.speculative_config.draft_model_config
+        place = Path(config.model)
+        if not place.is_dir():  # an id of the Hugging Face hub, which vLLM has downloaded
+            from huggingface_hub import snapshot_download
+
+            try:
+                place = Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
+            except Exception as error:
+                raise Unfit(f"{config.model}, which vLLM was started with, is gone: what fits is not known") from error
+        found = Running(None, str(place), fingerprint(contents(place)), outline(place))
+        _remember(worker, found)
+    return found
+
+
+def _remember(worker: Any, running: Running) -> None:
+    worker._specctl_running = running
+
+
+def _fitting(worker: Any, directory: Path) -> DrafterForm:
+    """The form of a drafter that may be swapped in. Raises Unfit."""
+    _drafts(worker)
+    form = outline(directory)
+    wrong = differences(form, _running(worker).outline)
+    config = worker.vllm_config.speculative_config.draft_model_config.hf_config
+    for key in SHAPES:
+        there, here = getattr(config, key, None), form.config.get(key)
+        if there is not None and here is not None and there != here and not any(key in one for one in wrong):
+            wrong.append(f"{key} is {here} in its config.json, and {there} of the model in memory")
+    if wrong:
+        more = f" (and {len(wrong) - MOST} more)" if len(wrong) > MOST else ""
+        raise Unfit(f"{directory} has another form: {'; '.join(wrong[:MOST])}{more}")
+    return form
+
+
+def _tensors(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
+    """The tensors of a drafter. Raises Unfit where a value is not finite or a draft token is none of the target's."""
+    import torch
+    from safetensors.torch import load
+
+    found = {
+        name: tensor
+        for file, data in files.items()
+        if file.endswith(".safetensors")
+        for name, tensor in load(data).items()
+    }
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise Unfit(f"{name} holds values that are not finite")
+    if "d2t" in found:
+        ids = found["d2t"] + torch.arange(len(found["d2t"]))
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise Unfit(f"d2t names tokens beyond the target's {vocab_size}")
+    return found
+
+
+def _load(worker: Any, tensors: dict[str, Any]) -> None:
+    """Load the tensors of a checkpoint into the draft model, or leave it as it was and raise what was in the way."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import reload
+
+    model = worker.get_draft_model()
+    config = worker.vllm_config.speculative_config.draft_model_config
+    with set_current_vllm_config(worker.vllm_config), _apart(model, worker.get_model()) as shared:
+        own = {name: tensor for name, tensor in tensors.items() if not _of_target(name, tensor, shared)}
+        kept = _kept(model)
+        try:
+            reload.initialize_layerwise_reload(model)
+            model.load_weights(iter(own.items()))
+            reload.finalize_layerwise_reload(model, config)
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # errors of copies come here, and not in the next step
+        except BaseException:
+            _put_back(kept)
+            raise
+
+
+@contextmanager
+def _apart(model: Any, target: Any) -> Iterator[dict[str, Any]]:
+    """The draft model without the modules that it shares with the target, by name: nothing may be loaded into these."""
+    known = {id(module) for module in target.modules()}
+    places = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        if id(parent) not in known
+        for name, child in parent._modules.items()
+        if child is not None and id(child) in known
+    ]
+    for parent, name, _ in places:
+        parent._modules[name] = None
+    try:
+        yield {name: child for _, name, child in places}
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
+
+
+def _of_target(name: str, tensor: Any, shared: Mapping[str, Any]) -> bool:
+    """Whether a tensor is one that the engine took from its target. Raises Unfit where it is another than there."""
+    part = next((part for part in name.split(".") if part in shared), None)
+    if part is None:
+        return False
+    there = shared[part].weight
+    rows = there[: len(tensor)].cpu()  # engines pad vocabularies
+    if rows.shape != tensor.shape or not bool((rows == tensor.to(rows.dtype)).all()):
+        raise Unfit(f"it brings {name}, and this engine drafts with its target's: export it without")
+    return True
+
+
+def _kept(model: Any) -> list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]:
+    """Attributes of each module and, on the host, copies of its tensors: on a CPU attributes do the multiplying, and a
+    captured CUDA graph knows tensors by their addresses."""
+    parts = []
+    for module in model.modules():
+        attributes = {
+            name: dict(value) if name in ("_parameters", "_buffers") else value for name, value in vars(module).items()
+        }
+        attributes["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        parts.append(
+            (module, attributes, [(one, one.detach().to("cpu", copy=True)) for one in tensors if one is not None])
+        )
+    return parts
+
+
+def _put_back(kept: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module, attributes, tensors in kept:
+        vars(module).clear()
+        vars(module).update(attributes)
+        for tensor, copy in tensors:
+            tensor.data.copy_(copy)
+        get_layerwise_info(module).reset()

@@ -6,7 +6,7 @@ import pytest
 
 from specctl.adaptation.publication import Publisher, acceptance, worse
 from specctl.adaptation.traffic import ServedText
-from specctl.engines.records import Answer, Drafting, EngineError, Refusal
+from specctl.engines.records import Answer, Drafting, EngineError, Loaded, Refusal
 from specctl.recipe import PublicationRecipe
 
 
@@ -36,8 +36,8 @@ class Engines:
         self.directory, self.served = (directory / "head").read_text(), version
         self.log.append(version)
 
-    def published(self):
-        return [self.served]
+    def loaded(self):
+        return [Loaded(self.served, None)]
 
 
 def texts(count):

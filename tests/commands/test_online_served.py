@@ -11,6 +11,7 @@ import pytest
 from specctl import progress
 from specctl.commands.online import online
 from specctl.drafters import checkpoint
+from specctl.engines import vllm_worker
 from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, Interrupted, RecipeError, SpecctlError, UsageError
 from specctl.recipe import OnlineRecipe
@@ -37,9 +38,14 @@ def exported(tmp_path_factory, head):
     return place
 
 
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch):
+    monkeypatch.setattr(vllm_worker, "_load", lambda worker, tensors: None)
+
+
 @pytest.fixture(params=["vllm"])
 def engine(request, target, exported):
-    with LiveEngine(target.tokenizer, exported / request.param, request.param, model="builtin") as engine:
+    with LiveEngine(target, exported / request.param, request.param) as engine:
         yield engine
 
 
@@ -76,7 +82,7 @@ def test_what_is_better_is_published(go, engine, tmp_path):
     assert (result.mat_first, result.mat_last, result.prompts) == (1.75, 2.8, 8)
     first = result.per_chunk[0]["publication"]
     assert (first["mat_before"], first["mat_after"]) == (1.75, 2.8)
-    assert len(engine.log) == 5 and json.dumps(document)
+    assert engine.posted.count("drafter_swap") == 5 and json.dumps(document)
     assert checkpoint.load(tmp_path / "run" / "learnt").config["family"] == "eagle3"
     assert len((tmp_path / "run" / "counts.jsonl").read_text().splitlines()) == 8
 
@@ -98,9 +104,9 @@ def test_harm_without_end_ends_it(go, engine):
 
 def test_a_server_that_keeps_its_drafter_is_the_measure(go, engine, target, exported):
     engine.histograms = {f"v00000{n}": BETTER for n in range(2, 9)}
-    with LiveEngine(target.tokenizer, exported / "vllm", model="builtin") as baseline:
+    with LiveEngine(target, exported / "vllm") as baseline:
         result, _ = go(engine, baseline)
-        assert baseline.log == []
+        assert not baseline.posted
     assert result.over_baseline_last == pytest.approx(2.8 / 1.75)
     assert 1 < result.over_baseline < 2.8 / 1.75 and result.over_baseline_interval[0] <= result.over_baseline
     assert [row["baseline_mat"] for row in result.per_chunk] == [1.75] * 4
@@ -111,7 +117,7 @@ def test_somebody_elses_drafter_is_replaced(go, engine):
 
     def generated(body):
         if engine.number == 5:
-            engine.version = "somebody's"
+            engine.tamper("somebody's")
         return texts(body)
 
     engine.generated = generated
@@ -121,23 +127,22 @@ def test_somebody_elses_drafter_is_replaced(go, engine):
 
 def test_nothing_is_published_where_that_is_off(go, engine):
     result, _ = go(engine, publication={"enabled": False})
-    assert engine.log == [] and result.version == "" and verdicts(result) == [None] * 4
+    assert not engine.posted and result.version == "" and verdicts(result) == [None] * 4
     assert all(row["steps"] for row in result.per_chunk)
 
 
 def test_it_goes_on_where_it_was_stopped(go, engine, tmp_path, target, head, monkeypatch):
     whole, _ = go(engine, place="whole")
-    engine.version, engine.log = None, []
+    engine.restart()
     chunks = tmp_path / "run" / "chunks.jsonl"
 
     def stop():
         if chunks.exists() and len(chunks.read_text().splitlines()) == 2:
             raise Interrupted("SIGTERM")
 
-    monkeypatch.setattr(progress.interrupts, "check", stop)
-    with pytest.raises(Interrupted, match="after 2 chunks"):
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="after 2 chunks"):
+        patched.setattr(progress.interrupts, "check", stop)
         go(engine)
-    monkeypatch.undo()
     resumed, _ = go(engine, resume=True)
     assert engine.version == resumed.version == whole.version
     strip = lambda rows: [{k: v for k, v in row.items() if k not in ("learn_s", "publication")} for row in rows]  # noqa: E731
@@ -207,16 +212,16 @@ def test_another_head_than_the_one_that_runs_is_refused(go, target, tmp_path, he
     for path in engine.started.iterdir():
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"hidden_size": 1}))
-    other = LiveEngine(target.tokenizer, tmp_path / "other", model="builtin")
-    with other, pytest.raises(EngineError, match="does not take v000001: hidden_size is 256"):
+    other = LiveEngine(target, tmp_path / "other")
+    with other, pytest.raises(EngineError, match="has another form: hidden_size is 256"):
         go(other)
 
 
 def test_sglang_is_given_tensors(go, target, exported):
-    with LiveEngine(target.tokenizer, exported / "sglang", "sglang", model="builtin") as engine:
+    with LiveEngine(target, exported / "sglang", "sglang") as engine:
         result, _ = go(engine, prompts=4)
-        assert engine.version == result.version and len(engine.log) == 3
-        assert any(name.endswith("q_proj.weight") for name in engine.log[-1][1])
+        assert engine.version == result.version and engine.posted.count("/update_weights_from_tensor") == 3
+        assert any(name.endswith("q_proj.weight") for name in engine.admin.weights) and not engine.admin.paused
 
 
 @pytest.mark.parametrize(
@@ -267,21 +272,20 @@ def test_a_log_that_is_not_there(go, engine, tmp_path):
 
 
 def test_one_engine_for_all(go, engine, target, exported, tmp_path):
-    other = LiveEngine(target.tokenizer, exported / "sglang", "sglang", model="builtin")
+    other = LiveEngine(target, exported / "sglang", "sglang")
     with other, pytest.raises(UsageError, match="for one engine"):
         go(engine, server={"urls": [engine.url, other.url]})
 
 
 def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine, tmp_path):
     """The exchange fails once; clients are answered all the same, and the next version gets in."""
-    taken = engine.rpc
+    swaps = []
 
-    def rpc(body):
-        if body["method"] == "publish_drafter" and body["args"][1] == "v000002":
-            return 500, {"error": "out of memory"}
-        return taken(body)
+    def breaks(name):
+        swaps.extend([name] * (name == "drafter_swap"))
+        return "error" if name == "drafter_swap" and len(swaps) == 2 else None
 
-    engine.posts["/collective_rpc"] = rpc
+    engine.breaks = breaks
     result = through_proxy(go, engine, 8)
     assert verdicts(result)[0] == "failed" and "published" in verdicts(result)[1:]
     assert engine.version == result.version and result.prompts == 8

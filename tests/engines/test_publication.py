@@ -1,219 +1,405 @@
-"""Exchange of the drafter in running servers: all of them or none, and in words why not."""
+"""A drafter published into servers that run: all of them take it, or none, and an error says what to do."""
 
 import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from specctl.engines import vllm, vllm_worker
+from specctl.decoding.target_text import load_target_text
+from specctl.engines import sglang, vllm_worker
 from specctl.engines.client import Client
 from specctl.engines.records import EngineError
+from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.recipe import ServerRecipe
-from tests.toys.live import LiveEngine
+from tests.toys.engine import FakeEngine, Session, Workers
 
-SESSION = ["pause_generation", "begin_weight_update", "update", "end_weight_update", "continue_generation"]
+ENGINES = ["vllm", "sglang"]
+SIZE, DRAFTED, VOCAB = 8, 16, 64
 
 
-def drafter(place, value, rows=3, **config):
-    place.mkdir(parents=True)
-    (place / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 4, **config}))
-    save_file({"fc.weight": torch.full((rows, 4), float(value))}, place / "model.safetensors")
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_target_text("builtin").tokenizer
+
+
+@pytest.fixture(autouse=True)
+def loads(monkeypatch):
+    """What the workers of fake vLLMs load."""
+    seen = []
+
+    def load(worker, tensors):
+        seen.append({name: tensor.clone() for name, tensor in tensors.items()})
+
+    monkeypatch.setattr(vllm_worker, "_load", load)
+    return seen
+
+
+def written(place, seed=0, *, size=SIZE, tokens=None, without=(), **config):
+    """A directory as `specctl export` writes it: an EAGLE-3 head, but for most of its layers."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"fc.weight": (size, 3 * size), "lm_head.weight": (DRAFTED, size), "norm.weight": (size,)}
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items() if name not in without}
+    tensors["d2t"] = torch.arange(DRAFTED) * 2 if tokens is None else tokens
+    place.mkdir()
+    save_file(tensors, place / "model.safetensors")
+    shape = {"hidden_size": size, "draft_vocab_size": DRAFTED, "torch_dtype": f"seed {seed}", "rope_theta": 1e4}
+    (place / "config.json").write_text(json.dumps(shape | config))
     return place
 
 
 @pytest.fixture
 def heads(tmp_path):
-    return [drafter(tmp_path / name, value) for value, name in enumerate("abc")]
+    """Three of the same form; servers are started with the first."""
+    return [written(tmp_path / f"head-{seed}", seed) for seed in range(3)]
 
 
-@pytest.fixture(params=["vllm", "sglang"])
-def engine(request, heads):
-    with LiveEngine(None, heads[0], request.param) as engine:
-        yield engine
+class Served:
+    """A fake engine that drafts, and what it drafts with."""
+
+    def __init__(self, tokenizer, engine, head, **options):
+        self.engine = FakeEngine(tokenizer, engine)
+        self.engine.admin = (Workers if engine == "vllm" else Session)(head, **options)
+        self.head = head
+
+    def restart(self):
+        self.engine.admin = type(self.engine.admin)(self.head)
+
+    @property
+    def drafts_with(self):
+        """The fc.weight of every rank (a fake SGLang has one)."""
+        admin = self.engine.admin
+        if isinstance(admin, Session):
+            return [admin.weights["fc.weight"]] if admin.weights else [fc(self.head)]
+        found = [rank.drafter_loaded()["directory"] for rank in admin.ranks]
+        return [fc(place) for place in found]
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
+def fc(place):
+    from safetensors.torch import load_file
+
+    return load_file(f"{place}/model.safetensors")["fc.weight"]
 
 
-def client(*engines):
-    return Client(ServerRecipe(urls=[engine.url for engine in engines], retries=2))
-
-
-def version(servers):
-    """As they tell it, without fingerprints."""
-    return [told and told.split()[0] for told in servers.published()]
-
-
-def values(engine):
-    """What is in the engine, one number per publication."""
-    tensors = [load_file(f"{what}/model.safetensors") if engine.engine == "vllm" else what for _, what in engine.log]
-    return [one["fc.weight"].unique().item() for one in tensors]
-
-
-def test_a_drafter_takes_the_place_of_another(engine, heads):
-    with client(engine) as servers:
-        assert version(servers) == [None]
-        servers.publish(heads[1], "v1")
-        assert version(servers) == ["v1"]
-        servers.publish(heads[2], "v2")
-        assert version(servers) == ["v2"] and values(engine) == [1.0, 2.0]
-    if engine.engine == "sglang":
-        assert [name for name, _ in engine.steps] == SESSION * 2
-        assert engine.steps[2][1] == {"selector": "draft", "flush_cache": False, "weight_version": "v1"}
-        assert engine.steps[0][1] == {"mode": "in_place"}
-
-
-def test_a_refusal_comes_in_the_engines_words(engine, heads):
-    with client(engine) as servers:
-        servers.publish(heads[1], "v1")
-        engine.broken = "no room for it"
-        with pytest.raises(EngineError, match=f"{engine.url} does not take c: .*no room for it"):
-            servers.publish(heads[2], "v2")
-        assert version(servers) == ["v1"] and values(engine) == [1.0]
-    if engine.engine == "sglang":  # requests go on, whatever happened
-        assert [name for name, _ in engine.steps][-2:] == SESSION[-2:]
-
-
-def test_where_one_of_several_refuses_all_go_back(engine, heads):
-    with LiveEngine(None, heads[0], engine.engine) as other, client(engine, other) as servers:
-        servers.publish(heads[1], "v1")
-        other.broken = "no room for it"
-        with pytest.raises(EngineError, match=other.url):
-            servers.publish(heads[2], "v2")
-        assert values(engine) == [1.0, 2.0, 1.0] and version(servers) == ["v1", "v1"]
-
-
-def test_nothing_to_go_back_to(engine, heads):
-    with LiveEngine(None, heads[0], engine.engine) as other, client(engine, other) as servers:
-        other.broken = "no room for it"
-        with pytest.raises(EngineError, match="no room for it"):
-            servers.publish(heads[1], "v1")
-
-
-def test_a_server_that_cannot_is_told_how_to_be_started(engine, heads):
-    engine.posts = {}
-    engine.pages = {}
-    with client(engine) as servers, pytest.raises(EngineError) as error:
-        servers.publish(heads[1], "v1")
-    if engine.engine == "vllm":
-        assert "VLLM_SERVER_DEV_MODE=1" in error.value.hint and vllm.EXTENSION in error.value.hint
-    else:
-        assert "/pause_generation" in error.value.message
-
-
-def test_a_worker_without_the_extension_is_told_the_same(heads):
-    with LiveEngine(None, heads[0]) as engine:
-        engine.posts = {"/collective_rpc": lambda body: (500, {"error": {"message": "no attribute 'publish_drafter'"}})}
-        with client(engine) as servers:
-            for ask in (lambda: servers.publish(heads[1], "v1"), servers.published):
-                with pytest.raises(EngineError) as error:
-                    ask()
-                assert "--worker-extension-cls" in error.value.hint
-
-
-def test_ranks_that_disagree_are_believed_nothing(heads):
-    with LiveEngine(None, heads[0]) as engine:
-        ranks = [{"version": "v1", "fingerprint": name} for name in "ab"]
-        engine.posts = {"/collective_rpc": lambda body: (200, {"results": ranks})}
-        with client(engine) as servers, pytest.raises(EngineError, match="ranks say different things"):
-            servers.publish(heads[1], "v1")
-
-
-def test_a_server_that_is_gone(engine, heads):
-    with client(engine) as servers:
-        servers.publish(heads[1], "v1")
-        engine.gone = True
-        with pytest.raises(EngineError, match="gone"):
-            servers.publish(heads[2], "v2")
-
-
-def test_the_extension_names_what_does_not_fit(tmp_path, heads):
-    outline = vllm_worker.outline(heads[0])
-    assert vllm_worker.difference(outline, vllm_worker.outline(heads[1])) is None
-    wide = drafter(tmp_path / "wide", 1, rows=5)
-    assert "fc.weight has the shape [5, 4], in the engine [3, 4]" in vllm_worker.difference(
-        outline, vllm_worker.outline(wide)
-    )
-    other = drafter(tmp_path / "other", 1, eagle_aux_hidden_state_layer_ids=[1, 2])
-    assert "eagle_aux_hidden_state_layer_ids" in vllm_worker.difference(outline, vllm_worker.outline(other))
-    same = drafter(tmp_path / "same", 1, torch_dtype="bfloat16", transformers_version="9")
-    assert vllm_worker.difference(outline, vllm_worker.outline(same)) is None
-
-
-class Worker(vllm_worker.DrafterSwap):
-    """The part of vLLM's worker that the extension uses; loading is `load` below."""
-
-    def __init__(self, started, model="a draft model"):
-        self.started, self.model = started, model
-
-    def get_draft_model(self):
-        return self.model
+@pytest.fixture(params=ENGINES)
+def kind(request):
+    return request.param
 
 
 @pytest.fixture
-def loaded(monkeypatch):
-    """Directories that were loaded; one called `bad` breaks in the middle."""
-    done = []
-
-    def load(worker, model, directory):
-        done.append(directory.name)
-        if directory.name == "bad":
-            raise RuntimeError("half of it is there")
-
-    monkeypatch.setattr(vllm_worker, "load", load)
-    monkeypatch.setattr(vllm_worker, "first", lambda worker: worker.started)
-    return done
+def server(tokenizer, kind, heads):
+    served = Served(tokenizer, kind, heads[0])
+    with served.engine:
+        yield served
 
 
-def test_the_extension_tells_what_it_has_loaded(heads, loaded):
-    worker = Worker(heads[0])
-    assert worker.published_drafter()["version"] is None
-    told = worker.publish_drafter(str(heads[1]), "v1")
-    assert told["version"] == "v1" and told["seconds"] >= 0 and json.dumps(told)
-    assert worker.published_drafter()["fingerprint"] == vllm_worker.fingerprint(heads[1]) and loaded == ["b"]
+def recipe(*servers):
+    return ServerRecipe(urls=[server.engine.url for server in servers], timeout_s=10)
 
 
-def test_the_extension_puts_back_what_was_there(tmp_path, heads, loaded):
-    worker = Worker(heads[0])
-    worker.publish_drafter(str(heads[1]), "v1")
-    bad = shutil.copytree(heads[2], tmp_path / "bad")
-    assert "half of it is there" in worker.publish_drafter(str(bad), "v2")["error"]
-    assert loaded == ["b", "bad", "b"] and worker.published_drafter()["version"] == "v1"
+def same(server, head):
+    return all(torch.equal(one, fc(head)) for one in server.drafts_with)
 
 
-def test_the_extension_refuses_before_it_loads(tmp_path, heads, loaded):
-    worker = Worker(heads[0])
-    wide = drafter(tmp_path / "wide", 1, rows=5)
-    assert "does not fit" in worker.publish_drafter(str(wide), "v1")["error"]
-    assert "has to be where the engine is" in worker.publish_drafter(str(tmp_path / "none"), "v1")["error"]
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text("{}")
-    assert "no safetensors" in worker.publish_drafter(str(tmp_path / "empty"), "v1")["error"]
-    assert "--speculative-config" in Worker(heads[0], None).publish_drafter(str(heads[1]), "v1")["error"]
-    (wide / "config.json").write_text("half a fi")
-    assert "JSONDecodeError" in worker.publish_drafter(str(wide), "v1")["error"]
-    assert loaded == []
+def refusal(client, *arguments, kind=SpecctlError):
+    with pytest.raises(kind) as caught:
+        client.publish(*arguments)
+    return f"{caught.value.message} | {caught.value.hint}"
 
 
-def test_the_extension_needs_nothing_of_its_neighbours():
-    """vLLM's environment has none of our dependencies."""
-    import subprocess
-    import sys
+def test_a_drafter_is_published_and_another_one(server, heads, capsys):
+    with Client(recipe(server)) as client:
+        assert client.published() == [None]
+        for version, head in (("1", heads[1]), ("2", heads[2]), ("3", heads[0])):
+            client.publish(head, version)
+            assert client.published() == [version]
+            assert same(server, head)
+        assert not same(server, heads[1])  # negative control
+    assert "drafts with 3; its requests stood still for 0." in capsys.readouterr().err
 
-    code = (
-        "import sys, specctl.engines.vllm_worker\n"
-        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'pydantic', 'rich', 'httpx')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+def test_every_rank_is_published_to(tokenizer, kind, heads, loads):
+    served = Served(tokenizer, kind, heads[0], ranks=2)
+    with served.engine, Client(recipe(served)) as client:
+        client.publish(heads[1], "1")
+        assert client.published() == ["1"] and same(served, heads[1])
+    assert kind == "sglang" or len(loads) == 2
 
 
-def test_other_weights_under_the_same_version_are_told_apart(heads):
-    with LiveEngine(None, heads[0]) as engine, client(engine) as servers:
-        servers.publish(heads[1], "v1")
-        told = servers.published()
-        engine.take("v1", str(heads[2]))
-        assert servers.published() != told
+def test_ranks_without_a_drafter_do_not_count(tokenizer, heads):
+    served = Served(tokenizer, "vllm", heads[0], ranks=2)
+    served.engine.admin.ranks[0].get_draft_model = lambda: None
+    with served.engine, Client(recipe(served)) as client:
+        client.publish(heads[1], "1")
+        assert client.published() == ["1"]
+
+
+def test_a_restarted_server_drafts_with_what_it_was_started_with(server, heads):
+    with Client(recipe(server)) as client:
+        client.publish(heads[1], "1")
+        server.restart()
+        assert client.published() == [None]
+        client.publish(heads[2], "2")
+        assert client.published() == ["2"] and same(server, heads[2])
+
+
+OTHER_FORMS = {
+    "config": (dict(rope_theta=5e5), "rope_theta is 500000.0 in its config.json, and 10000.0 of"),
+    "size": (dict(size=6), "hidden_size is 6 in its config.json, and 8"),
+    "shape": (dict(size=6, hidden_size=SIZE), "fc.weight is [6, 18], and [8, 24] of the drafter that runs"),
+    "missing": (dict(without=("norm.weight",)), "the tensor norm.weight is in the drafter that runs only"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_FORMS)
+def test_another_form_is_refused_before_anything_changes(server, heads, tmp_path, other):
+    options, words = OTHER_FORMS[other]
+    with Client(recipe(server)) as client:
+        client.publish(heads[1], "1")
+        asked = len(server.engine.posted)
+        said = refusal(client, written(tmp_path / "other", 3, **options), "2")
+        assert words in said and server.engine.url in said
+        assert client.published() == ["1"] and same(server, heads[1])
+        changing = {"drafter_swap", "/pause_generation", "/begin_weight_update"}
+        assert not changing & set(server.engine.posted[asked:])
+
+
+def test_numbers_that_are_none_are_refused(server, heads, tmp_path):
+    place = written(tmp_path / "other", 3)
+    tensors = {"fc.weight": fc(place) * torch.nan, "lm_head.weight": torch.zeros(DRAFTED, SIZE)}
+    tensors |= {"norm.weight": torch.ones(SIZE), "d2t": torch.arange(DRAFTED) * 2}
+    save_file(tensors, place / "model.safetensors")
+    with Client(recipe(server)) as client:
+        assert "fc.weight holds values that are not finite" in refusal(client, place, "1")
+        assert client.published() == [None] and same(server, heads[0])
+
+
+def test_draft_tokens_beyond_the_vocabulary_are_refused(tokenizer, heads, tmp_path):
+    served = Served(tokenizer, "vllm", heads[0])
+    with served.engine, Client(recipe(served)) as client:
+        other = written(tmp_path / "other", 3, tokens=torch.arange(DRAFTED) * 4)
+        assert "d2t names tokens beyond the target's 64" in refusal(client, other, "1")
+        assert same(served, heads[0])
+
+
+def test_what_is_no_export_is_refused(server, tmp_path, heads):
+    with Client(recipe(server)) as client:
+        (tmp_path / "empty").mkdir()
+        assert "cannot be read: No such file" in refusal(client, tmp_path / "empty", "1", kind=UsageError)
+        (heads[1] / "model.safetensors").write_bytes(b"\xff" * 40)
+        said = refusal(client, heads[1], "1", kind=UsageError)
+        assert "holds no exported drafter" in said and "specctl export" in said
+        assert "'' names no version" in refusal(client, heads[2], "", kind=UsageError)
+    assert "drafter_swap" not in server.engine.posted and same(server, heads[0])
+
+
+def test_the_second_of_two_fails_and_the_first_gets_back_what_it_had(tokenizer, kind, heads):
+    first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
+    with first.engine, second.engine, Client(recipe(first, second)) as client:
+        client.publish(heads[1], "1")
+        swap = "drafter_swap" if kind == "vllm" else "/update_weights_from_tensor"
+        once = iter(["error"])
+        second.engine.breaks = lambda name: next(once, None) if name == swap else None
+        said = refusal(client, heads[2], "2", kind=EngineError)
+        assert said.startswith(second.engine.url) and "500" in said
+        assert f"{first.engine.url} drafts with 1 again" in said
+        assert client.published() == ["1", "1"]
+        assert same(first, heads[1]) and same(second, heads[1])
+        client.publish(heads[2], "2")
+        assert client.published() == ["2", "2"]
+
+
+def test_back_to_what_it_was_started_with(tokenizer, kind, heads):
+    first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
+    with first.engine, second.engine, Client(recipe(first, second)) as client:
+        second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
+        said = refusal(client, heads[1], "1", kind=EngineError)
+        assert f"{first.engine.url} drafts with the drafter of its start again" in said
+        assert client.published() == [None, None] and same(first, heads[0])
+
+
+def test_a_server_that_goes_while_it_is_swapped(tokenizer, kind, heads):
+    first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
+    with first.engine, second.engine, Client(recipe(first, second)) as client:
+        swap = "drafter_swap" if kind == "vllm" else "/update_weights_from_tensor"
+        gone = []
+
+        def breaks(name):
+            gone.append(name) if name == swap else None
+            return "reset" if gone else None
+
+        second.engine.breaks = breaks
+        said = refusal(client, heads[1], "1", kind=EngineError)
+        assert said.startswith(f"{second.engine.url}: it is gone") and f"{first.engine.url} drafts with" in said
+        assert f"{second.engine.url} could not be given the drafter of its start again" in said
+        second.engine.breaks = lambda name: None
+        second.restart()
+        assert client.published() == [None, None]
+
+
+def test_an_answer_that_is_lost_is_taken_back(server, heads):
+    lost = iter(["gone"])
+    swap = "drafter_swap" if isinstance(server.engine.admin, Workers) else "/update_weights_from_tensor"
+    server.engine.breaks = lambda name: next(lost, None) if name == swap else None
+    with Client(recipe(server)) as client:
+        assert "drafts with the drafter of its start again" in refusal(client, heads[1], "1")
+        assert client.published() == [None] and same(server, heads[0])
+
+
+def test_what_was_published_before_is_gone(tokenizer, kind, heads):
+    first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
+    with first.engine, second.engine, Client(recipe(first, second)) as client:
+        client.publish(heads[1], "1")
+        shutil.rmtree(heads[1])
+        second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
+        said = refusal(client, heads[2], "2", kind=EngineError)
+        assert f"{first.engine.url} could not be given 1 again" in said
+        assert client.published()[0] == "2"  # as it says itself
+
+
+def test_one_rank_fails_alone(tokenizer, heads, monkeypatch):
+    served = Served(tokenizer, "vllm", heads[0], ranks=2)
+    with served.engine, Client(recipe(served)) as client:
+        faults = iter([None, RuntimeError("no memory")])
+
+        def load(worker, tensors):
+            fault = next(faults, None)
+            if fault:
+                raise fault
+
+        monkeypatch.setattr(vllm_worker, "_load", load)
+        said = refusal(client, heads[1], "1")
+        assert "vLLM failed to load" in said and "no memory" in said and "of its start again" in said
+        assert client.published() == [None] and same(served, heads[0])
+
+
+STEPS = ["/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+
+
+@pytest.mark.parametrize("fault", ["error", "gone"])
+@pytest.mark.parametrize("path", STEPS)
+def test_requests_go_on_whatever_fails(tokenizer, heads, path, fault):
+    served = Served(tokenizer, "sglang", heads[0])
+    once = iter([fault])
+    served.engine.breaks = lambda name: next(once, None) if name == path else None
+    with served.engine, Client(recipe(served)) as client:
+        refusal(client, heads[1], "1", kind=EngineError)
+    assert not served.engine.admin.paused
+    assert served.engine.admin.open == ((path, fault) == ("/end_weight_update", "error"))  # which cannot be helped
+
+
+def test_an_update_that_somebody_else_began_is_left_alone(tokenizer, heads):
+    served = Served(tokenizer, "sglang", heads[0])
+    served.engine.admin.open = True
+    with served.engine, Client(recipe(served)) as client:
+        said = refusal(client, heads[1], "1")
+        assert "under way already" in said and "/end_weight_update" in said
+    assert served.engine.admin.open and "/end_weight_update" not in served.engine.posted
+
+
+def test_sglang_is_not_sent_what_it_shares_with_the_target(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang, "MOST_BYTES", 600)  # several requests
+    place = written(tmp_path / "one", 1)
+    tensors = {"fc.weight": fc(place), "embed_tokens.weight": torch.zeros(VOCAB, SIZE)}
+    save_file(tensors | {"lm_head.weight": torch.ones(DRAFTED, SIZE)}, place / "model.safetensors")
+    for algorithm, sent in (("EAGLE3", {"fc.weight", "lm_head.weight"}), ("EAGLE", {"fc.weight"})):
+        served = Served(tokenizer, "sglang", place, algorithm=algorithm)
+        with served.engine, Client(recipe(served)) as client:
+            client.publish(place, "1")
+        assert set(served.engine.admin.weights) == sent
+        assert served.engine.posted.count("/update_weights_from_tensor") == len(sent)
+
+
+def test_sglang_keeps_its_draft_tokens(tokenizer, heads, tmp_path):
+    served = Served(tokenizer, "sglang", heads[0])
+    with served.engine, Client(recipe(served)) as client:
+        said = refusal(client, written(tmp_path / "other", 3, tokens=torch.arange(DRAFTED) * 3), "1")
+        assert "drafts other tokens" in said and "d2t" in said
+        heads[0].rename(tmp_path / "elsewhere")
+        assert "which SGLang was started with, cannot be read here" in refusal(client, heads[1], "1")
+    assert served.engine.posted == []
+
+
+UNABLE = {
+    "vllm": [
+        (None, "has no /collective_rpc | start vLLM with VLLM_SERVER_DEV_MODE=1"),
+        (dict(extension=False), "--worker-extension-cls specctl.engines.vllm_worker.DrafterSwap"),
+        (dict(method="dflash"), "drafts by 'dflash'; heads of eagle3, eagle, medusa"),
+    ],
+    "sglang": [(dict(algorithm="DFLASH"), "drafts by DFLASH; heads of EAGLE, EAGLE3")],
+}
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), [(k, *case) for k in UNABLE for case in UNABLE[k]])
+def test_what_the_server_lacks_is_named(tokenizer, heads, kind, options, words):
+    served = Served(tokenizer, kind, heads[0], **(options or {}))
+    if options is None:
+        served.engine.admin = None
+    with served.engine, Client(recipe(served)) as client:
+        for ask in (client.published, lambda: client.publish(heads[1], "1")):
+            with pytest.raises(EngineError) as caught:
+                ask()
+            said = f"{caught.value.message} | {caught.value.hint}"
+            assert words in said and served.engine.url in said
+
+
+def test_an_older_sglang_is_named(tokenizer, heads):
+    served = Served(tokenizer, "sglang", heads[0])
+    served.engine.admin.begin_weight_update = None
+    with served.engine, Client(recipe(served)) as client:
+        assert "has no /begin_weight_update | SGLang 0.5.23" in refusal(client, heads[1], "1")
+    assert not served.engine.admin.paused
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_engine_that_does_not_draft(tokenizer, heads, kind):
+    served = Served(tokenizer, kind, None, **({"algorithm": None} if kind == "sglang" else {}))
+    with served.engine, Client(recipe(served)) as client:
+        assert "does not draft: it was started without --speculative" in refusal(client, heads[1], "1")
+
+
+def test_a_server_that_does_not_see_the_directory(tokenizer, heads):
+    served = Served(tokenizer, "vllm", heads[0])
+    words = {"refused": "/far/head cannot be read: No such file or directory"}
+    served.engine.breaks = lambda name: {"results": [words]} if name == "drafter_fits" else None
+    with served.engine, Client(recipe(served)) as client:
+        said = refusal(client, heads[1], "1")
+        assert "cannot be read" in said and "file system that the server sees, too" in said
+
+
+def test_a_server_that_sees_another_directory_of_that_name(tokenizer, heads, monkeypatch):
+    served = Served(tokenizer, "vllm", heads[0])
+    with served.engine, Client(recipe(served)) as client:
+        other = vllm_worker.contents(heads[2])
+        monkeypatch.setattr(vllm_worker, "contents", lambda place: other)
+        assert "holds other files than those that were published" in refusal(client, heads[1], "1")
+
+
+def test_strange_answers_are_no_tracebacks(server, heads):
+    with Client(recipe(server)) as client:
+        for strange in ({"results": "?"}, {"results": [{}]}, {"results": []}, {"a": 1}, {"success": "no"}):
+            server.engine.breaks = lambda name, strange=strange: strange
+            refusal(client, heads[1], "1", kind=EngineError)
+
+
+def test_keys_are_sent_and_never_shown(server, heads, monkeypatch, capsys):
+    monkeypatch.setenv("SPECCTL_API_KEY", "hush-hush-hush")
+    with Client(recipe(server)) as client:
+        client.publish(heads[1], "1")
+        assert set(server.engine.keys) == {"Bearer hush-hush-hush"}
+        server.engine.breaks = lambda name: "denied"
+        said = refusal(client, heads[2], "2")
+        assert "another key (status 401)" in said and "SPECCTL_API_KEY=…" in said
+        server.engine.breaks = lambda name: {"error": "Bearer hush-hush-hush is wrong"}
+        said += refusal(client, heads[2], "2")
+    assert "hush" not in said + "".join(capsys.readouterr())
+
+
+def test_a_damaged_head_reaches_nobody(tokenizer, heads):
+    served = Served(tokenizer, "sglang", heads[0])
+    data = (heads[1] / "model.safetensors").read_bytes()
+    (heads[1] / "model.safetensors").write_bytes(data[:-5])
+    with served.engine, Client(recipe(served)) as client:
+        refusal(client, heads[1], "1", kind=CheckpointError)
+    assert served.engine.posted == []

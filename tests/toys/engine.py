@@ -3,8 +3,11 @@ says, so whoever was asked last, and how often, shows nowhere but in `asked`."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
+import pickle
 import random
 import socket
 import struct
@@ -12,6 +15,10 @@ import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+from specctl.engines.vllm_worker import DrafterSwap
 
 FAULTS = ("busy", "error", "reset", "half", "slow")
 SLOW_S = 0.4
@@ -29,6 +36,10 @@ class FakeEngine:
         scraped: gives the page of metrics; None where there is none.
         shift: added to the log probabilities of prompts: other weights.
         most: the most requests that were there at once.
+        admin: who answers to its administration, `Workers` or `Session`; None where there is nobody.
+        posted: what was asked of it, methods of vLLM's workers and paths of SGLang.
+        breaks: called with such a name, gives the fault that it meets, or None: "error", "reset", "denied", "gone" (the
+            answer is lost), a dictionary that is answered instead.
     """
 
     def __init__(self, tokenizer, engine="vllm", *, model="toy", faults=lambda number: None, seconds=0.0, port=0):
@@ -41,7 +52,7 @@ class FakeEngine:
         self.scraped = None
         self.gone = False  # every connection breaks
         self.page: str | None = None  # instead of tokens
-        self.posts = {}  # by path: of a body, (status, content)
+        self.admin, self.posted, self.breaks = None, [], lambda name: None
         self.lock = threading.Lock()
         self.server = _Quiet(("127.0.0.1", port), lambda *args: _Handler(self, *args))
         self.server.daemon_threads = True
@@ -92,6 +103,91 @@ class FakeEngine:
         return {"output_ids": out, "meta_info": about, "text": "…"}
 
 
+class Workers:
+    """vLLM's `/collective_rpc`: specctl's own extension on every rank, of which the loading alone is pretended."""
+
+    def __init__(self, directory, *, method="eagle3", ranks=1, extension=True, vocab_size=64):
+        self.ranks = [_Worker(directory, method, vocab_size) for _ in range(ranks)]
+        self.extension = extension
+
+    def answer(self, path, body):
+        """(status, document)."""
+        name, arguments = body["method"], body.get("args", [])
+        if path != "/collective_rpc" or not self.extension:
+            words = (
+                f"Call to collective_rpc method failed: Worker failed with error ''Worker' has no attribute '{name}''"
+            )
+            return 500, {"error": {"message": words, "code": 500}}
+        return 200, {"results": [getattr(rank, name)(*arguments) for rank in self.ranks]}
+
+
+class _Worker(DrafterSwap):
+    def __init__(self, directory, method, vocab_size):
+        shape = json.loads((Path(directory) / "config.json").read_text()) if directory else {}
+        draft = SimpleNamespace(model=str(directory), revision=None, hf_config=SimpleNamespace(**shape))
+        speculative = SimpleNamespace(method=method, draft_model_config=draft) if directory else None
+        target = SimpleNamespace(get_vocab_size=lambda: vocab_size)
+        self.vllm_config = SimpleNamespace(speculative_config=speculative, model_config=target)
+
+    def get_draft_model(self):
+        return self
+
+
+class Session:
+    """SGLang's updates of draft weights: who asks for its parts in another order is told so.
+
+    Attributes:
+        weights: name → tensor, as they were sent last.
+    """
+
+    def __init__(self, directory, *, algorithm="EAGLE3", ranks=1):
+        self.info = {"version": "0.5.23", "tp_size": ranks, "speculative_algorithm": algorithm}
+        self.info |= {"speculative_draft_model_path": directory and str(directory)}
+        self.version, self.paused, self.open, self.weights = "default", False, False, {}
+
+    def answer(self, path, body):
+        """(status, document)."""
+        step = getattr(self, path.strip("/"), None)
+        if step is None:
+            return 404, {"detail": "Not Found"}
+        wrong = step(**body)
+        document = {"success": wrong is None, "message": wrong or "Success"}
+        return 400 if wrong else 200, document
+
+    def pause_generation(self, mode="abort"):
+        self.paused = mode == "in_place"
+        return None if self.paused else "running requests were aborted"
+
+    def continue_generation(self):
+        self.paused = False
+
+    def begin_weight_update(self, selector):
+        if self.open or not self.paused or selector != "draft":
+            return "a weight update is already open" if self.open else "not paused, or not of the draft"
+        self.open = True
+
+    def update_weights_from_tensor(self, serialized_named_tensors, selector, weight_version, flush_cache):
+        if not self.open or selector != "draft" or flush_cache or len(serialized_named_tensors) != self.info["tp_size"]:
+            return "begin_weight_update comes first, for the draft; a cache in use cannot be flushed"
+        for part in serialized_named_tensors:
+            self.weights |= dict(_Allowed(io.BytesIO(base64.b64decode(part, validate=True))).load())
+        self.version = weight_version
+
+    def end_weight_update(self):
+        if not self.open:
+            return "end_weight_update without begin_weight_update"
+        self.open = False
+
+
+class _Allowed(pickle.Unpickler):
+    """Classes that SGLang's reader of pickles lets through, as far as tensors have them."""
+
+    def find_class(self, module, name):
+        if not f"{module}.".startswith(("builtins.", "collections.", "torch.", "multiprocessing.reduction.")):
+            raise RuntimeError(f"Blocked unsafe class loading ({module}.{name})")
+        return super().find_class(module, name)
+
+
 class _Quiet(ThreadingHTTPServer):
     def handle_error(self, *_):
         """Whoever asked is gone: some tests kill them."""
@@ -123,6 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
         engine = self.engine
         version = {"vllm": "/version", "sglang": "/server_info"}.get(engine.engine, "/info")
         pages = {"/v1/models": engine.models(), version: {"version": "0.32.0"}} | engine.pages
+        if isinstance(engine.admin, Session):
+            pages |= {version: engine.admin.info, "/model_info": {"weight_version": engine.admin.version}}
         if self.path == "/metrics" and engine.scraped is not None:
             return self.send(200, engine.scraped(), "text/plain")
         if self.path not in pages:
@@ -140,12 +238,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reset()
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         engine = self.engine
+        if engine.admin is not None and "prompt" not in body and "input_ids" not in body:
+            return self.administer(body)
         if self.path == "/tokenize" and engine.page is not None:
             return self.send(200, engine.page, "text/html")
         if self.path == "/tokenize":
             return self.send(200, {"tokens": engine.tokenizer.encode(body["prompt"], add_special_tokens=False)})
-        if self.path in engine.posts:
-            return self.send(*engine.posts[self.path](body))
         if self.path != ("/v1/completions" if engine.engine == "vllm" else "/generate"):
             return self.send(404, {"detail": "Not Found"})
         answer = engine.generated(body)
@@ -164,6 +262,22 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             with engine.lock:
                 engine.there -= 1
+
+    def administer(self, body):
+        engine, name = self.engine, body.get("method", self.path)
+        engine.posted.append(name)
+        engine.keys.append(self.headers.get("Authorization"))
+        fault = engine.breaks(name)
+        if fault == "reset":
+            return self.reset()
+        if fault == "denied":
+            return self.send(401, {"error": "Unauthorized"})
+        if fault == "error":
+            return self.send(500, "Internal Server Error", "text/plain")
+        status, document = engine.admin.answer(self.path, body)
+        if fault == "gone":
+            return self.reset()
+        self.send(status, fault or document)
 
     def fail_or_answer(self, fault, answer, stream):
         if fault == "busy":

@@ -1,0 +1,143 @@
+"""The loading of draft weights inside vLLM, with modules in place of vLLM's that fail where a loader can fail: the new
+drafter runs afterwards or the old one, never a mixture, and the target is never touched."""
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from specctl.engines import vllm_worker
+from specctl.engines.vllm_worker import Unfit
+
+HEAVY = ("torch", "safetensors", "pydantic", "rich", "httpx", "vllm", "numpy", "transformers")
+
+
+class Head(nn.Module):
+    """A draft model that computes with an attribute made of its weight, as vLLM's does on a CPU."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embed_tokens = embedding
+        self.fc, self.norm = nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
+        self.fails_after = None
+        self.pack()
+
+    def pack(self):
+        packed = self.fc.weight.detach().clone()
+        self.fc.packed = lambda rows: rows @ packed.T
+        self.fc.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, ids):
+        return self.norm(self.fc.packed(self.embed_tokens(ids)))
+
+    def load_weights(self, weights):
+        for place, (name, tensor) in enumerate(weights):
+            if place == self.fails_after:
+                raise AssertionError("a shape is wrong")
+            if name == "fc.weight":
+                self.fc.weight = nn.Parameter(tensor, requires_grad=False)
+            else:
+                self.get_parameter(name).data.copy_(tensor)
+
+
+class Target(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(8, 4)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker of a fake vLLM. `fails_in` of it names the function of the reload that fails."""
+    told = SimpleNamespace(resets=0, fails_in=None)
+
+    def initialize(model):
+        for module in model.modules():
+            assert module is not told.target.embed_tokens, "the target's embedding is reloaded"
+        model.fc.packed = None  # what was there is gone from here on
+
+    def finalize(model, config):
+        model.pack()
+        if told.fails_in == "finalize":
+            raise RuntimeError("no memory")
+
+    def info(module):
+        told.resets += 1
+        return SimpleNamespace(reset=lambda: None)
+
+    reload = ModuleType("vllm.model_executor.model_loader.reload")
+    reload.initialize_layerwise_reload, reload.finalize_layerwise_reload = initialize, finalize
+    layerwise = ModuleType("vllm.model_executor.model_loader.reload.layerwise")
+    layerwise.get_layerwise_info = info
+    config = ModuleType("vllm.config")
+    config.set_current_vllm_config = lambda config: nullcontext()
+    loader = ModuleType("vllm.model_executor.model_loader")
+    loader.reload = reload
+    named = {
+        "vllm": ModuleType("vllm"),
+        "vllm.model_executor": ModuleType("vllm.model_executor"),
+        loader.__name__: loader,
+    }
+    for name, module in (named | {one.__name__: one for one in (reload, layerwise, config)}).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    told.target = Target()
+    told.model = Head(told.target.embed_tokens)
+    told.get_model, told.get_draft_model = lambda: told.target, lambda: told.model
+    told.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=None))
+    return told
+
+
+def weights(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return {"fc.weight": torch.randn(4, 4, generator=draw), "norm.weight": torch.randn(4, generator=draw)}
+
+
+def computed(worker):
+    with torch.no_grad():
+        return worker.model(torch.arange(8))
+
+
+def test_new_weights_are_what_is_computed_with(worker):
+    fresh = Head(worker.target.embed_tokens)
+    fresh.load_weights(iter(weights(1).items()))
+    fresh.pack()
+    before = computed(worker)
+    address = worker.model.norm.weight.data_ptr()
+    vllm_worker._load(worker, weights(1))
+    assert torch.equal(computed(worker), fresh(torch.arange(8))) and not torch.equal(computed(worker), before)
+    assert worker.model.norm.weight.data_ptr() == address  # which a CUDA graph knows
+
+
+@pytest.mark.parametrize("fault", [0, 1, "finalize"])
+def test_what_fails_halfway_leaves_the_drafter_as_it_was(worker, fault):
+    vllm_worker._load(worker, weights(1))
+    before = computed(worker)
+    worker.model.fails_after, worker.fails_in = (fault, None) if isinstance(fault, int) else (None, fault)
+    with pytest.raises((AssertionError, RuntimeError), match=r"a shape is wrong|no memory"):
+        vllm_worker._load(worker, weights(2))
+    assert torch.equal(computed(worker), before)
+    assert worker.resets == 3  # of the model, fc and norm
+    worker.model.fails_after = worker.fails_in = None
+    vllm_worker._load(worker, weights(2))
+    assert not torch.equal(computed(worker), before)
+
+
+def test_the_target_is_never_loaded_into(worker):
+    shared = worker.target.embed_tokens.weight.detach().clone()
+    vllm_worker._load(worker, weights(1) | {"model.embed_tokens.weight": shared.clone()})
+    before = computed(worker)
+    with pytest.raises(Unfit, match=r"it brings model\.embed_tokens\.weight"):
+        vllm_worker._load(worker, weights(2) | {"model.embed_tokens.weight": shared + 1})
+    assert torch.equal(worker.target.embed_tokens.weight, shared) and torch.equal(computed(worker), before)
+    assert worker.model.embed_tokens is worker.target.embed_tokens
+
+
+def test_nothing_heavy_is_imported_with_it():
+    """vLLM loads it beside an installation without specctl's requirements."""
+    code = f"import sys, specctl.engines.vllm_worker; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
