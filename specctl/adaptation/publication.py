@@ -57,6 +57,7 @@ class Publisher:
         write: exports a drafter (its directory, that of the version).
         place: directory of the versions, which the engines can read, too.
         version: that which the engines draft with.
+        restored: how often it had to be published again, as they drafted with something else.
     """
 
     engines: Engines
@@ -64,6 +65,7 @@ class Publisher:
     place: Path
     options: PublicationRecipe
     version: str = ""
+    restored: int = 0
     _told: list[Loaded] = field(default_factory=list)  # by the engines, of the present version
     _number: int = 0
     _probes: list[Ask] = field(default_factory=list)
@@ -80,6 +82,8 @@ class Publisher:
             probe(text, self.options.tokens) for text in newest[max(0, len(newest) - self.options.probes) :]
         ]
         before = self._asked()
+        if self.restore_if_replaced(suspected=False):  # what was measured is somebody else's
+            before = self._asked()
         self._exchange(drafter)
         version = self.version
         try:
@@ -103,7 +107,9 @@ class Publisher:
         if not replaced and suspected and self._probes:
             replaced = worse(self._proof, self._asked(), self.options.level)
         if replaced:
+            progress.warn(f"the engines drafted with something else than {self.version}: it is published again")
             self._publish(self.version)
+            self.restored += 1
         return replaced
 
     def _exchange(self, drafter: Path) -> None:

@@ -84,10 +84,9 @@ class ServedLearner:
 
         Raises SpecctlError where that has done harm for `GIVE_UP` chunks.
         """
-        version = self.publisher.version
+        version, restored = self.publisher.version, self.publisher.restored
         accepted = acceptance(chunk, self._since)
-        restored = self._restored(fell(self._before, accepted, self.recipe.learner.tolerance))
-        if restored:
+        if self._replaced(fell(self._before, accepted, self.recipe.learner.tolerance)):
             accepted = Acceptance()  # it tells nothing about what was learnt
         first = self._count
         for text in chunk:
@@ -99,7 +98,6 @@ class ServedLearner:
         self._before = accepted
         publication = None
         if self.publishes and not torch.equal(played, self.pupil.played()):
-            restored = self._restored(False) or restored  # learning takes time
             judges = [chunk[index - first] for index in self.pupil.judges if index >= first]
             publication = self._proposed(judges or chunk)
             self._since = time.time()
@@ -123,7 +121,7 @@ class ServedLearner:
             steps=lesson.outcome.steps,
             texts=lesson.texts,
             learn_s=lesson.learn_s,
-            restored=restored,
+            restored=self.publisher.restored > restored,
             publication=publication,
         )
 
@@ -138,19 +136,15 @@ class ServedLearner:
             progress.warn(f"nothing is published: {error.message}")
             return Publication(self.publisher.version, "failed", None, None, time.perf_counter() - began)
 
-    def _restored(self, suspected: bool) -> bool:
-        """Whether the engines had to be given the present version again."""
+    def _replaced(self, suspected: bool) -> bool:
+        """Whether the engines drafted with something else, and had to be given the present version again."""
         try:
-            restored = self.publishes and self.publisher.restore_if_replaced(suspected)
+            return self.publishes and self.publisher.restore_if_replaced(suspected)
         except EngineError as error:
             if self.recipe.traffic.listen is None:
                 raise
             progress.warn(f"the engines do not tell what they draft with: {error.message}")
             return False
-        if restored:
-            version = self.publisher.version
-            progress.warn(f"the engines drafted with something else than {version}: it is published again")
-        return restored
 
     def _watch(self, lesson: Lesson, publication: Publication | None) -> None:
         """Say what went wrong; give up where nothing helps."""

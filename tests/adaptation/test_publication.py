@@ -167,3 +167,20 @@ def test_acceptance_counts_rejected_places_of_texts_since_the_publication():
     served = [ServedText("a", "", [1], [1, 2], full, began=5.0), ServedText("b", "", [1], [1, 2], full, began=15.0)]
     assert acceptance(served).texts == ((24, 28), (24, 28)) and acceptance(served, since=10.0).texts == ((24, 28),)
     assert acceptance([ServedText("a", "", [1], [1, 2])]).texts == ()
+
+
+def test_a_proof_against_somebody_elses_drafter_is_none(publisher):
+    """The drafter is replaced while the probes are asked: they are asked again, of ours."""
+    engines = Engines(start=2.0, better=2.6, foreign=1.2)
+    publishing = publisher(engines)
+    answers = engines.answers
+
+    def replaced(asks):
+        if not engines.asked:
+            engines.directory, engines.served = "foreign", "v9"
+        return answers(asks)
+
+    engines.answers = replaced
+    publication = publishing.propose("better", texts(9))
+    assert publication.mat_before == pytest.approx(2.0, abs=0.05) and publishing.restored == 1
+    assert publication.verdict == "published" and engines.directory == "better"
