@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,16 @@ def _json(content: bytes) -> Any:
         return None
 
 
+class PrivateLog(RotatingFileHandler):
+    """A file that only its owner reads, and so the one that it begins where it was put aside."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))
+
+
 def opened(path: Path, max_bytes: int) -> logging.Logger:
-    """A log that only its owner reads. Where it grows beyond `max_bytes` it is put aside as PATH.1, and begins anew."""
-    path.touch(mode=0o600)
-    handler = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+    """The log. Where it grows beyond `max_bytes` it is put aside as PATH.1, and begins anew."""
+    handler = PrivateLog(path, maxBytes=max_bytes, backupCount=1)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.Logger("traffic")
     log.addHandler(handler)

@@ -209,3 +209,12 @@ def test_no_engine_and_no_place(tmp_path):
             proxy.running(address.removeprefix("http://"), {}, tmp_path / "b", 1),
         ):
             pass
+
+
+def test_a_log_that_begins_anew_is_private_too(tmp_path):
+    log = proxy.opened(tmp_path / "log", 100)
+    for number in range(10):
+        log.info(json.dumps({"number": number, "text": "x" * 30}))
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["log", "log.1"]
+    assert all(path.stat().st_mode & 0o077 == 0 and path.stat().st_size <= 100 for path in files)
