@@ -16,6 +16,7 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.publication import Publication, Publisher, acceptance
 from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.traffic import ServedText
+from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance, fell
 from specctl.drafters import checkpoint
 from specctl.engines.records import Drafting, EngineError
@@ -24,6 +25,7 @@ from specctl.recipe import OnlineRecipe
 from specctl.training.example import Example
 
 GIVE_UP = 5  # chunks in a row whose updates did harm, here or in the engine
+ENDED = Lesson("keep", UpdateOutcome("rested"), 0, 0, 0, (), 0.0)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class ServedLearner:
         self._since = 0.0  # when the present version was published, in seconds since 1970
         self._count = 0  # texts so far, which numbers them
         self._harmed = 0  # chunks in a row
+        self._ended = False
 
     @property
     def publishes(self) -> bool:
@@ -82,7 +85,7 @@ class ServedLearner:
     def learn(self, chunk: Sequence[ServedText], number: int, passed_over: int) -> ServedChunk:
         """Learn from a chunk, and publish what came of it.
 
-        Raises SpecctlError where that has done harm for `GIVE_UP` chunks.
+        Raises SpecctlError where that has done harm for `GIVE_UP` chunks; behind a proxy learning ends, and it stays.
         """
         version, restored = self.publisher.version, self.publisher.restored
         accepted = acceptance(chunk, self._since)
@@ -94,7 +97,7 @@ class ServedLearner:
             self.pupil.buffer.take(BufferedText(example, []), None)
             self._count += 1
         before, played = self.pupil.state(), self.pupil.played()
-        lesson = self.pupil.learn(accepted)
+        lesson = ENDED if self._ended else self.pupil.learn(accepted)
         self._before = accepted
         publication = None
         if self.publishes and not torch.equal(played, self.pupil.played()):
@@ -157,10 +160,12 @@ class ServedLearner:
         failed = publication is not None and publication.verdict != "published"
         self._harmed = self._harmed + 1 if failed or lesson.outcome.status == "refused" else 0
         if self._harmed == GIVE_UP:
-            raise SpecctlError(
-                f"nothing was learnt from {GIVE_UP} chunks in a row: updates do harm, are not finite, or not published",
-                hint="lower learner.lr, or set learner.clip",
-            )
+            problem = f"nothing was learnt from {GIVE_UP} chunks in a row: updates do harm, are not finite or not taken"
+            hint = "lower learner.lr, or set learner.clip"
+            if self.recipe.traffic.listen is None:
+                raise SpecctlError(problem, hint=hint)
+            self._ended = True
+            progress.warn(f"{problem} ({hint}): learning ends here, requests are passed on")
 
     def _saved(self) -> Path:
         return self.pupil.save(self.place, {"mat": {}})

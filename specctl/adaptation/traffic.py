@@ -130,7 +130,7 @@ class LogTraffic:
     Attributes:
         size: texts in a chunk; the last one may have fewer.
         follow: wait for lines that are not there yet; without, the end of the file is the end.
-        limit: texts in all; None = no end but a signal.
+        limit: texts in all, passed over or not; None = no end but a signal.
         passed_over: texts that nothing was learnt from for want of time.
         stdin, total: as those of a stream of prompts.
     """
@@ -167,9 +167,12 @@ class LogTraffic:
         tail.seek(self._place)
         waiting: deque[tuple[ServedText, LogPlace]] = deque()
         try:
-            while self.limit is None or self._count < self.limit:
-                wanted = self.size if self.limit is None else min(self.size, self.limit - self._count)
+            while True:
                 self._read(tail, waiting)
+                left = self.size if self.limit is None else self.limit - self._count - self.passed_over
+                wanted = min(self.size, left)
+                if wanted <= 0:
+                    return
                 if len(waiting) >= wanted or (waiting and not self.follow):
                     taken = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
                     self._count, self._place = self._count + len(taken), taken[-1][1]

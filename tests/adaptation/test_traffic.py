@@ -164,7 +164,7 @@ def test_texts_come_while_they_are_waited_for(text, tmp_path):
 
 def test_the_oldest_are_passed_over_where_learning_is_slower(text, tmp_path):
     write(tmp_path / "log", range(1, 101))
-    reading = traffic(tmp_path / "log", text, limit=12)
+    reading = traffic(tmp_path / "log", text, limit=100)
     found = flat(numbers(reading.chunks()))
     assert found == [*range(101 - BACKLOG * 3, 101)] and reading.passed_over == 100 - BACKLOG * 3
 

@@ -1,6 +1,7 @@
 """`online --server`: what is learnt from served texts is published, proven and, where it does harm, taken back."""
 
 import dataclasses
+import itertools
 import json
 import threading
 import time
@@ -154,14 +155,16 @@ def test_it_goes_on_where_it_was_stopped(go, engine, tmp_path, target, head, mon
 def through_proxy(go, engine, count):
     """The result of a run whose texts are those of a client of its proxy."""
     port = []
+    every = ([5, 6, 7 + n] for n in itertools.count())
+    prompts = list(itertools.islice((ids for ids in every if len(engine.text(ids, 6, 0, 0)[0]) > 1), count))
 
     def client():
         until = time.monotonic() + 60
         while not port and time.monotonic() < until:
             time.sleep(0.02)
         with httpx.Client(transport=httpx.HTTPTransport(retries=30)) as http:
-            for n in range(count):
-                body = {"model": "builtin", "prompt": [5, 6, 7 + n], "max_tokens": 6, "temperature": 0, "seed": 0}
+            for ids in prompts:  # a text of one token says nothing, and does not count
+                body = {"model": "builtin", "prompt": ids, "max_tokens": 6, "temperature": 0, "seed": 0}
                 answer = http.post(f"{port[0]}/v1/completions", json=body, timeout=30)
                 assert answer.status_code == 200 and "token_ids" not in answer.json()["choices"][0]
 
@@ -277,7 +280,7 @@ def test_one_engine_for_all(go, engine, target, exported, tmp_path):
         go(engine, server={"urls": [engine.url, other.url]})
 
 
-def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine, tmp_path):
+def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine):
     """The exchange fails once; clients are answered all the same, and the next version gets in."""
     swaps = []
 
@@ -289,3 +292,11 @@ def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine, tm
     result = through_proxy(go, engine, 8)
     assert verdicts(result)[0] == "failed" and "published" in verdicts(result)[1:]
     assert engine.version == result.version and result.prompts == 8
+
+
+def test_clients_are_served_when_learning_has_ended(go, engine, monkeypatch):
+    monkeypatch.setattr("specctl.adaptation.traffic.BACKLOG", 100)
+    engine.histograms = {f"v00000{n}": WORSE for n in range(2, 9)}
+    result = through_proxy(go, engine, 14)
+    assert verdicts(result) == ["rolled back"] * 5 + [None] * 2 and engine.version == "v000001"
+    assert [row["status"] for row in result.per_chunk[5:]] == ["rested"] * 2 and result.prompts == 14
