@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +80,9 @@ def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = Non
         Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
         SpecctlError: updates go on doing harm, or the disk is full.
     """
-    target, (algo,), (seed,) = target or load_target(**recipe.target.loading), recipe.algo, recipe.seeds
+    # A copy, as its context becomes as short as that of the engines.
+    target = copy.copy(target) if target is not None else load_target(**recipe.target.loading)
+    (algo,), (seed,) = recipe.algo, recipe.seeds
     start = recipe.start_of(recipe.family_of(algo))
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": {str(start): checkpoint.fingerprint(start)}}
     journal = States(recipe, run, stamp, VERSIONS, SHOWN, (CHUNKS, COUNTS))

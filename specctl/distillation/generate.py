@@ -6,6 +6,7 @@ neither on the batch a prompt fell into nor on how often the run was stopped.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -70,7 +71,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
             answered = partial(_decoded, recipe, decoding, drafter)
             text: TargetText = decoding
         else:
-            text = target or load_target_text(**recipe.target.described)
+            text = copy.copy(target) if target is not None else load_target_text(**recipe.target.described)
             client.check(text)
             answered = partial(_served, recipe, client, rejections)
         run.annotate(target=text.identity)

@@ -75,7 +75,8 @@ def verdicts(result):
     return [row["publication"] and row["publication"]["verdict"] for row in result.per_chunk]
 
 
-def test_what_is_better_is_published(go, engine, tmp_path):
+def test_what_is_better_is_published(go, engine, tmp_path, target):
+    context = target.context_length
     engine.histograms = {"v000001": SAME, "v000002": BETTER, "v000003": BETTER, "v000004": BETTER, "v000005": BETTER}
     result, document = go(engine)
     assert verdicts(result) == ["published"] * 4 and result.version == engine.version == "v000005"
@@ -84,6 +85,7 @@ def test_what_is_better_is_published(go, engine, tmp_path):
     first = result.per_chunk[0]["publication"]
     assert (first["mat_before"], first["mat_after"]) == (1.75, 2.8)
     assert engine.posted.count("drafter_swap") == 5 and json.dumps(document)
+    assert target.context_length == context != engine.context
     assert checkpoint.load(tmp_path / "run" / "learnt").config["family"] == "eagle3"
     assert len((tmp_path / "run" / "counts.jsonl").read_text().splitlines()) == 8
 
