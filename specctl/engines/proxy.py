@@ -181,8 +181,9 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((host.strip("[]"), int(port)))
-        except OSError as error:
-            raise UsageError(f"cannot listen on {listen}: {error.strerror}", "--listen 127.0.0.1:8100") from error
+        except (OSError, OverflowError) as error:  # the latter for ports beyond 65535
+            why = getattr(error, "strerror", None) or str(error)
+            raise UsageError(f"cannot listen on {listen}: {why}", "--listen 127.0.0.1:8100") from error
         place.listen(2048)
         arguments = json.dumps([place.fileno(), servers, str(log), max_bytes])
         process = subprocess.Popen(

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 from specctl.families import DEFAULT, UNTRAINED, learning, mixing
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
 from specctl.recipe.lookahead import REASONING, LookaheadRecipe
-from specctl.recipe.sections import Fraction, LocalPath, Names, OneOf, PositiveFloat, Section
+from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.server import ServerRecipe
 from specctl.recipe.stream import LearningRecipe, counted
@@ -41,7 +41,9 @@ class PublicationRecipe(Section):
     # where there are any; 0 = trust the learner.
     probes: NonNegativeInt = 8
     tokens: PositiveInt = 64  # of the answer to each, at most
-    level: Fraction = 0.05  # how often a version that is no worse may be put back all the same
+    level: Annotated[float, Field(gt=0, lt=1)] = (
+        0.05  # how often a version that is no worse may be put back all the same
+    )
     keep: PositiveInt = 3  # versions on the disk
     dir: LocalPath | None = None  # of the versions, readable by the engines; None = in the run directory
 

@@ -258,7 +258,7 @@ def test_what_a_server_cannot_do_is_said(fields, problem):
 def test_another_recipe_does_not_go_on(go, engine):
     go(engine, prompts=4)
     with pytest.raises((CheckpointError, RecipeError, SpecctlError)):
-        go(engine, prompts=4, resume=True, publication={"probes": 2})
+        go(engine, prompts=4, resume=True, learner={"holdout": 0.5})
 
 
 def test_what_was_learnt_from_proves_nothing(go, engine):
