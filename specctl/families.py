@@ -120,6 +120,8 @@ LEAST_WINDOW = 64  # a head's sliding window: no draft is as deep, so only commi
 LM = "lm"  # that lookahead reasoning trains
 UNTRAINED = {"lookup": "specctl.drafters.lookup:drafter", "suffix": "specctl.drafters.suffix:drafter"}
 """Drafters that a name is enough for: function of a `DraftingRecipe` → drafter."""
+GROWING = "retrieval"
+"""In `online`, a text drafter that reads all texts of the stream so far, too."""
 NAMED = {"none": "specctl.decoding.plain:drafter", **UNTRAINED}
 
 

@@ -13,8 +13,11 @@ from specctl.drafters.candidates import Candidates, Trust
 TEXT, HEAD = 0, 1  # who claims
 # Of what a text drafter and a head claim, by eighths of the probability: how many times as often it came true. Greedy
 # texts take the likeliest token more often than a head, which has learnt the target's distribution, gives it. Measured
-# on development prompts of four domains with eagle3 heads; each text corrects it.
-CAME_TRUE = ((2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95), (1.8, 1.4, 1.7, 1.5, 1.4, 1.2, 1.2, 1.04))
+# on development prompts of four domains with eagle3 heads, of a store of responses on those of two; each text corrects
+# it.
+TEXT_CAME_TRUE = (2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95)
+STORE_CAME_TRUE = (0.85, 1.0, 1.25, 1.3, 1.4, 1.2, 1.0, 0.97)
+HEAD_CAME_TRUE = (1.8, 1.4, 1.7, 1.5, 1.4, 1.2, 1.2, 1.04)
 # Texts are told apart by the tokens that the text drafter is expected to get accepted; what a head adds to that depends
 # on it. Before anything is known: so many tokens, worth as much as so many rounds.
 EDGES = (0.05, 0.25, 1.0, 2.5)
@@ -50,8 +53,9 @@ class Pending:
 class Gate:
     """Facts about one text: which claims came true, what decoding yields, what the head adds."""
 
-    def __init__(self) -> None:
-        self.trust = tuple(map(Trust, CAME_TRUE))
+    def __init__(self, came_true: tuple[float, ...] = TEXT_CAME_TRUE) -> None:
+        """`came_true`: of what the text drafter claims."""
+        self.trust = Trust(came_true), Trust(HEAD_CAME_TRUE)
         self.tokens, self.cost = TOKENS, COST
         self.added, self.rounds = [0.0] * len(GAIN), [0.0] * len(GAIN)  # tokens, and rounds that the head was asked in
         self.levels = LEVELS

@@ -13,6 +13,7 @@ arXiv 2406.17276); the gate between two kinds of drafters is ours.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -39,7 +40,13 @@ class Grower(Drafter, Protocol):
 
 
 class TextDrafter(Drafter, Protocol):
-    """A drafter that reads its drafts off text, without a forward pass."""
+    """A drafter that reads its drafts off text, without a forward pass.
+
+    Attributes:
+        came_true: of what it claims, by eighths of the probability, how many times as often it comes true (`gate`).
+    """
+
+    came_true: tuple[float, ...]
 
     def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """At most `nodes` continuations of every sequence, with their probabilities."""
@@ -135,7 +142,7 @@ class Hybrid:
     def _gates(self, state: DecodeState) -> list[Gate]:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(Gate, state.batch)
+            memory = state.memory[self] = PerText(partial(Gate, self.text.came_true), state.batch)
         return memory.rows
 
     def advance(self, state: DecodeState) -> None:

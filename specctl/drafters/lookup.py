@@ -12,6 +12,7 @@ import torch
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.candidates import ProposedTree
+from specctl.drafters.gate import TEXT_CAME_TRUE
 from specctl.recipe import DraftingRecipe
 
 # On a CPU 8 rows cost what 1 costs, more do not. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 /
@@ -28,6 +29,7 @@ class Lookup:
     """Drafts a chain of up to `depth` tokens (None = the device's default) behind a match of `longest`..`shortest`."""
 
     taps: tuple[int, ...] = ()
+    came_true = TEXT_CAME_TRUE
 
     def __init__(self, depth: int | None = None, longest: int = LONGEST, shortest: int = SHORTEST):
         self.depth, self.longest, self.shortest = depth, longest, shortest

@@ -16,17 +16,20 @@ from torch import Tensor
 
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import WEIGHTS, misfit
-from specctl.drafters.datastore import LONGEST, SEPARATOR, Datastore
+from specctl.drafters.datastore import LONGEST, SEPARATOR, Datastore, GrowingDatastore
 from specctl.drafters.suffix import Suffix
 from specctl.recipe import DraftingRecipe
 
 
 def collect(texts: Iterable[tuple[list[int], int]]) -> Datastore:
-    """A store of responses, from (tokens, prompt length) pairs.
+    """A store of responses, from (tokens, prompt length) pairs."""
+    return Datastore.of(document(tokens, length) for tokens, length in texts)
 
-    The end of the prompt is kept as context for the first response tokens; what is before it would never be drafted.
-    """
-    return Datastore.of(tokens[max(0, length - LONGEST) :] for tokens, length in texts)
+
+def document(tokens: list[int], prompt_length: int) -> list[int]:
+    """The part of a text that a store keeps: the response, and the end of the prompt as context for its first tokens;
+    what is before that would never be drafted."""
+    return tokens[max(0, prompt_length - LONGEST) :]
 
 
 def config(store: Datastore, target: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +59,6 @@ def _fit(tokens: Tensor, suffixes: Tensor) -> bool:
     return bool(suffixes.min() >= 0 and suffixes.max() < len(tokens))
 
 
-def drafter(store: Datastore, target: Target, drafting: DraftingRecipe) -> Suffix:
+def drafter(store: Datastore | GrowingDatastore, target: Target, drafting: DraftingRecipe) -> Suffix:
     """Drafts from `store` and from the text itself."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children, corpus=store)

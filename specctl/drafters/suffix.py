@@ -12,7 +12,8 @@ from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.automaton import Match, SuffixAutomaton
 from specctl.drafters.candidates import ProposedTree
-from specctl.drafters.datastore import Datastore
+from specctl.drafters.datastore import Datastore, GrowingDatastore
+from specctl.drafters.gate import STORE_CAME_TRUE, TEXT_CAME_TRUE
 from specctl.drafters.trie import Place, TextTreeShape, first_level, grow
 from specctl.recipe import DraftingRecipe
 
@@ -25,6 +26,7 @@ from specctl.recipe import DraftingRecipe
 # from the text, 2 to 16 % less from a store. Not measured on a GPU, where rows are cheap.
 NODES = {"cpu": 7, "cuda": 30}
 DEPTH, CHILDREN = 16, 5
+LEAST = 0.02  # probability of a node beside a head: a row costs more than one that is less probable yields
 
 
 class Suffix:
@@ -37,22 +39,27 @@ class Suffix:
         depth: int | None = None,
         nodes: int | None = None,
         children: int | None = None,
-        corpus: Datastore | None = None,
+        corpus: Datastore | GrowingDatastore | None = None,
     ):
         self.depth, self.nodes, self.children = depth or DEPTH, nodes, children or CHILDREN
         self.corpus = corpus
+        self.came_true = TEXT_CAME_TRUE if corpus is None else STORE_CAME_TRUE
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """At most `budget` nodes, no deeper than a sequence has room for."""
-        trees = self.offer(state, min(self._shape(state).nodes, budget))
+        trees = self._trees(state, min(self._shape(state).nodes, budget))
         return DraftTree.from_trees([(tree.tokens, tree.parents) for tree in trees], state.device)
 
     def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+        """The `nodes` most probable continuations of every text that are worth a row at all."""
+        return self._trees(state, nodes, LEAST)
+
+    def _trees(self, state: DecodeState, nodes: int, least: float = 0.0) -> list[ProposedTree]:
         """The `nodes` most probable continuations of every text, no deeper than it has room for."""
         self.advance(state)
         shape, trees = self._shape(state), []
         for text, row in zip(state.memory[self].rows, state.rows, strict=True):
-            fitting = TextTreeShape(min(shape.depth, row.room), nodes, shape.children)
+            fitting = TextTreeShape(min(shape.depth, row.room), nodes, shape.children, least)
             trees.append(grow(self._places(text.automaton, row.ids), fitting))
         return trees
 

@@ -28,11 +28,13 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class TextTreeShape:
-    """A draft: the best `nodes` continuations, at most `depth` deep, `children` of a node at most."""
+    """A draft: the best `nodes` continuations, at most `depth` deep, `children` of a node at most, none less probable
+    than `least`."""
 
     depth: int
     nodes: int
     children: int
+    least: float = 0.0
 
 
 def grow(places: Sequence[Place], shape: TextTreeShape) -> ProposedTree:
@@ -48,6 +50,8 @@ def grow(places: Sequence[Place], shape: TextTreeShape) -> ProposedTree:
     while True:
         if depth < shape.depth:
             for token, probability, behind in _children(places, shape.children):
+                if joint * probability < shape.least:
+                    continue
                 found += 1
                 heapq.heappush(waiting, (-joint * probability, found, token, node, depth + 1, probability, behind))
         if not waiting or len(tree.tokens) >= shape.nodes:

@@ -1,12 +1,14 @@
 """The suffix array against sorting, lookups against a scan of the documents."""
 
+from array import array
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl.drafters import datastore
-from specctl.drafters.datastore import LONGEST, SEPARATOR, UNSEEN, Datastore, suffix_array
+from specctl.drafters.datastore import LONGEST, SEPARATOR, UNSEEN, Datastore, GrowingDatastore, flatten, suffix_array
 from specctl.drafters.trie import TextTreeShape, grow
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=4)
@@ -33,7 +35,7 @@ def test_suffix_array_of_adversarial_texts(tokens):
 def test_occurrences_are_all_and_no_others(documents, context):
     store = Datastore.of(documents)
     flat = store.tokens.tolist()
-    found = [int(store.suffixes[place]) for place in store.occurrences(context)]
+    found = [int(store.suffixes[place]) for place in store.occurrences(array("i", context))]
     assert sorted(found) == [at for at in range(len(flat)) if flat[at : at + len(context)] == context]
 
 
@@ -84,3 +86,51 @@ def test_almost_nothing_in_store(documents):
     store = Datastore.of(documents)
     assert grow([store.find([4], 3)], TextTreeShape(3, 3, 3)) == ([], [], [])
     assert store.find([], 3).rows == []
+
+
+def inside(found):
+    """The continuations, up to the end of their documents."""
+    return sorted(row[: row.index(SEPARATOR)] if SEPARATOR in row else row for row in found.rows)
+
+
+@settings(deadline=None)  # a busy machine sorts some of them slowly
+@given(
+    chunks=st.lists(DOCUMENTS, min_size=1, max_size=12),
+    limit=st.integers(8, 400),
+    ids=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+)
+def test_a_store_that_grows_is_one_of_its_newest_documents(chunks, limit, ids):
+    """Documents stay whole and in order, the newest always; what is found is what one sorting of them all would find,
+    and another store goes on from its state."""
+    store, other, everything = GrowingDatastore(limit), GrowingDatastore(limit), []
+    for chunk in chunks:
+        store.add(chunk)
+        everything += chunk
+    kept = store.tokens.tolist()
+    assert len(store) == len(kept) <= limit
+    count = kept.count(SEPARATOR)
+    assert kept == flatten(everything[len(everything) - count :]).tolist()
+    if len(flatten(everything)) <= limit:
+        assert count == len(everything)
+    if 0 < len(kept) <= datastore.SAMPLE:  # nothing is sampled
+        assert inside(store.find(ids, 4)) == inside(Datastore.of(everything[len(everything) - count :]).find(ids, 4))
+    other.restore(store.state())
+    assert [part.tokens.tolist() for part in other.parts] == [part.tokens.tolist() for part in store.parts]
+
+
+def test_additions_are_sorted_a_few_times_each(monkeypatch):
+    """1,024 additions of one document: ten parts at most, and no token is sorted more often than that."""
+    sorted_tokens = []
+    monkeypatch.setattr(datastore, "suffix_array", lambda tokens: sorted_tokens.append(len(tokens)) or tokens)
+    store = GrowingDatastore(10**6)
+    for n in range(1024):
+        store.add([[n] * 7])
+        assert len(store.parts) <= 10
+    assert len(store) == 8 * 1024 and sum(sorted_tokens) <= 11 * len(store)
+
+
+def test_a_document_larger_than_the_store_is_none():
+    store = GrowingDatastore(10)
+    store.add([[1, 2, 3]])
+    store.add([[4] * 20])
+    assert len(store) == 0 and store.find([1], 3).rows == []

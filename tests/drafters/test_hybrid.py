@@ -14,7 +14,17 @@ from specctl.decoding.sampling import GREEDY
 from specctl.drafters import costs, names, pool
 from specctl.drafters.candidates import Candidates, ProposedTree, Trust
 from specctl.drafters.costs import ROWS, Costs
-from specctl.drafters.gate import CAME_TRUE, GAIN, HEAD, PATIENCE, TEXT, Gate, Pending
+from specctl.drafters.gate import (
+    GAIN,
+    HEAD,
+    HEAD_CAME_TRUE,
+    PATIENCE,
+    STORE_CAME_TRUE,
+    TEXT,
+    TEXT_CAME_TRUE,
+    Gate,
+    Pending,
+)
 from specctl.drafters.hybrid import Hybrid
 from specctl.drafters.lookup import Lookup
 from specctl.errors import CheckpointError, UsageError
@@ -81,7 +91,7 @@ class TestTrust:
         assert Trust([9.0] * 8)(1.0) < 1
 
     def test_a_prior_for_every_eighth(self):
-        assert {len(ratios) for ratios in CAME_TRUE} == {8}
+        assert {len(ratios) for ratios in (TEXT_CAME_TRUE, STORE_CAME_TRUE, HEAD_CAME_TRUE)} == {8}
 
 
 def text_of(*ids, passes=1):
@@ -299,4 +309,4 @@ class TestNames:
             pool.load_drafter(name, target, DraftingRecipe())
 
     def test_who_claims(self):
-        assert (TEXT, HEAD) == (0, 1)  # places in CAME_TRUE
+        assert (TEXT, HEAD) == (0, 1)  # places in Gate.trust
