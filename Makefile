@@ -36,6 +36,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.run
 	$(BIN)/specctl distill --recipe demo/distill --overwrite
 	$(BIN)/specctl train-drafter --recipe demo/train --overwrite
+	$(BIN)/specctl train-drafter --recipe demo/store --overwrite
 	$(BIN)/specctl eval --recipe demo/eval --overwrite
 
 # Files of tests go to as many processes as there are cores: each computes with one thread. In the order of their names:
