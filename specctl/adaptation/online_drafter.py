@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from specctl.adaptation.account import Account
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.ranks import ALONE, Group
 from specctl.adaptation.stream_learner import Lesson, StreamLearner, new_buffer
@@ -26,6 +28,7 @@ from specctl.decoding.timing import synchronise
 from specctl.drafters import checkpoint
 from specctl.drafters.feature import FeatureDrafter
 from specctl.drafters.mixture import Mixture
+from specctl.families import FAMILIES
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
 from specctl.training.checkpoint import prefixed, under
 from specctl.training.data import Corpus, batches
@@ -83,6 +86,7 @@ class OnlineDrafter(StreamLearner):
         self.trainee.store = self.buffer = self._new_buffer()
         self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
         self.watchdog = Watchdog(self.rule)
+        self.account = Account(self.rule.budget)
         self.chunks = 0
         self.drafter = self.play()
 
@@ -126,9 +130,12 @@ class OnlineDrafter(StreamLearner):
         """Options of `decode` for texts of these labels."""
         return {"drafter": self.drafter, "on_round": self.buffer.observe, "labels": labels}
 
-    def sit(self, acceptance: Acceptance) -> Lesson:
-        """Learn from the chunk that was just answered, and play the new weights from now on."""
-        lesson = self.learn(acceptance)
+    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+        """Learn from the chunk that was just answered in so many seconds, and play the new weights from now on."""
+        self.account.earn(decode_s)
+        lesson = self.learn(acceptance, short=self.account.short)
+        if lesson.outcome.status != "rested":
+            self.account.spend(lesson.learn_s)
         # Any other, even one that moved no member, may play other weights: by a lower η, or another draw among them.
         if lesson.outcome.status in ("static", "rested"):
             return lesson
@@ -137,14 +144,18 @@ class OnlineDrafter(StreamLearner):
         synchronise(self.target.device)
         return replace(lesson, swap_s=time.perf_counter() - began)
 
-    def learn(self, acceptance: Acceptance) -> Lesson:
-        """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is."""
+    def learn(self, acceptance: Acceptance, *, short: bool = False) -> Lesson:
+        """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is. `short` of time, only
+        where acceptance has fallen."""
         began = time.perf_counter()
+        self._unroll(acceptance)
         fresh, older = self._texts()
         now, judges = holdout.split(fresh, self.rule.holdout)
         learnt = [*older, *now]
         held = [text for judge in judges for text in self.batches([judge])]
-        ruling, outcome = self.watchdog.learn(self.learner, self.objective, self.batches(learnt), acceptance, held)
+        ruling, outcome = self.watchdog.learn(
+            self.learner, self.objective, self.batches(learnt), acceptance, held, short=short
+        )
         if outcome.status in ("rested", "static"):
             learnt, judges = [], []
         self.judges = [judge.index for judge in judges]
@@ -161,6 +172,12 @@ class OnlineDrafter(StreamLearner):
             self.learner.rates,
             time.perf_counter() - began,
         )
+
+    def _unroll(self, acceptance: Acceptance) -> None:
+        """Train as many draft depths as rounds reach, and one more, where the family unrolls them."""
+        if FAMILIES[self.training.arch].unrolls:
+            wanted = self.rule.ttt_steps or min(math.ceil(acceptance.length) + 1, self.training.ttt_steps)
+            self.trainee.module.steps = wanted
 
     def _texts(self) -> tuple[list[Example], list[Example]]:
         """The chunk's own, and those of earlier ones to learn from: the judges of the chunk before, which nothing was
@@ -199,7 +216,9 @@ class OnlineDrafter(StreamLearner):
         facts, tensors = self.buffer.state()
         tensors = prefixed("buffer.", tensors) | prefixed("learner.", self.learner.state())
         tensors |= prefixed("watchdog.", self.watchdog.state())
-        return {"buffer": facts, "chunks": self.chunks, "seen": self._seen, "judges": [*self.judges]}, tensors
+        account = [self.account.balance, self.account.price]
+        position = {"chunks": self.chunks, "seen": self._seen, "judges": [*self.judges], "account": account}
+        return {"buffer": facts, **position}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Go on from what `state` has told. CheckpointError where it is that of another learner."""
@@ -208,4 +227,5 @@ class OnlineDrafter(StreamLearner):
         self.watchdog.restore(under("watchdog.", tensors))
         self.chunks, self._seen = index(facts["chunks"]), index(facts["seen"])
         self.judges = [index(judge) for judge in facts["judges"]]
+        self.account.balance, self.account.price = map(float, facts["account"])
         self.drafter = self.play()

@@ -8,8 +8,6 @@ back at once.
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from specctl import progress
+from specctl.adaptation.student import gained
 from specctl.adaptation.traffic import ServedText
-from specctl.adaptation.updates.watchdog import Acceptance, as_normal
+from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.engines.records import Answer, Ask, Drafting, EngineError, Loaded, Refusal
 from specctl.recipe import PublicationRecipe
 from specctl.training.checkpoint import discard
@@ -169,11 +168,7 @@ def worse(before: Sequence[Drafting], after: Sequence[Drafting], level: float) -
     """
     pairs = [(one.mat, other.mat) for one, other in zip(before, after, strict=True)]
     gains = [now - then for then, now in pairs if then is not None and now is not None]
-    if len(gains) < 2 or statistics.fmean(gains) >= 0:
-        return False
-    error = statistics.stdev(gains) / math.sqrt(len(gains))
-    limit = statistics.NormalDist().inv_cdf(1 - level)
-    return error == 0 or as_normal(-statistics.fmean(gains) / error, len(gains) - 1) > limit
+    return gained([-gain for gain in gains], level)
 
 
 def acceptance(texts: Sequence[ServedText], since: float = 0.0) -> Acceptance:

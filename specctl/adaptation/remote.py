@@ -118,7 +118,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         """Chunks that were answered and are not learnt from yet."""
         return len(self.sent) + len(self.waiting)
 
-    def sit(self, acceptance: Acceptance) -> Lesson:
+    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
         began = time.perf_counter()
         self._hand_over(acceptance)

@@ -136,8 +136,10 @@ class Specialists(StreamLearner):
         options: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
         return options | {"on_round": self.buffer.observe} if self.learns else options
 
-    def sit(self, acceptance: Acceptance) -> Lesson:
-        """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played."""
+    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+        """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played, and
+        has its share of the seconds by them."""
+        total = max(1, self.rounds.total())
         winners = set()
         for index, text in self.buffer.texts.items():
             played = self._won[text.example.prompt_id]
@@ -148,7 +150,9 @@ class Specialists(StreamLearner):
                 buffer.take(text, self._own(self.buffer.kept.get(index), buffer.taps))
         self.buffer.clear()
         self.lessons = {
-            name: pupil.sit(self._acceptance(name)) for name, pupil in self.pupils.items() if name in winners
+            name: pupil.sit(self._acceptance(name), decode_s * self.rounds[name] / total)
+            for name, pupil in self.pupils.items()
+            if name in winners
         }
         for counts in (self._won, self._accepted, self._verified):
             counts.clear()

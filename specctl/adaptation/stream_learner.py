@@ -54,8 +54,8 @@ class StreamLearner(ABC):
         """Options of `decode` for texts of these labels."""
 
     @abstractmethod
-    def sit(self, acceptance: Acceptance) -> Lesson:
-        """Learn from the chunk that was just answered, and play the new weights from now on."""
+    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+        """Learn from the chunk that was just answered in so many seconds, and play the new weights from now on."""
 
     @abstractmethod
     def retarget(self, target: Target) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from specctl.errors import UsageError
-from specctl.families import FAMILIES, UNTRAINED, listed
+from specctl.families import FAMILIES, GROWING, UNTRAINED, listed
 from specctl.formats.registry import readers
 
 SWITCH = " "  # where help names the kind of a value: a switch takes none
@@ -135,14 +135,19 @@ FLAGS: dict[str, Flag] = {
     "target_schedule": Flag(
         ("target_schedule",), str, "Targets along the stream: ./step-100:400,./step-200:400.", metavar="LIST"
     ),
-    "beside": Flag(("beside",), str, f"{listed([*UNTRAINED])}: every head drafts in one tree with it.", metavar="NAME"),
+    "beside": Flag(
+        ("beside",),
+        str,
+        f"{GROWING} (default), {listed([*UNTRAINED])}: every head drafts in one tree with it; or none.",
+        metavar="NAME",
+    ),
     "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
     "asynchronous": Flag(
         ("asynchronous",), bool, "A process of its own learns while the decoder goes on; no two such runs are equal."
     ),
     "learner_device": Flag(("learner_device",), str, "With --async: where; several share the work: cuda:1,cuda:2."),
     "online_baselines": Flag(
-        ("baselines",), str, "vanilla,static,lookup (default), suffix, some of them, or none.", _none_or_names
+        ("baselines",), str, "vanilla,static,lookup,retrieval (default), suffix, some of them, or none.", _none_or_names
     ),
     "allow_code_execution": Flag(
         ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."

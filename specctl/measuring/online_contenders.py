@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,10 +24,11 @@ from specctl.decoding import metrics
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
-from specctl.drafters import pool
+from specctl.drafters import pool, retrieval
 from specctl.drafters.costs import Costs
+from specctl.drafters.datastore import GrowingDatastore
 from specctl.errors import SpecctlError, UsageError
-from specctl.families import UNTRAINED
+from specctl.families import GROWING, UNTRAINED
 from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
@@ -42,7 +44,9 @@ class ChunkRow:
     `loss` is per token and from before learning; `losses` and `weights` are those of an ensemble's members, `rates` the
     η of the next chunk. `learn_s` is spent on learning (asynchronous: on handing the chunk over), `swap_s` on making a
     drafter of new weights, `behind` counts chunks that are not learnt from yet. Asynchronous learning says what it knew
-    last. `draft_length`: mean k of the chunk's rounds, where it is chosen. `untrained_mat`: of lookup and suffix.
+    last. `draft_length`: mean k of the chunk's rounds, where it is chosen. `untrained_mat`: of lookup, suffix and
+    retrieval. `store_s`: on taking the chunk's texts into the store that the latter reads; part of `learn_s` where a
+    learner drafts beside it.
     """
 
     algo: str
@@ -74,6 +78,7 @@ class ChunkRow:
     behind: int
     draft_length: float | None
     untrained_mat: dict[str, float | None] = field(default_factory=dict)
+    store_s: float = 0.0
 
 
 def static_name(recipe: OnlineRecipe, algo: str) -> str:
@@ -93,8 +98,9 @@ class OnlineContenders:
         static = STATIC in recipe.baselines
         self.fixed = self._load_fixed() if static and not recipe.pool else {}
         self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
+        self.store = GrowingDatastore(recipe.buffer.store_tokens)  # what everybody has said, which is the same
         self.untrained: dict[str, Drafter] = {
-            name: pool.load_drafter(name, target, recipe.drafting) for name in UNTRAINED if name in recipe.baselines
+            name: self._text_drafter(name) for name in (*UNTRAINED, GROWING) if name in recipe.baselines
         }
         twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
         if twice:
@@ -169,7 +175,7 @@ class OnlineContenders:
 
     def _drafting(self, name: str, drafter: Drafter) -> dict[str, Any]:
         """Options of `decode` for a drafter: at its own depth, or at the one that pays, or beside a text drafter."""
-        if self.recipe.beside is not None:
+        if self.recipe.companion is not None:
             return self._hybrid(name, drafter)
         if self.recipe.draft_length == "fixed":
             return {"drafter": drafter}
@@ -180,14 +186,19 @@ class OnlineContenders:
 
     def _hybrid(self, name: str, head: Drafter) -> dict[str, Any]:
         """Options of `decode` for a head and the recipe's text drafter as one."""
-        recipe, beside = self.recipe, self.recipe.beside
+        recipe, beside = self.recipe, self.recipe.companion
         assert beside is not None
         algo = next(algo for algo in self.pupils if name in (algo, static_name(recipe, algo)))
         both = f"{recipe.start_of(recipe.family_of(algo))}+{beside}"
         if both not in self.costs:
             self.costs[both] = pool.hybrid_costs(both, head, self.target)
-        text = pool.load_drafter(beside, self.target, recipe.drafting)
-        return {"drafter": pool.hybrid(both, head, text, self.costs[both])}
+        return {"drafter": pool.hybrid(both, head, self._text_drafter(beside), self.costs[both])}
+
+    def _text_drafter(self, name: str) -> Drafter:
+        """A drafter that nobody trains: of the text alone, or of the stream's texts so far, too."""
+        if name == GROWING:
+            return retrieval.drafter(self.store, self.target, self.recipe.drafting)
+        return pool.load_drafter(name, self.target, self.recipe.drafting)
 
     def case(self, arrival: Arrival) -> Case:
         room = self.target.context_length - len(arrival.ids)
@@ -214,18 +225,30 @@ class OnlineContenders:
         Raises SpecctlError where one has not been able to for `GIVE_UP` chunks.
         """
         domains = dict(Counter(arrival.prompt.domain for arrival in chunk))
-        rows = []
+        rows, store_s = [], self._remember([record for record in records if record.drafter == self.recipe.algo[0]])
         for name, pupil in self.pupils.items():
             answers = [record.decoded for record in records if record.drafter == name]
             lesson = pupil.sit(
-                Acceptance.of((answer.accepted, answer.accepted + answer.rejections) for answer in answers)
+                Acceptance.of((answer.accepted, answer.accepted + answer.rejections) for answer in answers),
+                sum(answer.decode_s for answer in answers),
             )
             self._watch(name, lesson)
-            rows.append(self._row(name, lesson, domains, answers, records))
+            if self.recipe.companion == GROWING:
+                lesson = replace(lesson, learn_s=lesson.learn_s + store_s)
+            rows.append(replace(self._row(name, lesson, domains, answers, records), store_s=store_s))
         self.chunks += 1
         if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
-            self.fixed_pool.sit(Acceptance())
+            self.fixed_pool.sit(Acceptance(), 0.0)
         return rows
+
+    def _remember(self, records: Sequence[Record]) -> float:
+        """Take the texts of a chunk into the store, where somebody reads it: the seconds that it has taken."""
+        if GROWING not in (self.recipe.companion, *self.recipe.baselines):
+            return 0.0
+        began = time.perf_counter()
+        texts = [record.decoded for record in records]
+        self.store.add(retrieval.document(text.prompt_ids + text.output_ids, len(text.prompt_ids)) for text in texts)
+        return time.perf_counter() - began
 
     def _row(
         self, name: str, lesson: Lesson, domains: dict[str, int], own: Sequence[Decoded], records: Sequence[Record]
@@ -299,6 +322,7 @@ class OnlineContenders:
         for name, pupil in self.pupils.items():
             facts[name], found = pupil.state()
             tensors |= prefixed(f"{name}/", found)
+        tensors |= prefixed("store/", self.store.state())
         lengths = {name: length.state() for name, length in self.lengths.items()}
         position = {
             "target": self.target.name,
@@ -313,6 +337,8 @@ class OnlineContenders:
         """Go on from what `state` has told."""
         self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
         self.refused = Counter(facts["refused"])
+        if stored := under("store/", tensors):  # runs of before there was one have none
+            self.store.restore(stored)
         for name, pupil in self.pupils.items():
             pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
         drafters = self.fixed | {

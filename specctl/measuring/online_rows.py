@@ -16,7 +16,7 @@ import numpy as np
 
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Floats, Interval, ratio
-from specctl.families import UNTRAINED
+from specctl.families import GROWING, UNTRAINED
 from specctl.measuring.contenders import VANILLA
 from specctl.measuring.measured import Measured, columns, unusable
 from specctl.measuring.online_contenders import ChunkRow, static_name
@@ -37,7 +37,7 @@ class LearnerRow:
     """
 
     algo: str
-    kind: str  # learner, static, untrained (lookup, suffix) or baseline
+    kind: str  # learner, static, untrained (lookup, suffix, retrieval) or baseline
     family: str | None
     mat: float | None
     mat_interval: Interval | None
@@ -101,6 +101,8 @@ class Passes:
         self.learn_s: dict[str, dict[Unit, float]] = defaultdict(lambda: defaultdict(float))
         for chunk in chunks:
             self.learn_s[chunk.algo][chunk.chunk] += chunk.learn_s + chunk.swap_s
+            if chunk.algo == recipe.algo[0]:  # every learner's row tells it
+                self.learn_s[GROWING][chunk.chunk] += chunk.store_s
 
     def row(self, name: str) -> LearnerRow:
         """The row of a contender."""
@@ -160,7 +162,7 @@ class Passes:
     def _kind(self, name: str) -> str:
         if name in self.recipe.algo:
             return "learner"
-        return "untrained" if name in UNTRAINED else "baseline" if name == VANILLA else "static"
+        return "untrained" if name in (*UNTRAINED, GROWING) else "baseline" if name == VANILLA else "static"
 
     def _mats(self, name: str, other: str | None = None, domain: str | None = None) -> Measured:
         """mat of a contender, or its ratio to that of another one that has answered the same prompts."""

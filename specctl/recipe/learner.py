@@ -41,12 +41,19 @@ class LearnerOptions(Section):
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of Adam
     clip: NonNegativeFloat | None = None  # largest norm of a gradient; 0 = none
     epochs: PositiveInt | None = None  # inner loop over a chunk
+    # Draft depths that are trained, where a family unrolls them: None = one more than a round yields tokens, at most as
+    # many as training has. Deeper ones are hardly ever reached, and cost as much each.
+    ttt_steps: PositiveInt | None = None
     step: Literal["batch", "chunk"] = "batch"  # one inner step per batch, or per epoch on the whole chunk's gradient
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # hydra
     # Share of a chunk's texts, the newest, that judge its update: how far to go on the way that the others have led, or
     # back to the weights that the stream began with. They are learnt from with the next chunk. 0 = the papers' rules,
     # which trust every chunk.
     holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.25
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.05  # how often an update that changes nothing is taken all the same
+    # Share of the time of decoding that learning may take in the long run, where decoding waits for it: neither with
+    # `asynchronous` nor for a server. A fall of acceptance is learnt from at once, and paid for later. None = no limit.
+    budget: PositiveFloat | None = 0.05
     rest: NonNegativeInt = 3  # chunks not learnt from at most, after some that taught nothing, while acceptance holds
     radius: PositiveFloat | None = None  # D: weights stay within this distance of where they started; None = ∞
     hint: Literal["last", "mean", "none"] = "last"  # optimistic, opt-ensemble: h_t, from the gradients before it

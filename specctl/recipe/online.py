@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from specctl.families import DEFAULT, UNTRAINED, learning, mixing
+from specctl.families import DEFAULT, GROWING, UNTRAINED, learning, mixing
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
 from specctl.recipe.lookahead import REASONING, LookaheadRecipe
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
@@ -16,12 +16,15 @@ from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.server import ServerRecipe
 from specctl.recipe.stream import LearningRecipe, counted
 
+Rival = Annotated[str, OneOf(lambda: ("vanilla", "static", *UNTRAINED, GROWING))]
+
 
 class BufferRecipe(Section):
     """The replay buffer: what verification said about the texts to learn from."""
 
     max_mb: PositiveFloat = 512.0  # asynchronous: also of the chunks that wait for the learner
     feedback: Literal["verdict", "rerun"] = "verdict"  # rerun: a second pass of the target, to compare with
+    store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
     replay: NonNegativeFloat = 0.0  # texts of earlier chunks that are learnt from again, per text of the chunk
 
 
@@ -77,20 +80,27 @@ class OnlineRecipe(LearningRecipe):
     # to the end. They share vocabulary and sizes; `target` says how they are loaded.
     target_schedule: Names = []
     draft_length: Literal["fixed", "auto"] = "fixed"  # auto: as deep as pays, by running acceptance and cost
-    # A text drafter that every head drafts with in one tree, learner or not (a hybrid); it decides how deep.
-    beside: Annotated[str, OneOf(lambda: UNTRAINED)] | None = None
+    # A text drafter that every head drafts with in one tree, learner or not (a hybrid); it decides how deep. auto:
+    # retrieval, where nothing else decides that.
+    beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
     draft_cost: NonNegativeFloat | None = None  # auto: α, a draft token's cost in target steps; None = measured
     asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
     # asynchronous: where it learns; several devices share every batch: cuda:1,cuda:2; cpu,cpu = two processes.
     learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]
     # Who answers every prompt, too: plain decoding, the drafter that does not learn, drafters that nobody has to train.
-    baselines: list[Annotated[str, OneOf(lambda: ("vanilla", "static", *UNTRAINED))]] = ["vanilla", "static", "lookup"]
+    baselines: list[Rival] = ["vanilla", "static", "lookup", "retrieval"]
     batch: PositiveInt = 1  # sequences at a time
     save_outputs: bool = False
     server: ServerRecipe = ServerRecipe()  # engines of the target, which draft with what is learnt here
     baseline_server: ServerRecipe = ServerRecipe()  # one that keeps its drafter, asked the same prompts of the stream
     traffic: TrafficRecipe = TrafficRecipe()
     publication: PublicationRecipe = PublicationRecipe()
+
+    @field_validator("beside", mode="before")
+    @classmethod
+    def _nothing(cls, beside: Any) -> Any:
+        """Recipes of before there was a default say null."""
+        return "none" if beside is None else beside
 
     @field_validator("algo")
     @classmethod
@@ -135,7 +145,7 @@ class OnlineRecipe(LearningRecipe):
         if self.pool is not None:
             self._of_pool()
         self._of_stdin()
-        if self.beside is not None and (self.pool is not None or self.draft_length == "auto"):
+        if self.beside not in ("auto", "none") and (self.pool is not None or self.draft_length == "auto"):
             raise ValueError("beside: a hybrid decides itself how deep it drafts, and specialists of a pool have none")
         if "static" in self.baselines and "static" in (rule_and_family(name)[0] for name in self.algo):
             raise ValueError("the drafter that does not learn is a baseline already: set baselines without static")
@@ -166,7 +176,7 @@ class OnlineRecipe(LearningRecipe):
             "pool": self.pool is not None,
             "asynchronous": self.asynchronous,
             "target_schedule": bool(self.target_schedule),
-            "beside": self.beside is not None,
+            "beside": self.beside not in ("auto", "none"),
             "draft_length": self.draft_length == "auto",
             "sampling.exact": self.sampling.exact,
             "save_outputs": self.save_outputs,
@@ -216,6 +226,14 @@ class OnlineRecipe(LearningRecipe):
     def served(self) -> bool:
         """Whether engines answer, and not this process."""
         return bool(self.server.urls)
+
+    @property
+    def companion(self) -> str | None:
+        """The text drafter that every head drafts with."""
+        if self.beside != "auto":
+            return None if self.beside == "none" else self.beside
+        own = self.served or self.pool is not None or self.draft_length == "auto"
+        return None if own or self.drafting.proposal == "sampled" else GROWING
 
     @property
     def families(self) -> list[str]:

@@ -44,7 +44,7 @@ def test_a_parcel_brings_what_was_put_into_it():
 
 def hand_over(pupil, chunk):
     chunk.into(pupil.buffer)
-    pupil.sit(ACCEPTANCE)
+    pupil.sit(ACCEPTANCE, 0.0)
 
 
 def wait_for(pupil):
@@ -115,13 +115,13 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     with pupil.awake():
         others[4].into(pupil.buffer)
     assert [one.texts for one in pupil.waiting] == [chunks[4].texts] and pupil.buffer.bytes + first.bytes <= limit
-    lesson = pupil.sit(ACCEPTANCE)
+    lesson = pupil.sit(ACCEPTANCE, 0.0)
     assert (lesson.dropped, lesson.behind) == (3 * len(QUESTIONS), 3)
     assert capsys.readouterr().err.count("slower than the stream") == 1
 
     again = RemoteOnlineDrafter(made, "ogd", tiny, 0)
     again.restore(*pupil.state())
-    assert again.behind == 3 and again.sit(ACCEPTANCE).dropped == 3 * len(QUESTIONS)
+    assert again.behind == 3 and again.sit(ACCEPTANCE, 0.0).dropped == 3 * len(QUESTIONS)
     facts, tensors = OnlineDrafter.state(pupil)
     outbox.put(Learnt(lesson, pupil.played(), facts, Parcel.of(tensors)))
     with pupil.awake():

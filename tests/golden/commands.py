@@ -22,7 +22,17 @@ CPU = ("--device", "cpu", "--dtype", "fp32")
 SHORT = ("--max-new-tokens", 8, *CPU)
 TRAINING = ("eval.prompts=1", "eval.fraction=0.5", "eval.max_new_tokens=4", "batch_tokens=32", *CPU)
 PROMPTS = ("--prompts", "{domain}.jsonl", "--domain", "sql,math", "--limit", 1, *SHORT)
-STREAM = ("--prompts", "{domain}.jsonl", "--schedule", "sql:2,math:1", "--chunk", 2, "checkpoint.every=1", *SHORT)
+STREAM = (
+    "--prompts",
+    "{domain}.jsonl",
+    "--schedule",
+    "sql:2,math:1",
+    "--chunk",
+    2,
+    "checkpoint.every=1",
+    "learner.budget=null",
+    *SHORT,
+)
 STEPS = (
     *("--prompts", "math.jsonl", "--chunk", 1, "--temperature", 0, "checkpoint.every=1", *CPU),
     *("reasoning.budget=12", "reasoning.answer_tokens=4", "reasoning.step_tokens=6", "reasoning.depth=2"),

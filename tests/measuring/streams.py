@@ -57,7 +57,8 @@ def write_prompts(place, questions=QUESTIONS):
 
 
 def recipe(prompts, init, target, **fields):
-    """Two prompts a chunk, six tokens an answer."""
+    """Two prompts a chunk, six tokens an answer. Learning may take as long as it does, so that equal runs are equal."""
+    learner = {"budget": None, **fields.pop("learner", {})}
     sampling = {"max_new_tokens": 6, **fields.pop("sampling", {})}
     stream = {"chunk": 2, **fields.pop("stream", {})}
     data = {"domain": ["sql"], "prompts": str(prompts), **fields.pop("data", {})}
@@ -65,6 +66,7 @@ def recipe(prompts, init, target, **fields):
     return OnlineRecipe(
         **found
         | {"data": DataRecipe(**data), "sampling": SamplingRecipe(**sampling), "stream": stream, "init": init}
+        | {"learner": learner, "beside": "none", "baselines": ["vanilla", "static", "lookup"]}
         | fields
     )
 

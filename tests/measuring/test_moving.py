@@ -208,6 +208,30 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkey
         assert mats["lookup"][name] >= max(mats[None][name], mats[None]["lookup"])
 
 
+def test_what_was_said_before_is_drafted(tmp_path, prompts, tiny, pool):
+    """Every prompt comes twice, a chunk later: the second answer is known by heart, and only by `retrieval`."""
+    again = tmp_path / "again.jsonl"
+    known = prompts.read_text().splitlines(keepends=True)[:4]
+    again.write_text(2 * "".join(known[:2]) + 2 * "".join(known[2:]))
+    made = recipe(again, pool / "good", tiny, algo=["static"], baselines=["suffix", "retrieval"])
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert found.lossless.mismatches == 0
+    first, second = ([row.untrained_mat for row in found.per_chunk][n::2] for n in (0, 1))
+    assert all(mats["retrieval"] > 2 * mats["suffix"] for mats in second)
+    assert first[0]["retrieval"] == first[0]["suffix"]
+    retrieval = next(row for row in found.learners if row.algo == "retrieval")
+    assert retrieval.kind == "untrained" and retrieval.learn_s > 0
+
+
+def test_heads_draft_beside_what_was_said_before(tmp_path, prompts, tiny, pool, monkeypatch):
+    """Its time is the learner's; a run that goes on knows it again."""
+    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    made = recipe(prompts, pool / "good", tiny, algo=["ogd"], beside="retrieval", baselines=["static"])
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert found.lossless.mismatches == 0 and all(row.learn_s > row.store_s > 0 for row in found.per_chunk)
+
+
 def test_a_mixture_drafts_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkeypatch):
     free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
     monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)

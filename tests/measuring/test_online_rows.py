@@ -26,6 +26,7 @@ class Cost:
 
     def __init__(self, seed, chunk, seconds=1.0):
         self.algo, self.seed, self.chunk, self.learn_s, self.swap_s = "ogd", seed, chunk, seconds, 0.5
+        self.store_s = 0.25
         self.ruling, self.status, self.dropped = "keep", "updated", 0
 
 

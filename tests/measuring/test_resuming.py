@@ -455,7 +455,7 @@ COMMAND = [sys.executable, "-m", "specctl", "online"]
 def launch(place, made, *flags):
     """The installed command on a recipe."""
     file = place.parent / "recipe.yaml"
-    fields = made.model_dump(mode="json", include=made.model_fields_set, exclude_none=True)
+    fields = made.model_dump(mode="json", include=made.model_fields_set)
     file.write_text(json.dumps({"command": "online", **fields}))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with open(place.parent / "log", "a") as log:

@@ -33,7 +33,8 @@ class UpdateOutcome:
     """The effect of a chunk on a learner.
 
     Attributes:
-        status: updated; rested = it was not learnt from, as nothing had come of that lately; refused = a loss or
+        status: updated; rested = it was not learnt from, as nothing had come of that lately, or
+            as learning had used up its share of the time; refused = a loss or
             gradient of every member was not finite, and they stay as they were; empty = the chunk had nothing to learn
             from; static = the algorithm does not learn; pending = a process of its own has not come to an end of it.
         loss: per token, before learning: of the only member during the first pass, each batch before the step on it; of
@@ -152,7 +153,7 @@ class Ensemble:
             vectors = [descent.at(place) for descent in descents]
             return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
 
-        places = holdout.places(losses)
+        places = holdout.places(losses, self._options.level)
         for descent, place in zip(descents, places, strict=True):
             descent.settle(place)
         return places

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specctl.adaptation.student import as_normal
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.objective import Objective
 from specctl.adaptation.updates.registry import Learner
@@ -43,6 +44,11 @@ class Acceptance:
         return sum(verified for _, verified in self.texts)
 
     @property
+    def length(self) -> float:
+        """Tokens of a round with the target's own, if no draft was too short; 1 where nothing was verified."""
+        return self.verified / max(self.verified - self.accepted, 1) if self.verified else 1.0
+
+    @property
     def rate(self) -> float:
         return self.accepted / self.verified if self.verified else 0.0
 
@@ -66,12 +72,6 @@ def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
         return False
     between = before.variance + after.variance
     return not between or as_normal(fall / math.sqrt(between), len(before.texts) + len(after.texts) - 2) > Z
-
-
-def as_normal(t: float, freedom: int) -> float:
-    """The z ≥ 0 that a normal variable exceeds as rarely as Student's t of so many degrees of freedom exceeds t ≥ 0
-    (Wallace 1959)."""
-    return (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(t * t / freedom))
 
 
 class Watchdog:
@@ -101,15 +101,18 @@ class Watchdog:
         chunk: Sequence[Any],
         acceptance: Acceptance,
         held: Sequence[Any] = (),
+        *,
+        short: bool = False,
     ) -> tuple[Ruling, UpdateOutcome]:
         """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
         the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
 
         A chunk that is refused is tried with the weights from before the last update, too: where that goes well, these
         were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` are the
-        texts of the chunk, a batch each, by which the new update has to prove itself at once.
+        texts of the chunk, a batch each, by which the new update has to prove itself at once. `short` of time, nothing
+        is learnt while acceptance holds.
         """
-        if self._rest and not fell(self._before, acceptance, self._options.tolerance):
+        if (self._rest or short) and not fell(self._before, acceptance, self._options.tolerance):
             self._sleep(acceptance)
             return "keep", UpdateOutcome("rested")
         whole = [*chunk, *held]
@@ -131,7 +134,7 @@ class Watchdog:
 
     def _sleep(self, acceptance: Acceptance) -> None:
         """Rest for a chunk: what may fall is the least acceptance seen meanwhile."""
-        self._rest -= 1
+        self._rest = max(self._rest - 1, 0)
         known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
         self._before = min(known, key=lambda one: one.rate, default=acceptance)
 
