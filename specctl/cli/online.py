@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl import progress
-from specctl.cli import online_reasoning
+from specctl.cli import online_reasoning, online_served
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
@@ -75,7 +75,7 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
     with library_output():
         warm_up(recipe, first, data)
         _, document = api.execute("online", recipe)
-    shown = online_reasoning.show if isinstance(recipe, ReasonRecipe) else show_served if served else show
+    shown = online_reasoning.show if isinstance(recipe, ReasonRecipe) else online_served.show if served else show
     output.result(document, shown, brief=document["run_dir"])
 
 
@@ -175,7 +175,7 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
     if isinstance(recipe, ReasonRecipe):
         return [*plans, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
     if recipe.served:
-        return [*plans, *served_steps(recipe)]
+        return [*plans, *online_served.steps(recipe, stream_of(recipe))]
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
         several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"
@@ -183,24 +183,12 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
     return [
         *plans,
         f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "
-        f"with {', '.join([*recipe.baselines, *recipe.algo])}",
+        f"with {', '.join([*recipe.baselines, *recipe.algo])}"
+        + (f", heads in one tree with {recipe.companion}" if recipe.companion else ""),
         f"{where} after every {recipe.chunk} prompts: "
         + ", ".join(f"{name} from {recipe.pool or recipe.start_of(recipe.family_of(name))}" for name in recipe.algo),
         "compare every text with plain decoding's, and save what was learnt",
     ]
-
-
-def served_steps(recipe: OnlineRecipe) -> list[str]:
-    """The plan of `online --server`, in words; no server is asked."""
-    urls, source = ", ".join(recipe.server.urls), recipe.traffic
-    texts = f"ask {urls} for texts ({stream_of(recipe)})"
-    if source.listen is not None:
-        texts = f"pass requests to {source.listen} on to {urls}"
-    elif source.log is not None:
-        texts = f"read the texts of {urls} in {source.log}" + (", as they come" if source.follow else "")
-    (algo,), start = recipe.algo, recipe.start_of(recipe.families[0])
-    publish = "publish what is better, and roll back what is not" if recipe.publication.enabled else "publish nothing"
-    return [texts, f"learn after every {recipe.chunk} texts: {algo} from {start}", publish]
 
 
 def stream_of(recipe: LearningRecipe) -> str:
@@ -229,52 +217,10 @@ def show(document: dict[str, Any]) -> Any:
     return Group(
         *parts,
         *map(cell, doubts(document)),
+        *([f"every head drafts in one tree with {document['beside']}"] if document["beside"] else []),
         "all texts against plain decoding: " + verdict(document["lossless"]),
         *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
         f"machine: {machine(document['machine'])}",
-        f"run: {cell(document['run_dir'])}",
-    )
-
-
-def show_served(document: dict[str, Any]) -> Any:
-    """A row per chunk, then what was published, and what it was worth."""
-    from rich.console import Group
-
-    titles = (
-        "chunk",
-        "drafted by",
-        "texts",
-        "mat",
-        "mat of the baseline",
-        "learnt",
-        "published",
-        "mat before",
-        "after",
-    )
-    rows = []
-    for row in document["per_chunk"]:
-        sent = row["publication"] or dict.fromkeys(("version", "verdict", "mat_before", "mat_after"))
-        word = sent["version"] if sent["verdict"] == "published" else sent["verdict"]
-        own = [row[name] for name in ("chunk", "version", "prompts", "mat", "baseline_mat", "status")]
-        rows.append([*own, word, sent["mat_before"], sent["mat_after"]])
-    empty = [place for place in range(len(titles)) if all(row[place] is None for row in rows)]
-    kept = [place for place in range(len(titles)) if place not in empty]
-    shown = table(*(titles[place] for place in kept), rows=[[row[place] for place in kept] for row in rows])
-    parts = [shown]
-    if document["over_baseline"] is not None:
-        low, high = document["over_baseline_interval"] or (None, None)
-        between = f" ({low:.2f} to {high:.2f})" if low is not None else ""
-        parts.append(
-            f"mat over the baseline's: {document['over_baseline']:.2f}{between}; "
-            f"in the last chunk {document['over_baseline_last'] or float('nan'):.2f}"
-        )
-    if document["passed_over"]:
-        parts.append(f"{document['passed_over']} texts came faster than they could be learnt from")
-    return Group(
-        *parts,
-        f"{document['published']} versions published, {document['rolled_back']} rolled back, "
-        f"{document['restored']} times replaced by somebody else; {document['version'] or 'nothing'} is served",
-        f"learnt: {cell(document['drafter'])}",
         f"run: {cell(document['run_dir'])}",
     )
 

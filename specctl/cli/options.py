@@ -89,7 +89,10 @@ FLAGS: dict[str, Flag] = {
         ("server.urls",), str, "vLLM or SGLang of the target, or several with commas: http://host:8000.", metavar="URL"
     ),
     "baseline_server": Flag(
-        ("baseline_server.urls",), str, "With --server: the same target without a drafter.", metavar="URL"
+        ("baseline_server.urls",),
+        str,
+        "With --server: one to compare with: no drafter; for online, one that stays.",
+        metavar="URL",
     ),
     "listen": Flag(
         ("traffic.listen",), str, "With --server: a proxy to it, whose requests are learnt from.", metavar="HOST:PORT"

@@ -38,14 +38,15 @@ OWN = (
 class OnlineResult:
     """The result document of `online`: the first learner's own numbers, then all contenders side by side.
 
-    `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `static` is the row of the
-    same drafter without learning, None where that was not asked for. `drafters`: each learner's, as it was after the
-    first pass. `rounds_on`: where all contenders' rounds ran; a learner looks on, so it is the host, also with a GPU,
-    where those of `eval` run on the device and are faster.
+    `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `beside`: the text drafter
+    in every head's tree. `static` is the row of the same drafter without learning, None where that was not asked for.
+    `drafters`: each learner's, as it was after the first pass. `rounds_on`: where all contenders' rounds ran; a learner
+    looks on, so it is the host, also with a GPU, where those of `eval` run on the device and are faster.
     """
 
     algo: str
     family: str | None
+    beside: str | None
     chunks: int
     prompts: int
     mat: float | None
@@ -179,6 +180,7 @@ def _result(
     domains = dict.fromkeys(record.domain for record in records)
     return OnlineResult(
         **{name: getattr(first, name) for name in OWN},
+        beside=recipe.companion,
         chunks=len(chunks) // len(recipe.algo),
         prompts=sum(row.prompts for row in chunks if row.algo == first.algo),
         static=static,

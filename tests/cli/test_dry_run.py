@@ -15,7 +15,8 @@ YAML = [name for name in shipped() if name not in JSON + SCRIPTS]
 @pytest.fixture
 def workplace(tmp_path, distilled):
     """The directories that recipes read: drafters and distilled data."""
-    for path in ("drafters/sql-eagle3", "demo-out/drafters/sql-eagle3", "heads/sql-eagle3"):
+    of_demo = ("demo-out/drafters/sql-eagle3", "demo-out/drafters/sql-retrieval")
+    for path in ("drafters/sql-eagle3", *of_demo, "heads/sql-eagle3"):
         (tmp_path / path).mkdir(parents=True)
         for name in ("config.json", "drafter.json"):
             (tmp_path / path / name).write_text("{}")

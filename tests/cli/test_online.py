@@ -25,7 +25,8 @@ def start(tmp_path, tiny):
     return ["--target", tiny.name, "--dtype", "fp32", "--device", "cpu", "--prompts", "prompts.jsonl", "--init", "lm"]
 
 
-SMALL = ["--max-new-tokens", "6", "--chunk", "2", "--beside", "none", "learner.budget=null"]
+ALONE = ["--beside", "none", "learner.budget=null"]  # heads as they are, learning whatever it takes
+SMALL = ["--max-new-tokens", "6", "--chunk", "2", *ALONE]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_nothing_recovers(specctl, start, tmp_path):
     """η so large that every update has to be taken back: after eight chunks that is the end, with what to do."""
     write_prompts(tmp_path, [f"Count to {n}." for n in range(10)])
     options = ["--max-new-tokens", "4", "--chunk", "1", "--lr", "1e30", "--baselines", "static", "--output-dir", "run"]
-    done = specctl("online", *start, *options, "--json")
+    done = specctl("online", *start, *ALONE, *options, "--json")
     assert done.code == 1, done.err
     assert "ogd has learnt nothing for 8 chunks" in done.json["error"]["message"]
     assert "learner.lr" in done.json["error"]["hint"] and "Traceback" not in done.err
@@ -178,7 +179,7 @@ def test_a_smaller_rate_recovers(specctl, start, tmp_path):
     """The same, but it shrinks fast enough: warnings, and a run that ends well."""
     write_prompts(tmp_path, [f"Count to {n}." for n in range(4)])
     options = ["--max-new-tokens", "4", "--chunk", "1", "--lr", "1e30", "learner.backoff=1e-34", "--output-dir", "run"]
-    done = specctl("online", *start, *options, "--json")
+    done = specctl("online", *start, *ALONE, *options, "--json")
     assert done.code == 0, done.err
     assert [row["ruling"] for row in done.json["per_chunk"]] == ["keep", "rollback", "keep", "keep"]
     assert done.json["learners"][0]["rollbacks"] == 1 and done.json["lossless"]["mismatches"] == 0
@@ -214,3 +215,28 @@ def test_it_warms_up_first_and_says_so(specctl, tmp_path):
     again = specctl("online", *options, "--json")
     assert again.code == 0 and "warming" not in again.err, again.err
     assert checkpoint.fingerprint(tmp_path / "drafters/sql-hydra") == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "retrieval"),
+        (["--beside", "suffix"], "suffix"),
+        (["--beside", "none"], None),
+        (["--draft-length", "auto"], None),
+        (["drafting.proposal=sampled"], None),
+    ],
+)
+def test_who_drafts_beside_the_heads(specctl, start, options, said):
+    """By default the texts of the stream, unless something else decides how deep drafts are."""
+    done = specctl("online", *start, *options, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    told = [step.partition("in one tree with ")[2] for step in done.json["steps"] if "in one tree with" in step]
+    assert told == ([said] if said else [])
+
+
+def test_recipes_of_before_have_no_companion(specctl, start, tmp_path):
+    """They say null, which is none."""
+    (tmp_path / "old.yaml").write_text("command: online\nbeside: null\n")
+    done = specctl("online", "--recipe", "old.yaml", *start, "--dry-run", "--json")
+    assert done.code == 0 and done.json["recipe"]["beside"] == "none", done.err

@@ -9,6 +9,7 @@ import torch
 from specctl import api
 from specctl.commands.eval import evaluate
 from specctl.decoding.device import rounds as device_round
+from specctl.drafters import costs
 from specctl.recipe import DataRecipe, EvalRecipe
 from specctl.runs import Run
 from tests.measuring.streams import (
@@ -86,6 +87,17 @@ def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads,
     for name in made.algo:
         moved = weights(tmp_path / "run", name)
         assert moved.keys() == start.keys() and any(not torch.equal(moved[key], start[key]) for key in start)
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "dflash", "hydra", "medusa"])
+def test_every_family_drafts_beside_what_was_said(tmp_path, prompts, tiny, heads, family, monkeypatch):
+    """A head that nobody trained, where rows and levels cost nothing: it and the store change no text."""
+    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    options = {"beside": "retrieval", "baselines": ["vanilla", "static"], "batch": 2}
+    found, document = learnt(tmp_path / "run", recipe(prompts, heads(family), tiny, algo=["ogd"], **options), tiny)
+    assert found.lossless.sequences == 2 * len(QUESTIONS) and found.lossless.mismatches == 0
+    assert document["beside"] == "retrieval" and found.static.mat >= 1
 
 
 def weights_of(place):

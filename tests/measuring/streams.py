@@ -14,7 +14,7 @@ from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingReci
 from specctl.runs import Run
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name", "Say hi."]
-TIMES = {"elapsed_s", "tokens_per_s", "decode_s", "learn_s", "swap_s", "prefill_s"}
+TIMES = {"elapsed_s", "tokens_per_s", "decode_s", "learn_s", "swap_s", "store_s", "prefill_s"}
 
 
 def sure_target(place, path):

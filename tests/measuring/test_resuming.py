@@ -72,7 +72,7 @@ def make(tmp_path_factory, tiny, copy):
     return made
 
 
-TWICE = {"seeds": [0, 1], "baselines": ["vanilla"]}
+TWICE = {"seeds": [0, 1], "baselines": ["vanilla", "retrieval"]}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop, tu
     same_runs(tmp_path / "run", place, [name + seed for name in ALGO for seed in ("", "-seed1")])
     for key in ("chunks", "prompts", "mat", "mat_first", "mat_last", "lossless", "rejected"):
         assert getattr(found, key) == getattr(theirs, key), key
-    assert found.lossless.sequences == 2 * 2 * len(QUESTIONS)
+    assert found.lossless.sequences == 3 * 2 * len(QUESTIONS)
     assert found.drafters.keys() == theirs.drafters.keys()
 
 
