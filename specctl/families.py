@@ -68,13 +68,13 @@ LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 FAMILIES: dict[str, Family] = {
     "eagle": Family(
-        "specctl.drafters.eagle",
+        "specctl.drafters.eagle.drafter",
         rates=ONE_LAYER,
         adaptable=LAYER,  # not the fusion, half of which is tabulated
         learning=Learning(adam=3e-5, epochs=5, clip=0.5, mixes=True),
     ),
     "eagle3": Family(
-        "specctl.drafters.eagle3",
+        "specctl.drafters.eagle3.drafter",
         rates=ONE_LAYER,
         unrolls=True,
         adaptable=("fc", *LAYER, "lm_head"),
@@ -82,14 +82,14 @@ FAMILIES: dict[str, Family] = {
         learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "dflash": Family(
-        "specctl.drafters.dflash",
+        "specctl.drafters.dflash.drafter",
         rates=ONE_LAYER,
         adaptable=("fc", *LAYER),
         options=("block_size", "markov_rank"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5),
     ),
     "hydra": Family(
-        "specctl.drafters.hydra",
+        "specctl.drafters.hydra.drafter",
         epochs=10,
         rates={"adamw": 5e-4, "muon": 5e-4},
         strides=False,
@@ -97,13 +97,13 @@ FAMILIES: dict[str, Family] = {
         learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
     ),
     "medusa": Family(
-        "specctl.drafters.medusa",
+        "specctl.drafters.medusa.drafter",
         rates={"adamw": 1e-3, "muon": 1e-3},
         strides=False,
         learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
     ),
     "lm": Family(
-        "specctl.drafters.lm",
+        "specctl.drafters.lm.model",
         trainee="specctl.training.trainees:LMTrainee",
         epochs=3,
         rates=ONE_LAYER,
@@ -113,12 +113,12 @@ FAMILIES: dict[str, Family] = {
         adaptable=LAYER,
         learning=Learning(adam=2e-5, epochs=1, clip=1.0),
     ),
-    "retrieval": Family("specctl.drafters.retrieval", trainee=None),
+    "retrieval": Family("specctl.drafters.retrieval.drafter", trainee=None),
 }
 DEFAULT = "eagle3"
 LEAST_WINDOW = 64  # a head's sliding window: no draft is as deep, so only committed tokens ever leave it
 LM = "lm"  # that lookahead reasoning trains
-UNTRAINED = {"lookup": "specctl.drafters.lookup:drafter", "suffix": "specctl.drafters.suffix:drafter"}
+UNTRAINED = {"lookup": "specctl.drafters.text.lookup:drafter", "suffix": "specctl.drafters.text.suffix:drafter"}
 """Drafters that a name is enough for: function of a `DraftingRecipe` → drafter."""
 GROWING = "retrieval"
 """In `online`, a text drafter that reads all texts of the stream so far, too."""

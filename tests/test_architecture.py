@@ -117,7 +117,7 @@ def test_every_room_has_a_rule():
     [
         ("kernels.cpu", "from specctl.errors import UsageError"),
         ("kernels.cpu", "from ..decoding import loop"),
-        ("decoding.loop", "def f():\n    from specctl.drafters.lookup import Lookup"),
+        ("decoding.loop", "def f():\n    from specctl.drafters.text.lookup import Lookup"),
         ("training.loop", "import specctl.measuring.records"),
         ("distillation.store", "from specctl.cli.output import output"),
         ("progress", "from specctl import runs"),

@@ -18,9 +18,9 @@ from torch import Tensor
 from specctl.decoding.records import DraftTree, Label, Verdict
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
-from specctl.drafters.feature_layer import own_features
-from specctl.drafters.head import SlotBatch
-from specctl.drafters.lm import LMBatch
+from specctl.drafters.feature.head import SlotBatch
+from specctl.drafters.feature.layer import own_features
+from specctl.drafters.lm.model import LMBatch
 from specctl.training.example import Example
 from specctl.training.feature_files import Features
 from specctl.training.features import FeatureStore

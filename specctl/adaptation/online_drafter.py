@@ -26,8 +26,8 @@ from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.drafters import checkpoint
-from specctl.drafters.feature import FeatureDrafter
-from specctl.drafters.mixture import Mixture
+from specctl.drafters.feature.drafter import FeatureDrafter
+from specctl.drafters.feature.mixture import Mixture
 from specctl.families import FAMILIES
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
 from specctl.training.checkpoint import prefixed, under

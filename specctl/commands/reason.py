@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target, load_target
-from specctl.drafters import checkpoint, lm, pool
+from specctl.drafters import checkpoint, pool
+from specctl.drafters.lm import model as lm
 from specctl.measuring.measured import Measured
 from specctl.measuring.reasoning_journal import ReasoningChunk, ReasoningJournal, chunk_rows
 from specctl.measuring.reasoning_rows import ModeRow, acceptance_difference, row

@@ -17,8 +17,8 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, located, misfit, shown
-from specctl.drafters.costs import Costs, costs_of
-from specctl.drafters.hybrid import Grower, Hybrid, TextDrafter
+from specctl.drafters.hybrid.costs import Costs, costs_of
+from specctl.drafters.hybrid.drafter import Grower, Hybrid, TextDrafter
 from specctl.drafters.lora import Adapter, Update
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
 from specctl.errors import CheckpointError, UsageError

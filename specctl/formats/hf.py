@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specctl.drafters.blueprint import guarded, located
-from specctl.drafters.lm_config import check_plain, configuration, stored
+from specctl.drafters.lm.config import check_plain, configuration, stored
 from specctl.formats import engines
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, Serving, TargetFacts

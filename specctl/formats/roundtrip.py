@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from specctl.drafters import pool
-from specctl.drafters.head import SlotBatch
-from specctl.drafters.ttt_attention import Layout
+from specctl.drafters.feature.head import SlotBatch
+from specctl.drafters.feature.ttt_attention import Layout
 from specctl.errors import CheckpointError
 from specctl.families import FAMILIES
 from specctl.formats.head import Head

@@ -24,9 +24,10 @@ from specctl.decoding import metrics
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
-from specctl.drafters import pool, retrieval
-from specctl.drafters.costs import Costs
-from specctl.drafters.datastore import GrowingDatastore
+from specctl.drafters import pool
+from specctl.drafters.hybrid.costs import Costs
+from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import SpecctlError, UsageError
 from specctl.families import GROWING, UNTRAINED
 from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up

@@ -10,7 +10,7 @@ from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import names, pool
-from specctl.drafters.lookup import DEPTH
+from specctl.drafters.text.lookup import DEPTH
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import UNTRAINED
 from specctl.recipe import DraftingRecipe, SelectRecipe

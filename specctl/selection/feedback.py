@@ -23,8 +23,8 @@ from specctl.decoding.records import Request, Score, Verdict
 from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
-from specctl.drafters.feature import FeatureDrafter
-from specctl.drafters.stacked import Stacked, teams
+from specctl.drafters.feature.drafter import FeatureDrafter
+from specctl.drafters.feature.stacked import Stacked, teams
 from specctl.errors import SpecctlError
 from specctl.selection.recorded.trace import INNER, LEAF
 

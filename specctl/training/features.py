@@ -18,8 +18,8 @@ from torch import Tensor
 
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.target import Target
-from specctl.drafters.head import SlotBatch
-from specctl.drafters.ttt_attention import Layout, ranges
+from specctl.drafters.feature.head import SlotBatch
+from specctl.drafters.feature.ttt_attention import Layout, ranges
 from specctl.errors import SpecctlError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters import checkpoint, lm, lora, pool
+from specctl.drafters import checkpoint, lora, pool
+from specctl.drafters.lm import model as lm
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.families import FAMILIES

@@ -14,8 +14,8 @@ from specctl.decoding.loop import decode, stream
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
-from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DataRecipe, DistillRecipe, DrafterRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run

@@ -7,7 +7,8 @@ import torch
 
 from specctl.adaptation.updates.objective import Objective, with_distributions
 from specctl.adaptation.updates.registry import make_learner
-from specctl.drafters import lm, pool
+from specctl.drafters import pool
+from specctl.drafters.lm import model as lm
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.example import Example

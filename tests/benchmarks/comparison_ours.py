@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from specctl.drafters.ttt_attention import ranges
+from specctl.drafters.feature.ttt_attention import ranges
 from specctl.progress import track
 from specctl.recipe import FeatureRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run

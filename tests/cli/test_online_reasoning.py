@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.cli.online_reasoning import show
-from specctl.drafters import checkpoint, lm
+from specctl.drafters import checkpoint
+from specctl.drafters.lm import model as lm
 from specctl.recipe import DrafterRecipe
 from tests.measuring.streams import write_head, write_prompts
 

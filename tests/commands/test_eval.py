@@ -13,7 +13,8 @@ from specctl.commands.eval import evaluate, with_domains_of_drafters
 from specctl.decoding import metrics
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import checkpoint, lm, pool
+from specctl.drafters import checkpoint, pool
+from specctl.drafters.lm import model as lm
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import contenders
 from specctl.recipe import DataRecipe, DrafterRecipe, EvalRecipe, SamplingRecipe, TargetRecipe

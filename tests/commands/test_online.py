@@ -9,7 +9,7 @@ import torch
 from specctl import api
 from specctl.commands.eval import evaluate
 from specctl.decoding.device import rounds as device_round
-from specctl.drafters import costs
+from specctl.drafters.hybrid import costs
 from specctl.recipe import DataRecipe, EvalRecipe
 from specctl.runs import Run
 from tests.measuring.streams import (

@@ -19,9 +19,9 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Prompt, Rejections
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.measuring.contenders import Case
 from specctl.measuring.policy_rows import Stream

@@ -22,9 +22,10 @@ from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
-from specctl.drafters import eagle, lm
-from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from specctl.drafters.eagle import drafter as eagle
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from specctl.drafters.lm import model as lm
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 

@@ -15,8 +15,8 @@ from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Label, Request
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, UsageError
 from tests.decoding.test_device_round import SHAPES, WORDS, eagle3, small_lm
 

@@ -7,7 +7,7 @@ from specctl.decoding.loop import decode
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.sampling import GREEDY, Draws, Sampling
 from specctl.decoding.target import load_target
-from specctl.drafters.lookup import Lookup
+from specctl.drafters.text.lookup import Lookup
 
 HOT = Sampling(0.8, 0, 1.0)
 SHORT = {"max_new_tokens": 6, "sampling": GREEDY}

@@ -20,9 +20,9 @@ from specctl.decoding.models.loading import DTYPES, load_config, load_model, loa
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import Target, load_target
-from specctl.drafters.datastore import Datastore
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.retrieval.datastore import Datastore
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError
 from specctl.kernels.distill import Teacher
 from tests.conftest import write_tiny

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specctl.drafters.automaton import UNSEEN, Match, SuffixAutomaton
+from specctl.drafters.text.automaton import UNSEEN, Match, SuffixAutomaton
 
 TEXT = st.lists(st.integers(0, 2), max_size=24)
 

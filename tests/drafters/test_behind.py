@@ -5,10 +5,10 @@ import torch
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.medusa import MedusaDrafter
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.medusa.drafter import MedusaDrafter
+from specctl.drafters.text.lookup import Lookup
 from tests.drafters.test_depth_drafter import built
 from tests.drafters.test_stacked import SHAPE, eagle3_head
 from tests.lossless.drafters import own_weights

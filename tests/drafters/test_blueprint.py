@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specctl.drafters import checkpoint, lm, pool, retrieval
-from specctl.drafters.head import HeadConfig
-from specctl.drafters.lm_config import configuration
+from specctl.drafters import checkpoint, pool
+from specctl.drafters.feature.head import HeadConfig
+from specctl.drafters.lm import model as lm
+from specctl.drafters.lm.config import configuration
+from specctl.drafters.retrieval import drafter as retrieval
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 

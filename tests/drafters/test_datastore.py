@@ -7,9 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specctl.drafters import datastore
-from specctl.drafters.datastore import LONGEST, SEPARATOR, UNSEEN, Datastore, GrowingDatastore, flatten, suffix_array
-from specctl.drafters.trie import TextTreeShape, grow
+from specctl.drafters.retrieval import datastore
+from specctl.drafters.retrieval.datastore import (
+    LONGEST,
+    SEPARATOR,
+    UNSEEN,
+    Datastore,
+    GrowingDatastore,
+    flatten,
+    suffix_array,
+)
+from specctl.drafters.text.trie import TextTreeShape, grow
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=4)
 

@@ -7,9 +7,9 @@ from specctl.decoding.catch_up import CatchUp
 from specctl.decoding.loop import decode
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import dflash
-from specctl.drafters.dflash import BlockDrafter
-from specctl.drafters.dflash_head import BlockHead
+from specctl.drafters.dflash import drafter as dflash
+from specctl.drafters.dflash.drafter import BlockDrafter
+from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, DraftingRecipe

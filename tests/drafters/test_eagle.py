@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import eagle
-from specctl.drafters.eagle import EagleDrafter
+from specctl.drafters.eagle import drafter as eagle
+from specctl.drafters.eagle.drafter import EagleDrafter
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe

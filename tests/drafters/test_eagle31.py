@@ -7,11 +7,11 @@ from specctl.decoding.loop import decode
 from specctl.decoding.models import layers
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
-from specctl.drafters import eagle3
-from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from specctl.drafters.mixture import Mixture
-from specctl.drafters.stacked import Stacked, teams
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from specctl.drafters.feature.mixture import Mixture
+from specctl.drafters.feature.stacked import Stacked, teams
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, TrainRecipe

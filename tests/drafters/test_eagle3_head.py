@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specctl.drafters.eagle3 import architecture, config, restore
-from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.eagle3.drafter import architecture, config, restore
+from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
 from specctl.training.example import Example

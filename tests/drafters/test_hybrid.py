@@ -11,10 +11,12 @@ import torch
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import costs, names, pool
+from specctl.drafters import names, pool
 from specctl.drafters.candidates import Candidates, ProposedTree, Trust
-from specctl.drafters.costs import ROWS, Costs
-from specctl.drafters.gate import (
+from specctl.drafters.hybrid import costs
+from specctl.drafters.hybrid.costs import ROWS, Costs
+from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.drafters.hybrid.gate import (
     GAIN,
     HEAD,
     HEAD_CAME_TRUE,
@@ -25,8 +27,7 @@ from specctl.drafters.gate import (
     Gate,
     Pending,
 )
-from specctl.drafters.hybrid import Hybrid
-from specctl.drafters.lookup import Lookup
+from specctl.drafters.text.lookup import Lookup
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DraftingRecipe
 

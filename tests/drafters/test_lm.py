@@ -10,7 +10,9 @@ from specctl.decoding.loop import decode
 from specctl.decoding.protocols import Controller
 from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.decoding.state import APART
-from specctl.drafters import checkpoint, lm, lm_drafter
+from specctl.drafters import checkpoint
+from specctl.drafters.lm import drafter as lm_drafter
+from specctl.drafters.lm import model as lm
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe

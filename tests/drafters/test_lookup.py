@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lookup import Lookup, NGramIndex
+from specctl.drafters.text.lookup import Lookup, NGramIndex
 
 TEXT = st.lists(st.integers(0, 3), max_size=40)
 

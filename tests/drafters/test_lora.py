@@ -6,8 +6,9 @@ import torch
 from specctl.decoding.loop import decode
 from specctl.decoding.models.layers import Linear
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import checkpoint, eagle3, lora, pool
-from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters import checkpoint, lora, pool
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.errors import CheckpointError, RecipeError
 from specctl.families import FAMILIES

@@ -6,7 +6,7 @@ import torch
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
-from specctl.drafters.mixture import Mixture
+from specctl.drafters.feature.mixture import Mixture
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 SHAPES = {"chain": DraftingRecipe(depth=4, width=1, children=1, nodes=4), "tree": DraftingRecipe(depth=3, width=2)}

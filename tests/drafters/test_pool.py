@@ -9,10 +9,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.decoding.plain import NoDraft
-from specctl.drafters import checkpoint, lm, lm_drafter
-from specctl.drafters.lookup import Lookup
+from specctl.drafters import checkpoint
+from specctl.drafters.lm import drafter as lm_drafter
+from specctl.drafters.lm import model as lm
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from specctl.drafters import checkpoint, retrieval
-from specctl.drafters.datastore import LONGEST, SEPARATOR
+from specctl.drafters import checkpoint
 from specctl.drafters.pool import load_drafter
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.retrieval.datastore import LONGEST, SEPARATOR
+from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe
 

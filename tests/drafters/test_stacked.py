@@ -9,11 +9,12 @@ from specctl.decoding.loop import decode
 from specctl.decoding.models import layers
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
-from specctl.drafters import eagle, eagle3
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.lookup import Lookup
+from specctl.drafters.eagle import drafter as eagle
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.head import Eagle3Head
+from specctl.drafters.feature.stacked import Stacked, teams
 from specctl.drafters.lora import Adapter, LowRank
-from specctl.drafters.stacked import Stacked, teams
+from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.tree import TreeShape
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe

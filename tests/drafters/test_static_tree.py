@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specctl.drafters.static_tree import StaticTree, Trees, best_paths
+from specctl.drafters.depth.static_tree import StaticTree, Trees, best_paths
 from specctl.drafters.tree import TreeShape
 
 CPU = torch.device("cpu")

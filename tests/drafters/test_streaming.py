@@ -7,10 +7,10 @@ from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.device.rounds import device_rounds
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.dflash import BlockDrafter
-from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.hydra import HydraDrafter
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
+from specctl.drafters.dflash.drafter import BlockDrafter
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.hydra.drafter import HydraDrafter
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
 from specctl.drafters.tree import TreeShape
 from tests.drafters.test_depth_drafter import built
 from tests.drafters.test_dflash import block_head

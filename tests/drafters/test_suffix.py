@@ -5,10 +5,10 @@ import torch
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.automaton import Match, SuffixAutomaton
-from specctl.drafters.datastore import Datastore
-from specctl.drafters.suffix import Suffix, SuffixText
-from specctl.drafters.trie import TextTreeShape, first_level, grow
+from specctl.drafters.retrieval.datastore import Datastore
+from specctl.drafters.text.automaton import Match, SuffixAutomaton
+from specctl.drafters.text.suffix import Suffix, SuffixText
+from specctl.drafters.text.trie import TextTreeShape, first_level, grow
 
 DEPTH, NODES, CHILDREN = 6, 9, 3
 

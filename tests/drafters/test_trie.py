@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specctl.drafters.trie import Follower, TextTreeShape, first_level, grow
+from specctl.drafters.text.trie import Follower, TextTreeShape, first_level, grow
 
 
 @dataclass

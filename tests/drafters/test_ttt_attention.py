@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specctl.drafters import ttt_attention
-from specctl.drafters.ttt_attention import Layout, attention, reference
+from specctl.drafters.feature import ttt_attention
+from specctl.drafters.feature.ttt_attention import Layout, attention, reference
 
 LAYOUTS = {
     "last rows": Layout([(0, 7), (7, 12), (12, 31)], [(0, 3), (3, 8), (8, 9)], [4, 5, 6, 0, 1, 2, 3, 4, 18]),

@@ -22,7 +22,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.distillation.generate import distill
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.dflash import CANDIDATES
+from specctl.drafters.dflash.drafter import CANDIDATES
 from specctl.recipe import (
     DataRecipe,
     DistillRecipe,

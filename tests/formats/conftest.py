@@ -14,11 +14,11 @@ from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.dflash_head import BlockConfig, BlockHead
-from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from specctl.drafters.eagle_head import EagleHead
-from specctl.drafters.head import HeadConfig
-from specctl.drafters.lm import LM
+from specctl.drafters.dflash.head import BlockConfig, BlockHead
+from specctl.drafters.eagle.head import EagleHead
+from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from specctl.drafters.feature.head import HeadConfig
+from specctl.drafters.lm.model import LM
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
 
 STEPS = 4
@@ -67,11 +67,11 @@ def modules(target, family, **options):
     common = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size, draft_vocab_size=target.vocab_size)
     common |= dict(draft_heads=STEPS, taps=(target.num_layers,))
     if family == "medusa":
-        from specctl.drafters.depth_heads import HeadsConfig
-        from specctl.drafters.medusa import MedusaHeads
+        from specctl.drafters.depth.head import HeadsConfig
+        from specctl.drafters.medusa.drafter import MedusaHeads
 
         return randomised(MedusaHeads(HeadsConfig(**common, num_layers=1)))
-    from specctl.drafters.hydra_head import HydraConfig, HydraHeads
+    from specctl.drafters.hydra.head import HydraConfig, HydraHeads
 
     text = target.config
     prefix = dict(intermediate_size=text.intermediate_size, num_heads=text.num_attention_heads)

@@ -13,15 +13,16 @@ from specctl.decoding.loop import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
-from specctl.drafters import eagle, pool
-from specctl.drafters.costs import ROWS, Costs
-from specctl.drafters.datastore import Datastore
-from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from specctl.drafters.hybrid import Hybrid
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters import pool
+from specctl.drafters.eagle import drafter as eagle
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from specctl.drafters.hybrid.costs import ROWS, Costs
+from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.retrieval.datastore import Datastore
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, full_tree, own_weights, perfect, ragged

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl.commands.online import online
 from specctl.decoding.target import load_target
-from specctl.drafters import checkpoint, lm, pool
+from specctl.drafters import checkpoint, pool
+from specctl.drafters.lm import model as lm
 from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
 

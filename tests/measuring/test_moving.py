@@ -18,7 +18,8 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
-from specctl.drafters import checkpoint, costs
+from specctl.drafters import checkpoint
+from specctl.drafters.hybrid import costs
 from specctl.errors import CheckpointError, SpecctlError
 from specctl.measuring.online_contenders import OnlineContenders
 from specctl.recipe import OnlineRecipe

@@ -5,7 +5,8 @@ from transformers import LlamaForCausalLM
 
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
-from specctl.drafters import checkpoint, lm
+from specctl.drafters import checkpoint
+from specctl.drafters.lm import model as lm
 from specctl.errors import CheckpointError
 from specctl.measuring import lossless
 from specctl.measuring.transformers import load_assistant, load_generator

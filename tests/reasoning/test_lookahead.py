@@ -9,7 +9,7 @@ from specctl.adaptation.draft_length import TRY_EVERY
 from specctl.adaptation.stream import Arrival
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Prompt
-from specctl.drafters.lookup import Lookup
+from specctl.drafters.text.lookup import Lookup
 from specctl.errors import DataError, Interrupted
 from specctl.progress import interrupts
 from specctl.reasoning import lookahead

@@ -8,7 +8,8 @@ from transformers import LlamaForCausalLM
 
 from specctl.adaptation.stream import Arrival
 from specctl.distillation.prompts import Prompt
-from specctl.drafters import checkpoint, lm
+from specctl.drafters import checkpoint
+from specctl.drafters.lm import model as lm
 from specctl.errors import CheckpointError, UsageError
 from specctl.measuring.measured import Measured
 from specctl.measuring.reasoning_rows import acceptance_difference, rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainingArguments
 
-from specctl.drafters import lm
+from specctl.drafters.lm import model as lm
 from specctl.errors import CheckpointError, Interrupted
 from specctl.progress import interrupts
 from specctl.reasoning.lookahead import Mismatch

@@ -3,10 +3,10 @@
 import pytest
 
 from specctl.decoding.plain import NoDraft
-from specctl.drafters import eagle3
-from specctl.drafters.eagle3 import Eagle3Drafter
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.lookup import DEPTH, Lookup
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.eagle3.head import Eagle3Head
+from specctl.drafters.text.lookup import DEPTH, Lookup
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, SelectRecipe

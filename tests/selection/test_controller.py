@@ -6,9 +6,9 @@ import pytest
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.assembly import make_selector
 from specctl.selection.controller import Selector

@@ -8,10 +8,10 @@ from specctl.decoding.plain import NoDraft
 from specctl.decoding.records import DraftTree, first_chain
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.verify import verify
-from specctl.drafters import eagle3
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe
 from specctl.selection.divergence import overlap, overlaps

@@ -10,12 +10,13 @@ from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.state import DecodeState
-from specctl.drafters import eagle3, pool
-from specctl.drafters.datastore import Datastore
-from specctl.drafters.eagle3_head import Eagle3Head
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters import pool
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.head import Eagle3Head
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.retrieval.datastore import Datastore
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.selection import feedback

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specctl.decoding.sampling import Sampling
-from specctl.drafters.lookup import Lookup
+from specctl.drafters.text.lookup import Lookup
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.guarded import Guarded
 from specctl.selection.recorded.hindsight import Hindsight

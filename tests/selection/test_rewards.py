@@ -9,10 +9,10 @@ from specctl.decoding import engine
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters import eagle3
-from specctl.drafters.lm_drafter import ChainShape, LMDrafter
-from specctl.drafters.lookup import Lookup
-from specctl.drafters.suffix import Suffix
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import assembly

@@ -1,7 +1,7 @@
 """A family that is trained: Medusa's heads under another name."""
 
-from specctl.drafters import medusa
-from specctl.drafters.medusa import build, drafter, prepare, published, restore
+from specctl.drafters.medusa import drafter as medusa
+from specctl.drafters.medusa.drafter import build, drafter, prepare, published, restore
 
 __all__ = ["build", "config", "drafter", "prepare", "published", "restore"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specctl.drafters import eagle3_head
+from specctl.drafters.eagle3 import head as eagle3_head
 from specctl.errors import SpecctlError, UsageError
 from specctl.training.data import batches
 from tests.benchmarks import against_speculators, comparison

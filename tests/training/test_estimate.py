@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, MixtralConfig
 
 from specctl.decoding.models.loading import builtin_path, load_config
-from specctl.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.recipe import Gpu, ResourceRecipe, TargetRecipe, TrainRecipe
 from specctl.training import engine, machine
 from specctl.training.estimate import Texts, estimate

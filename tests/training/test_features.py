@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint as drafters
-from specctl.drafters import eagle3
-from specctl.drafters.eagle3_head import Eagle3Head
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe, FeatureRecipe

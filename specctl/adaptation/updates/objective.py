@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from torch.nn.functional import linear
 
 from specctl.adaptation.ranks import ALONE, Group
-from specctl.drafters.head import DraftHead, SlotBatch
+from specctl.drafters.feature.head import DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
 

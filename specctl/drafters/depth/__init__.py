@@ -1,0 +1,1 @@
+"""Heads per draft depth: what do `hydra` and `medusa` share?"""

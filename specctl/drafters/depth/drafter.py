@@ -1,0 +1,111 @@
+"""Drafting with `DepthHeads`: static trees whose depth-k nodes come from head k, and the heads' rows along a text."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.records import DraftTree, Score, empty_draft
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.drafters.candidates import ProposedTree
+from specctl.drafters.depth.head import DepthHeads
+from specctl.drafters.depth.static_tree import Trees
+from specctl.drafters.feature.layer import HeadWeights
+from specctl.drafters.tree import Pays, TreeShape
+
+
+class DepthDrafter(HeadWeights, ABC):
+    """Inference of `DepthHeads`.
+
+    Attributes:
+        grounded: the heads read the drafted tokens; otherwise all nodes of a depth have the same candidates.
+    """
+
+    grounded: bool
+
+    def __init__(self, module: DepthHeads, target: Target, shape: TreeShape, accuracy: Sequence[float]):
+        """`accuracy`: how often each rank of a head's candidates is the target's token."""
+        super().__init__(module, target)
+        config = module.config
+        self.taps, self.draft_heads = config.taps, config.draft_heads
+        depth, children = min(shape.depth, config.draft_heads), min(shape.children, config.draft_vocab_size)
+        self.shape = replace(shape, depth=depth, children=children)
+        self.trees = Trees(self.shape, accuracy, self.device)
+        self.ids = module.draft_ids.to(self.device) if config.draft_vocab_size < config.vocab_size else None
+
+    @abstractmethod
+    def logits(self, k: int, states: Tensor, tokens: Tensor) -> Tensor:
+        """Head k's logits [R, Vd] from `states` [R, H] of slots i and the tokens [R, k + 1] x_{i+1} … x_{i+k+1}."""
+
+    @abstractmethod
+    def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
+        """The heads' input at every sequence's last `width` slots [B·width, H], and the first of those slots."""
+
+    @abstractmethod
+    def last(self, state: DecodeState) -> Tensor:
+        """The same at every sequence's last slot [B, H]."""
+
+    @abstractmethod
+    def advance(self, state: DecodeState) -> None: ...
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """A static tree from the last committed token, never deeper than there are heads, or room."""
+        floor = self.shape.floor
+        grown = self._grow(state, budget, None if floor == -math.inf else lambda joint: max(joint) >= floor)
+        return empty_draft(state.batch, state.device) if grown is None else grown[0]
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+        grown = self._grow(state, budget, pays)
+        if grown is None:
+            return [ProposedTree([], [], []) for _ in state.rows]
+        draft, claimed = grown
+        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), claimed.exp().tolist(), strict=True)
+        return [ProposedTree(*row) for row in rows]
+
+    def _grow(self, state: DecodeState, budget: int, pays: Pays | None) -> tuple[DraftTree, Tensor] | None:
+        """The tree with the log probability of each node given its parent; None where there is no room for any."""
+        self.advance(state)
+        tree = self.trees.of(state, budget)
+        if tree is None:
+            return None
+        states = self.last(state).unsqueeze(1)
+
+        def logits(depth: int, paths: Tensor) -> Tensor:
+            behind = paths if self.grounded else paths[:, :1]
+            nodes = states.expand(-1, behind.shape[1], -1)
+            return self.logits(depth, nodes.flatten(0, 1), behind.flatten(0, 1)).unflatten(0, (state.batch, -1))
+
+        roots = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
+        return tree.grow(roots, logits, self.ids, pays)
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Head k's rows at depth k + 1, behind the tokens of the text; there are none deeper than the heads.
+
+        At depth k + 1 the token at position j is predicted from slot j − 2 − k.
+        """
+        self.advance(state)
+        children = (1,) * self.shape.depth if state.exact_rows else self.trees.children
+        heads = min(depths, self.draft_heads)
+        ends = state.cached
+        width = max((end - span.start + 1 + heads for end, span in zip(ends, spans, strict=True) if span), default=0)
+        if width == 0:
+            return [Score(span, ids=self.ids, children=children) for span in spans]
+        width = min(width, max(ends))  # a short prompt has fewer slots
+        states, starts = self.states(state, width)
+        scores = []
+        for b, (row, span) in enumerate(zip(state.rows, spans, strict=True)):
+            rows = []
+            for k in range(heads):
+                slots = [max(position - 2 - k, 0) for position in span]
+                tokens = torch.tensor([row.ids[i + 1 : i + k + 2] for i in slots], dtype=torch.long)
+                at = torch.tensor([b * width + i - starts[b] for i in slots], dtype=torch.long, device=state.device)
+                rows.append(self.logits(k, states[at], tokens.view(len(slots), k + 1).to(state.device)))
+            scores.append(Score(span, torch.stack(rows), self.ids, children=children, inner=self.shape.width))
+        return scores

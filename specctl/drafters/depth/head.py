@@ -1,0 +1,128 @@
+"""Common parts of `hydra` and `medusa`: a head for each draft depth on the target's last state, and their distillation.
+
+Slot i of a sequence holds the target's state h_i after its final norm and the token x_{i+1}; head k = 0, 1, … predicts
+x_{i+2+k}. Every head has a vocabulary matrix of its own, as in the published files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.decoding.target import Target
+from specctl.drafters.blueprint import Count
+from specctl.drafters.feature.head import DraftConfig, DraftHead, Losses, SlotBatch
+from specctl.drafters.lora import product_of
+from specctl.errors import RecipeError
+from specctl.recipe import DrafterRecipe, TrainRecipe
+
+DRAFT_HEADS = 4  # as Hydra's released heads; Medusa's have up to 5
+
+
+@dataclass(frozen=True)
+class HeadsConfig(DraftConfig):
+    """Shape of `draft_heads` heads of `num_layers` layers each."""
+
+    draft_heads: Count
+    num_layers: Count
+
+
+def heads_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str, Any]:
+    """The fields of a `HeadsConfig`. The default draft vocabulary is the target's: the published files know no other.
+
+    Raises RecipeError where the recipe asks for other features.
+    """
+    if recipe.taps is not None:
+        raise RecipeError("hydra and medusa heads read the target's last hidden state", hint="leave drafter.taps out")
+    return {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": min(recipe.vocab_size or target.vocab_size, target.vocab_size),
+        "taps": (target.num_layers,),
+        "draft_heads": recipe.draft_heads or DRAFT_HEADS,
+        "num_layers": recipe.num_layers or layers,
+    }
+
+
+def draft_ids(config: HeadsConfig, frequent: Callable[[int], list[int]]) -> Tensor | None:
+    """[Vd] the most frequent tokens, as draft vocabulary (see `pool.Family.build`); None where that is the target's."""
+    size = config.draft_vocab_size
+    return torch.tensor(frequent(size)) if size < config.vocab_size else None
+
+
+class ResBlock(nn.Module):
+    """skip(x) + silu(linear(x)), which starts as skip(x): the identity, or a projection of several states to one."""
+
+    def __init__(self, size: int, states: int = 1):
+        super().__init__()
+        self.linear = nn.Linear(states * size, size)
+        self.res_connection = nn.Linear(states * size, size) if states > 1 else nn.Identity()
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class DepthHeads(DraftHead):
+    """Base of the modules."""
+
+    config: HeadsConfig
+
+    def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None):
+        # The published files have no draft vocabulary: it is stored where it says something.
+        super().__init__(config, draft_ids, stored=config.draft_vocab_size < config.vocab_size)
+        self.steps = config.draft_heads
+
+    def states(self, batch: SlotBatch) -> Tensor:
+        """The heads' view [N, H] of the text up to each response slot."""
+        raise NotImplementedError
+
+    def hidden(self, k: int, inputs: Tensor) -> Tensor:
+        """The input of head k's vocabulary matrix [n, H], from the head's inputs [n, ·]."""
+        raise NotImplementedError
+
+    def vocabulary(self, k: int) -> nn.Linear:
+        """Head k's vocabulary matrix."""
+        raise NotImplementedError
+
+    def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
+        """The input of head k [n, ·] at the response slots `row` [n], whose states are [n, H]."""
+        raise NotImplementedError
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of all heads over a batch, one after another, tokens teacher-forced. Returns as `DraftHead.sums`.
+
+        Head 0 learns from all response slots, the others from `later_rows`.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
+        """
+        states, teacher = self.states(batch), self.teacher(batch, target_head)
+        found = []
+        for k in range(self.steps):
+            row = batch.later_rows if k else torch.arange(len(states), device=states.device)
+            x = self.hidden(k, self.inputs(k, batch, states[row] if k else states, row, embedding))
+            found.append(self.distil(product_of(self.vocabulary(k), x), [row], range(k, k + 1), batch, teacher))
+        total, each, valid = zip(*found, strict=True)
+        losses = Losses(torch.stack(total).sum(), torch.cat(each), torch.cat(valid))
+        return self.sums(losses, [len(part) for part in each])
+
+
+def prepare(module: DepthHeads, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    module.decay, module.objective = recipe.ttt_decay, recipe.distillation
+
+
+@torch.no_grad()
+def start_from_target(head: nn.Linear, ids: Tensor, target: Target) -> None:
+    """A vocabulary matrix starts as the target's own."""
+    head.weight.copy_(target.squash.scale * target.head_weight[ids.to(target.device)].float())
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)

@@ -1,0 +1,1 @@
+"""Family `dflash`: a head that drafts a block in one pass (DFlash, DSpark)."""

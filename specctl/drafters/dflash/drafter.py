@@ -1,0 +1,363 @@
+"""Family `dflash`: drafting with block-parallel heads, DFlash and DSpark. One pass of the head drafts a whole block; a
+Markov head, where there is one, then goes through it token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl import kernels
+from specctl.decoding.models.layers import DraftLinear, attend
+from specctl.decoding.plan import Plan, plan_rows
+from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
+from specctl.decoding.rope import Rope
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.drafters.candidates import ProposedTree
+from specctl.drafters.dflash.head import BlockConfig, BlockHead, layers_of
+from specctl.drafters.dflash.layer import BlockPass
+from specctl.drafters.feature.head import head_config, restored
+from specctl.drafters.feature.layer import FeatureMemory, FeatureReader, begun_at, last_slots, own_features
+from specctl.drafters.tree import GrowingTree, Pays, Shaped, TreeShape, best, default_shape, shape_for
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+
+BLOCK = 8  # slots
+LAYERS = 2  # for a target of ten layers; the papers take five for one of 36
+CANDIDATES = 32  # tokens of each slot among which the Markov head chooses
+RANK = 32  # of the Markov head; the papers take 256 for vocabularies of 150,000 tokens
+
+
+@dataclass(frozen=True)
+class BlockRows(ChainRows):
+    """Rows of a block with a Markov head.
+
+    Attributes:
+        tokens: of each sequence, the anchor and its chain.
+        following: (logits [d, Vd], tokens [d]) → the logits behind these tokens.
+    """
+
+    tokens: Sequence[list[int]] = ()
+    following: Callable[[Tensor, Tensor], Tensor] = lambda logits, tokens: logits
+
+    def of(self, b: int, depth: int) -> Tensor:
+        rows = super().of(b, depth)
+        return self.following(rows, torch.tensor(self.tokens[b][:depth], device=rows.device))
+
+
+class BlockDrafter(Shaped, FeatureReader):
+    """Inference of a `BlockHead`: keys and values of the context are made once for every committed position."""
+
+    def __init__(self, head: BlockHead, target: Target, shape: TreeShape):
+        layers = layers_of(head)
+        super().__init__(head, head.config, layers[0].inv_freq, target)
+        self.size = 0
+        self.config, self.shape = head.config, shape
+        self.layers, self.reach = len(layers), head.config.block_size
+        self.embedding = target.model.embedding
+        self.mask = head.mask(self.embedding).detach().to(self.device, torch.float32)
+        self.fc, self.hidden_norm = self.linear(head.fc), self.rms_norm(head.hidden_norm)
+        pairs = [proj for layer in layers for proj in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        self.pairs = self.linear(*pairs)
+        self.passes = [BlockPass(head, layer, target) for layer in layers]
+        self.norm = self.rms_norm(head.norm)
+        self.scale = 1.0
+        if head.lm_head is not None:
+            self.head = self.linear(head.lm_head)
+        else:
+            shift = target.squash.shift
+            bias = None if shift is None else shift.to(self.dtype)
+            self.head, self.scale = DraftLinear(target.head_weight.to(self.dtype), bias), target.squash.scale
+        pruned = head.config.draft_vocab_size < head.config.vocab_size
+        self.ids = head.draft_ids.to(self.device) if pruned else None
+        self._to_target = head.draft_ids.tolist() if pruned else range(head.config.vocab_size)
+        markov = head.markov_head
+        self.before = None if markov is None else markov.markov_w1.weight.detach().to(self.device, self.dtype)
+        self.after = None if markov is None else markov.markov_w2.weight.detach().to(self.device, self.dtype)
+
+    def feature(self, tapped: Tensor) -> Tensor:
+        return self.fc(tapped).float()
+
+    def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
+        assert state.features is not None
+        plan = plan_rows([slots.start], len(slots), device=state.device, dtype=state.dtype)
+        tapped = own_features(state.features[b, slots.start : slots.stop], state, self.taps)
+        self._read(tapped, memory.cache.sequence(b), plan)
+
+    def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
+        tapped, starts = last_slots(state, width, self.taps)
+        memory.cache.filled(starts)
+        self._read(tapped, memory.cache, plan_rows(starts, width, device=state.device, dtype=state.dtype))
+
+    def _read(self, tapped: Tensor, cache: Any, plan: Plan) -> None:
+        """Write keys and values of features [N, F] to the cache."""
+        table = self._rope_for(cache.capacity).at(plan, self.kv_heads, self.kv_heads)
+        pairs = self.pairs(self.hidden_norm(self.feature(tapped))).view(len(tapped), self.layers, -1, self.dim)
+        for layer, part in enumerate(self.passes):
+            keys, values = pairs[:, layer, : self.kv_heads], pairs[:, layer, self.kv_heads :]
+            cache.write(layer, Rope.rotate(torch.cat((part.key_norms(keys), values), 1), table), plan)
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """A chain or tree from the last committed token, never deeper than a sequence has room for."""
+        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
+        chain = self.shape.chain or bool(state.exact_rows)
+        shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
+        rooms, floor = [row.room for row in state.rows], shape.floor
+        growing, logits = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
+        if logits is None:
+            return empty_draft(state.batch, state.device)
+        if chain:
+            chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
+            return DraftTree.from_chains(chains, state.device, q=self._rows(state, chains, logits))
+        chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
+        return best(growing, rooms, shape.nodes, state.device, self._rows(state, chains, logits))
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+        growing, _ = self._grow(state, budget, self.shape, pays)
+        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+
+    def _grow(
+        self, state: DecodeState, budget: int, shape: TreeShape, pays: Pays
+    ) -> tuple[list[GrowingTree], Tensor | None]:
+        """Trees of candidates, and the block's logits [B, depth, Vd]; None where there is no room for any."""
+        self.advance(state)
+        growing = [GrowingTree() for _ in state.rows]
+        depth = min(shape.depth, self.config.depth, max(row.room for row in state.rows), budget)
+        if depth <= 0:
+            return growing, None
+        logits = self._block(state, depth)
+        known = self._transitions(state, logits, shape.children)
+        ranks: list[list[int]] = [[] for _ in growing]  # of every node, its place among the candidates of its level
+        for step in range(depth):
+            if step and not pays([tree.joint[tree.frontier(1)[0]] for tree in growing]):
+                break
+            for tree, rank, candidates, gains, likeliest in zip(growing, ranks, *known, strict=True):
+                for node in dict.fromkeys(tree.frontier(shape.width)) if step else [-1]:
+                    before = rank[node] if node >= 0 else 0
+                    chosen = likeliest[step][before]
+                    rank += chosen
+                    tree.add(node, gains[step][before], [self._to_target[candidates[step][i]] for i in chosen])
+        return growing, logits
+
+    def _transitions(self, state: DecodeState, logits: Tensor, children: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """Transitions from the C likeliest tokens of each level to those of the next, which the Markov head reorders.
+
+        Returns, by sequence and level, as lists: the candidates [C] as draft tokens; and behind each candidate of the
+        level before (behind the anchor, at the first) the log probabilities of the likeliest and their places [C][c].
+        """
+        batch, depth, vocabulary = logits.shape
+        children = min(children, vocabulary)
+        many = children if self.before is None or self.after is None else min(max(CANDIDATES, children), vocabulary)
+        logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
+        if self.before is None or self.after is None:
+            places = torch.arange(many).expand(batch, depth, many, -1)
+            return index.tolist(), logprob.unsqueeze(2).expand(-1, -1, many, -1).tolist(), places.tolist()
+        anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
+        tokens = index if self.ids is None else self.ids[index]
+        before = torch.cat((anchors.view(-1, 1, 1).expand(-1, 1, many), tokens[:, :-1]), 1)
+        change = F.embedding(before, self.before) @ self.after[index].mT  # [B, depth, C before, C]
+        # Tokens beyond the candidates are taken to be as probable as before.
+        left = torch.log1p(-logprob.exp().sum(-1).clamp_max(1 - 1e-6))[..., None, None]
+        changed = logprob.unsqueeze(2) + change
+        changed = changed - torch.logaddexp(changed.logsumexp(-1, keepdim=True), left)
+        gains, places = changed.topk(children, -1)
+        return index.tolist(), gains.tolist(), places.tolist()
+
+    def _rows(self, state: DecodeState, chains: list[list[int]], logits: Tensor) -> ChainRows:
+        """The rows that chains were chosen from, whose part of the Markov head is only made for those who ask."""
+        if self.before is None:
+            return ChainRows(logits.unbind(1), self.ids)
+        anchors = [row.ids[-1:] for row in state.rows]
+        tokens = [[*anchor, *chain] for anchor, chain in zip(anchors, chains, strict=True)]
+        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, following=self._following)
+
+    def _block(self, state: DecodeState, depth: int) -> Tensor:
+        """Logits [B, depth, Vd] of the block that begins at every sequence's last token; the Markov head's part is not
+        in them."""
+        cache, base = self.current(state).cache, state.cached
+        size, batch = self.config.block_size, state.batch
+        positions = torch.tensor(base, device=state.device)[:, None] + torch.arange(size, device=state.device)
+        if len(set(base)) == 1:  # all rows see all there is
+            plan = Plan(base, positions, base[0] + size, None, False, True)
+        else:
+            every = torch.ones(batch, size, size, dtype=torch.bool, device=state.device)
+            plan = plan_rows(base, size, device=state.device, dtype=state.dtype, visible=every)
+        plan = plan.without(cache.skipped, state.dtype)
+        table = self._rope_for(cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        x = self._entered(torch.tensor([row.ids[-1] for row in state.rows], device=state.device))
+        for place, layer in enumerate(self.passes):
+            qkv = layer.project(x, table)
+            cache.write(place, qkv[:, self.heads :], plan)
+            query = qkv[:, : self.heads].unflatten(0, (batch, size))
+            x = layer.leave(x, attend(query, cache, place, plan, self.dim**-0.5))
+        first = self.config.first
+        return self._logits(x.unflatten(0, (batch, size))[:, first : first + depth])
+
+    def _entered(self, anchors: Tensor) -> Tensor:
+        """The layers' input [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
+        x = self.mask.expand(len(anchors), self.config.block_size, -1).clone()
+        x[:, 0] = F.embedding(anchors, self.embedding)
+        return x.flatten(0, 1)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Draft vocabulary logits [..., Vd] of the layers' output [..., H]."""
+        hidden = self.norm(x.flatten(0, -2))
+        return self.head(hidden if self.scale == 1 else hidden * self.scale).unflatten(0, x.shape[:-1])
+
+    def _following(self, logits: Tensor, before: Tensor) -> Tensor:
+        """Logits [..., Vd] of tokens behind those of `before` [...]."""
+        if self.before is None or self.after is None:
+            return logits
+        return logits + F.linear(F.embedding(before, self.before), self.after)
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Rows at the positions of `spans`, of blocks that begin behind earlier positions; none is deeper than a block.
+
+        The block that begins at slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of
+        the block at slot j − 2 − k.
+        """
+        children = self.children(state)[: self.config.depth]
+        kind: dict[str, Any] = {"ids": self.ids, "children": children, "inner": self.shape.width}
+        depths = min(depths, self.config.depth)
+        self.advance(state)
+        asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
+        self.cover(state, asked)
+        live = [b for b, span in enumerate(spans) if span]
+        if not live:
+            return [Score(span, **kind) for span in spans]
+        slots = begun_at([spans[b] for b in live], depths)
+        hidden = self._blocks_at(state, live, slots)
+        rows = []
+        for k in range(depths):
+            part = slice(depths - 1 - k, hidden.shape[1] - k)
+            texts = [state.rows[b].ids for b in live]
+            said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
+            logits = self._logits(hidden[:, part, self.config.first + k])
+            rows.append(self._following(logits, torch.tensor(said, device=state.device)))
+        found = dict(zip(live, torch.stack(rows, 1), strict=True))
+        return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
+
+    def _blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]]) -> Tensor:
+        """The layers' output [L, W, S, H] for the blocks that begin at `slots` [L][W] of the sequences in `live`."""
+        cache, size = self.current(state).cache, self.config.block_size
+        at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
+        many, width = at.shape
+        end = int(at.max()) + 1
+        positions = (at[..., None] + 1 + torch.arange(size, device=state.device)).clamp_max(cache.capacity - 1)
+        table = self._rope_for(cache.capacity).rows(positions.flatten(), self.heads + self.kv_heads, self.kv_heads)
+        mask = _mask(at, end, size, [cache.skipped[b] for b in live], state.dtype)
+        x = self._entered(
+            torch.tensor(
+                [[state.rows[b].ids[s + 1] for s in p] for b, p in zip(live, slots, strict=True)], device=state.device
+            ).flatten()
+        )
+        for place, layer in enumerate(self.passes):
+            qkv = layer.project(x, table).unflatten(0, (many, width * size)).transpose(1, 2)
+            query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            keys = torch.cat((cache.keys[place][index, :, :end], key), 2)
+            values = torch.cat((cache.values[place][index, :, :end], value), 2)
+            out = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
+            )
+            x = layer.leave(x, out.transpose(1, 2).flatten(0, 1).flatten(1))
+        return x.view(many, width, size, -1)
+
+
+def _mask(at: Tensor, span: int, size: int, skipped: list[range], dtype: torch.dtype) -> Tensor:
+    """[L, 1, W·S, span + W·S]: a block that begins at slot `at` [L, W] looks at the slots up to its own, but for those
+    that are skipped, and at itself."""
+    many, width = at.shape
+    hidden = torch.arange(span, device=at.device) > at[..., None]
+    for row, slots in enumerate(skipped):
+        hidden[row, :, slots.start : slots.stop] = True
+    hidden = hidden.repeat_interleave(size, 1)
+    block = torch.arange(width * size, device=at.device) // size
+    others = (block[:, None] != block).expand(many, -1, -1)
+    mask = torch.cat((hidden, others), -1)[:, None]
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state as it is stored: its names are those of the published checkpoints."""
+    return state
+
+
+def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
+    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    return restored(BlockHead, config, tensors, BlockConfig)
+
+
+def drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
+    """Inference of `head`."""
+    return BlockDrafter(head, target, shape_for(drafting, default_shape(target.device)))
+
+
+def config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint; `target` is `Target.identity`."""
+    return {"family": "dflash", "architecture": head.config.to_dict(), "target": target}
+
+
+def prepare(head: BlockHead, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    head.decay, head.objective = recipe.ttt_decay, recipe.distillation
+
+
+def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> BlockHead:
+    """A head for `target` that starts from it."""
+    shape = architecture(recipe.drafter, target)
+    pruned = shape.draft_vocab_size < shape.vocab_size
+    head = BlockHead(shape, torch.tensor(frequent(shape.draft_vocab_size)) if pruned else None)
+    initialise(head, target)
+    return head
+
+
+def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
+    """Shaped by the recipe; what it leaves out follows the target's own layers."""
+    layer = head_config(recipe, target)
+    taps = tuple(recipe.taps or default_taps(target.num_layers))
+    rank = RANK if recipe.markov_rank is None else recipe.markov_rank
+    return BlockConfig(
+        **asdict(
+            replace(layer, taps=taps, draft_vocab_size=min(recipe.vocab_size or target.vocab_size, target.vocab_size))
+        ),
+        num_layers=recipe.num_layers or LAYERS,
+        block_size=recipe.block_size or BLOCK,
+        sample_from_anchor=rank > 0,
+        mask_token_id=_mask_token(target),
+        own_mask=True,
+        markov_rank=rank,
+    )
+
+
+def _mask_token(target: Target) -> int:
+    """A token that stands for the masks where an engine looks their embedding up: the padding, or else the last one."""
+    pad = getattr(target.config, "pad_token_id", None)
+    if pad is not None and 0 <= pad < target.vocab_size and pad not in target.eos_ids:
+        return pad
+    return target.vocab_size - 1
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Spread evenly, the last one the input of the last layer: engines can tap no state behind it."""
+    last = max(layers - 1, 1)
+    return tuple(sorted({max(1, round(last * part / 3)) for part in (1, 2, 3)}))
+
+
+@torch.no_grad()
+def initialise(head: BlockHead, target: Target) -> None:
+    """Start from the target: its final norm, and the last tapped state passed through `fc`."""
+    size = head.config.hidden_size
+    if target.norm_weight is not None:
+        head.norm.weight.copy_(target.norm_weight.float())
+    if head.lm_head is not None:
+        ids = head.draft_ids.to(target.device)
+        head.lm_head.weight.copy_(target.squash.scale * target.head_weight[ids].float())
+    head.fc.weight.mul_(0.1)
+    head.fc.weight[:, -size:] += torch.eye(size)
+    if head.mask_embedding is not None:
+        head.mask_embedding.copy_(target.model.embedding.float().mean(0))

@@ -1,0 +1,67 @@
+"""The EAGLE-1 head as a trainable module (Li et al. 2024, arXiv 2401.15077, §4).
+
+Slot i holds the target's last hidden state f_i and the token x_{i+1}; it predicts f_{i+1}, from which the target's own
+vocabulary head predicts x_{i+2}. Trained on the target's features with noise, so that at inference it bears its own.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, Losses, SlotBatch
+from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+
+NOISE = 0.2  # uniform in ±NOISE/2 · 512 / length
+CLASSIFICATION = 0.1  # weight of the distillation loss beside the regression's 1
+
+
+class EagleHead(DraftHead):
+    """Parameters carry the names of the published checkpoints (`fc`, `layers.0.*`), the fusion without bias."""
+
+    config: HeadConfig
+
+    def __init__(self, config: HeadConfig):
+        super().__init__(config, stored=False)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([HeadLayer(config, config.hidden_size)])
+
+    @property
+    def layer(self) -> HeadLayer:
+        return cast(HeadLayer, self.layers[0])
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Regression and distillation loss over the response slots of a batch.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [V, H] the target's (frozen) vocabulary head.
+
+        Returns:
+            As `DraftHead.sums`, of one step.
+        """
+        config, layer = self.config, self.layer
+        attention = layer.self_attn
+        features = batch.features.float()
+        if self.training:
+            lengths = torch.tensor([stop - start for start, stop in batch.layout.slots], device=features.device)
+            scale = (NOISE * 512 / lengths).clamp_max(NOISE).repeat_interleave(lengths)
+            features = features + (torch.rand_like(features) - 0.5) * scale.unsqueeze(1)
+        x = self.fc(torch.cat((F.embedding(batch.key_tokens, embedding).float(), features), -1)).float()
+        key = layer.rope(attention.k_proj(x).view(len(x), -1, config.head_dim), batch.key_positions)
+        value = attention.v_proj(x).view(len(x), -1, config.head_dim)
+        x, positions = x[batch.query_rows], batch.key_positions[batch.query_rows]
+        query = layer.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
+        predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
+        rows = torch.arange(len(predicted), device=predicted.device)
+        teacher = self.teacher(batch, target_head)
+        # A cap would not change the order of tokens.
+        product = predicted * self.squash.scale, target_head, self.squash.shift
+        found = self.distil(product, [rows], range(1), batch, teacher)
+        regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1) * found.valid
+        total = CLASSIFICATION * found.total + regression.sum()
+        each = CLASSIFICATION * found.each + regression.detach()
+        return self.sums(Losses(total, each, found.valid), [len(rows)])

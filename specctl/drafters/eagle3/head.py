@@ -1,0 +1,188 @@
+"""The EAGLE-3 head as a trainable module, and its training-time test (Li et al. 2025, arXiv 2503.01840, §3).
+
+Slot i of a sequence holds the target's features g_i and the token x_{i+1}; at step 0 it predicts x_{i+2}. At step k the
+slot is fed the layer's own output of step k−1 and the token x_{i+1+k}, and predicts x_{i+2+k}: at inference it has
+no target features beyond the last committed position and lives on its own outputs.
+
+Only response tokens are trained on, so only response slots are queries. The prompt enters as keys and values of step 0,
+which costs one projection a token; everything else (attention output, MLP, vocabulary head, loss, and all later steps)
+runs on response slots alone. A slot's later steps attend step-0 keys and its own outputs, never another slot's, so a
+sample of the slots can go on while the others stop after step 0.
+
+EAGLE-3.1's norms are options of the head, each off unless it is set (`Eagle3Config`). With `norm_output` the final norm
+is part of the recurrence: what step k + 1 is fed is what the vocabulary head reads at step k.
+
+With `gradient_checkpointing` only the inputs of every step's layer are kept for the backward pass: long samples
+fit, for a second forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
+from typing import Annotated, Any, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.ttt_attention import Layout
+from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+from specctl.drafters.lora import product_of
+from specctl.families import LEAST_WINDOW
+
+Flag = Annotated[bool, Field(strict=True)]
+Window = Annotated[int, Field(strict=True, ge=LEAST_WINDOW, le=1 << 31)]
+
+
+@dataclass(frozen=True)
+class Eagle3Config(HeadConfig):
+    """Shape of a head, which of EAGLE-3.1's norms it has, and how far its layer looks back.
+
+    Attributes:
+        fc_norm: every tapped state has a norm of its own before they are fused.
+        norm_before_fc: the tapped states side by side have one norm before they are fused; excludes `fc_norm`.
+        norm_before_residual: the layer's residual stream begins with the normed feature, not with the feature itself.
+        norm_output: a draft step feeds the next one with its output behind the final norm, not with that before it.
+        sliding_window: positions that a row attends, its own included, as vLLM counts them; None = all up to its own.
+    """
+
+    fc_norm: Flag = False
+    norm_before_fc: Flag = False
+    norm_before_residual: Flag = False
+    norm_output: Flag = False
+    sliding_window: Window | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other: both are the norm before fc")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without options that are not set: a head that has none is kept as it was before there were any."""
+        unset = {
+            key.name for key in fields(self) if key.default is not MISSING and getattr(self, key.name) == key.default
+        }
+        return {key: value for key, value in super().to_dict().items() if key not in unset}
+
+
+class Eagle3Layer(HeadLayer):
+    def __init__(self, config: HeadConfig):
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Eagle3Head(DraftHead):
+    """Parameters carry the names of the published checkpoints (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`, and
+    `fc_norm.*` or `input_norm` of the norms before `fc`)."""
+
+    config: Eagle3Config
+    fc_norm: nn.ModuleList | None
+    input_norm: nn.RMSNorm | None
+
+    def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None):
+        super().__init__(config, draft_ids)
+        self.gradient_checkpointing = False
+        size, width, eps = config.hidden_size, len(config.taps) * config.hidden_size, config.rms_norm_eps
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in config.taps) if config.fc_norm else None
+        self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(width, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Training-time test over a batch.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
+
+        Returns:
+            As `DraftHead.sums`. Where only some rows go on (`later_rows`), the later steps weigh accordingly less.
+        """
+        layer = self.midlayer
+        step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
+        hidden = self._feature(batch.features)
+        embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
+        inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
+        key, value = self._key_and_value(inputs, batch.key_positions)
+        own: list[tuple[Tensor, Tensor]] = []
+        rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
+        x, positions = hidden[slots], batch.key_positions[slots]
+        outputs, asked = [], []
+        for k in range(self.steps):
+            if k == 1:
+                rows, layout = batch.later_rows, batch.later_layout
+                x, slots, positions = x[rows], slots[rows], positions[rows]
+            x, own = step(k, x, slots, positions, embedded, key, value, own, self._within_window(layout, k))
+            outputs.append(x)
+            asked.append(rows)
+        # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
+        x = torch.cat(outputs)
+        if not self.config.norm_output:
+            x = self.norm(x)
+        losses = self.distil(
+            product_of(self.lm_head, x), asked, range(self.steps), batch, self.teacher(batch, target_head)
+        )
+        return self.sums(losses, [len(part) for part in asked])
+
+    @property
+    def tapped_norms(self) -> list[nn.RMSNorm]:
+        """The norms before `fc`: of equal parts of the tapped states side by side, if there are any."""
+        return [self.input_norm] if self.input_norm is not None else cast(list[nn.RMSNorm], list(self.fc_norm or []))
+
+    def _feature(self, tapped: Tensor) -> Tensor:
+        """Tapped target states [M, taps·H] as features [M, H] fp32."""
+        norms = self.tapped_norms
+        if norms:
+            parts = tapped.float().chunk(len(norms), -1)
+            tapped = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1)
+        elif not torch.is_autocast_enabled(tapped.device.type):
+            tapped = tapped.float()
+        return self.fc(tapped).float()
+
+    def _within_window(self, layout: Layout, k: int) -> Layout:
+        """`layout` at step k: its rows stand k positions behind their slots."""
+        window = self.config.sliding_window
+        if window is None or all(stop - start + k <= window for start, stop in layout.slots):
+            return layout
+        return replace(layout, window=window, ahead=k)
+
+    def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""
+        attention, shape = self.midlayer.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
+        return self.midlayer.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
+
+    def _step(
+        self,
+        k: int,
+        x: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        embedded: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+        layout: Layout,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The layer at step k, for rows x [n, H] at `slots` [n]; `own` are their keys and values of steps 1 … k−1.
+
+        Returns (its output, behind the final norm where that is fed back; `own` of steps 1 … k).
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        heads, dim = self.config.num_heads, self.config.head_dim
+        # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
+        tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
+        normed = layer.hidden_norm(x)
+        inputs = torch.cat((tokens, normed), -1)
+        if k:
+            own = [*own, self._key_and_value(inputs, positions + k)]
+        query = layer.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
+        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
+        x = layer.leave(normed.float() if self.config.norm_before_residual else x, out)
+        return self.norm(x).float() if self.config.norm_output else x, own

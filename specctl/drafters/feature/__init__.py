@@ -1,0 +1,1 @@
+"""Heads on the features of the target: what do several families share?"""

@@ -1,0 +1,327 @@
+"""Drafting with a one-layer head that lives on the target's features: what eagle and eagle3 share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl import kernels
+from specctl.decoding.device.resident import Resident
+from specctl.decoding.plan import Plan, plan_at, plan_rows
+from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.drafters.candidates import ProposedTree
+from specctl.drafters.feature.head import DraftHead, HeadLayer
+from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, begun_at, own_features
+from specctl.drafters.tree import GrowingTree, Pays, Shaped, TreeShape, best, chain_rows
+
+
+class FeatureDrafter(Shaped, FeatureLayer):
+    """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features.
+
+    Attributes:
+        stride: rows from one head's table of tokens to the next one's, where tables are stacked (`drafters.stacked`).
+    """
+
+    stride = 0
+
+    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: TreeShape):
+        super().__init__(head, layer, target)
+        self.shape = shape
+        self.embedding = target.model.embedding
+        self.ids = head.draft_ids.to(self.device)
+        self._to_target = self.ids.tolist()
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft vocabulary logits [N, Vd] of the layer's output."""
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """A chain or tree from the last committed token, never deeper than a sequence has room for."""
+        memory = self._ready(state)
+        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        if depth <= 0:
+            return DraftTree.from_chains([[] for _ in state.rows], state.device)
+        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
+        if self.shape.chain or state.exact_rows:
+            return self._chain(state, memory, depth)
+        return self._tree(state, memory, depth, self.shape.within(budget))
+
+    def _chain(self, state: DecodeState, memory: FeatureMemory, depth: int) -> DraftTree:
+        hidden, logits = memory.hidden, self.logits(memory.hidden)
+        chains: list[list[int]] = [[] for _ in state.rows]
+        joint = [0.0] * state.batch
+        floor = self.shape.floor
+        tables = self._tables(memory, depth)
+        asked = []
+        for step in range(depth):
+            asked.append(logits)
+            logprob, index = kernels.expand_topk(logits, 1)
+            for b, (gain, token) in enumerate(zip(logprob[:, 0].tolist(), index[:, 0].tolist(), strict=True)):
+                joint[b] += gain
+                chains[b].append(self._to_target[token])
+            if step + 1 == depth or max(joint) < floor:
+                break
+            tokens = torch.tensor([chain[-1:] for chain in chains], device=state.device)
+            plan = plan_rows([c + step for c in memory.cached], 1, device=state.device, dtype=state.dtype)
+            hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
+            logits = self.logits(hidden)
+        chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
+        return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
+
+    def _tree(self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape) -> DraftTree:
+        floor = shape.floor
+        growing, asked = self._grow(state, memory, depth, shape, lambda joint: max(joint) >= floor)
+        rooms = [row.room for row in state.rows]
+        return best(growing, rooms, shape.nodes, state.device, chain_rows(growing, asked, self.ids))
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+        memory = self._ready(state)
+        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        growing, _ = self._grow(state, memory, depth, self.shape, pays)
+        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+
+    def _grow(
+        self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape, pays: Pays
+    ) -> tuple[list[GrowingTree], list[Tensor]]:
+        """Trees of candidates, and the rows of logits that each level was chosen from."""
+        growing = [GrowingTree() for _ in state.rows]
+        width, children = shape.width, min(shape.children, len(self.ids))
+        asked = [self.logits(memory.hidden)]
+        logprob, index = kernels.expand_topk(asked[0], children)
+        for tree, gains, ids in zip(growing, logprob.tolist(), index.tolist(), strict=True):
+            tree.add(-1, gains, [self._to_target[i] for i in ids])
+        hidden = memory.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
+        tables = self._tables(memory, depth)
+        for step in range(depth - 1):
+            frontiers = [tree.frontier(width) for tree in growing]
+            if not pays([tree.joint[frontier[0]] for tree, frontier in zip(growing, frontiers, strict=True)]):
+                break
+            tokens = torch.tensor(
+                [[t.tokens[n] for n in f] for t, f in zip(growing, frontiers, strict=True)], device=state.device
+            )
+            if step and width > 1:
+                source = torch.tensor(
+                    [t.source(f) for t, f in zip(growing, frontiers, strict=True)], device=state.device
+                )
+                hidden = hidden.gather(1, source.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+            plan = self._plan(state, memory, growing, frontiers, step)
+            table = tables[step]
+            if width > 1 and state.batch > 1:
+                table = (table[0].repeat_interleave(width, 0), table[1].repeat_interleave(width, 0))
+            rows = self._layer(tokens, hidden.reshape(state.batch * width, -1), memory.cache, plan, table)
+            hidden = rows.view(state.batch, width, -1)
+            asked.append(self.logits(rows))
+            logprob, index = kernels.expand_topk(asked[-1], children)
+            gains, ids = logprob.view(state.batch, width, -1).tolist(), index.view(state.batch, width, -1).tolist()
+            for tree, frontier, gain, token in zip(growing, frontiers, gains, ids, strict=True):
+                for place, node in enumerate(frontier):
+                    tree.expanded[node] = step * width + place
+                    tree.add(node, gain[place], [self._to_target[i] for i in token[place]])
+        return growing, asked
+
+    def _plan(
+        self,
+        state: DecodeState,
+        memory: FeatureMemory,
+        growing: list[GrowingTree],
+        frontiers: list[list[int]],
+        step: int,
+    ) -> Plan:
+        """Row w of this step sits behind the committed slots and the rows of earlier steps, and attends the committed
+        slots, its ancestors' rows and itself."""
+        width = len(frontiers[0])
+        base = [cached + step * width for cached in memory.cached]
+        positions = torch.tensor([[cached + step] * width for cached in memory.cached], device=state.device)
+        if width == 1 and len(set(base)) == 1:
+            return Plan(base, positions, base[0] + 1, None, False, True)
+        span = max(base) + width
+        mask = torch.full((state.batch, 1, width, span), float("-inf"), dtype=state.dtype, device=state.device)
+        for b, (tree, frontier) in enumerate(zip(growing, frontiers, strict=True)):
+            start = memory.cached[b]
+            mask[b, 0, :, :start] = 0
+            for place, node in enumerate(frontier):
+                seen = [start + tree.expanded[a] for a in tree.ancestors(node)] + [base[b] + place]
+                mask[b, 0, place, seen] = 0
+        return Plan(base, positions, span, mask, False, False)
+
+    def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
+        """None where drafts end early: that is decided by the host."""
+        return FeatureRounds(self, state, budget) if self.shape.stop_below <= 0 and budget > 0 else None
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Rows at the positions of `spans`, self-fed for `depths` steps: a training-time test over the cached slots.
+
+        Slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of slot j − 2 − k.
+        """
+        return self.score_as([self], state, spans, depths)[0]
+
+    def score_as(
+        self, heads: list[FeatureDrafter], state: DecodeState, spans: list[range], depths: int
+    ) -> list[list[Score]]:
+        """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
+        kinds: list[dict[str, Any]] = [
+            {"ids": head.ids, "children": head.children(state), "inner": head.shape.width} for head in heads
+        ]
+        asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
+        memories = [head._ready(state, asked) for head in heads]
+        live = [b for b, span in enumerate(spans) if span]
+        if not live:
+            return [[Score(span, **kind) for span in spans] for kind in kinds]
+        assert state.features is not None
+        slots = begun_at([spans[b] for b in live], depths)
+        at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
+        many, end, width = len(heads), int(at.max()) + 1, at.shape[1]
+        features = own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps)
+        hidden = self.feature(features.repeat(many, 1))
+        cached = [memory.cache for memory in memories]
+        keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
+        values = [torch.cat([cache.values[0][index, :, :end] for cache in cached])]
+        mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
+        for row, skipped in enumerate(cache.skipped[b] for cache in cached for b in live):
+            mask[row, ..., skipped.start : min(skipped.stop, end)] = float("-inf")
+        vocabularies = torch.arange(many, device=state.device)[:, None] * self.stride
+        texts = [state.rows[b].ids for b in live]
+        capacity, outputs = state.capacity, []
+        for k in range(depths):
+            fed = [[ids[min(s + 1 + k, len(ids) - 1)] for s in part] for ids, part in zip(texts, slots, strict=True)]
+            tokens = (torch.tensor(fed, device=state.device).view(-1) + vocabularies).view(-1)
+            places = (at + k).clamp_max(capacity - 1).view(-1).repeat(many)
+            table = self._rope_for(capacity).rows(places, self.heads + self.kv_heads, self.kv_heads)
+            residual, pairs, query = self._project(tokens, hidden, table)
+            if k:
+                own = pairs.unflatten(0, (-1, width)).transpose(1, 2)
+                keys.append(own[:, : self.kv_heads])
+                values.append(own[:, self.kv_heads :])
+            near = mask if self.window is None else _near(mask, (at + k).repeat(many, 1), end, self.window)
+            hidden = self._leave(residual, self._attend(query, keys, values, near))
+            outputs.append(hidden.unflatten(0, (-1, width))[:, depths - 1 - k : width - k])
+        logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(
+            many, len(live), depths, width + 1 - depths, -1
+        )
+        found = []
+        for kind, rows in zip(kinds, logits, strict=True):
+            of = dict(zip(live, rows, strict=True))
+            parts = [of.get(b, rows[0])[:, : len(span)] for b, span in enumerate(spans)]
+            found.append([Score(s, part, **kind) for s, part in zip(spans, parts, strict=True)])
+        return found
+
+    def _ready(self, state: DecodeState, asked: list[int] | None = None) -> FeatureMemory:
+        """The memory, up to the last committed token, with the slots from `asked` on."""
+        self.advance(state)
+        if asked is not None:
+            self.cover(state, asked)
+        return self.current(state)
+
+    def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
+        """Queries [B·R, Hq, D] over the cached slots and all rows of the steps from 1 on: [B·R, Hq·D]."""
+        batch, rows = mask.shape[0], mask.shape[2]
+        groups = self.heads // self.kv_heads
+        folded = query.view(batch, rows, self.kv_heads, groups, self.dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        key, value = torch.cat(keys, 2), torch.cat(values, 2)
+        seen = mask[..., : key.shape[2]].repeat(1, 1, groups, 1)
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=self.dim**-0.5)
+        return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).reshape(batch * rows, -1)
+
+
+def _mask(at: Tensor, span: int, depths: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, R, span + (depths − 1)·R]: a row at slot `at` [B, R] looks at the slots up to its own, and of the rows of
+    later steps at its own ones."""
+    batch, rows = at.shape
+    hidden = torch.arange(span, device=at.device) > at[..., None]
+    others = ~torch.eye(rows, dtype=torch.bool, device=at.device).repeat(1, depths - 1).expand(batch, -1, -1)
+    mask = torch.cat((hidden, others), -1)[:, None]
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def _near(mask: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
+    """`mask` [B, 1, R, ·] where rows at `positions` [B, R] see no more than `window` positions of the cached slots."""
+    far = torch.arange(span, device=mask.device) <= (positions - window)[..., None]
+    return mask.masked_fill(F.pad(far, (0, mask.shape[-1] - span))[:, None], float("-inf"))
+
+
+class FeatureRounds:
+    """Levels of `width` expanded nodes with `children` candidates each; the `nodes` best candidates are the draft."""
+
+    def __init__(self, drafter: FeatureDrafter, state: DecodeState, budget: int):
+        shape = drafter.shape.within(budget)
+        self.drafter, self.levels, self.width = drafter, min(shape.depth, budget), shape.width
+        self.children = min(shape.children, len(drafter.ids))
+        candidates = self.children * (1 + (self.levels - 1) * self.width)
+        self.nodes, self.chain = min(shape.nodes, candidates), shape.chain
+        if self.chain:
+            self.nodes = self.levels
+        self.depth = min(self.levels, self.nodes)
+        self.reach = max(1 + self.nodes, (self.levels - 1) * self.width, self.depth + 1)
+        self.hidden = torch.zeros(state.batch, drafter.size, device=state.device)
+        self.carried = [self.hidden]
+
+    def load(self, state: DecodeState) -> None:
+        self.drafter.advance(state)
+        memory = state.memory[self.drafter.key]
+        self.hidden.copy_(memory.hidden)
+        self.cache = memory.cache
+
+    def store(self, state: DecodeState) -> None:
+        memory = state.memory[self.drafter.key]
+        memory.cached, memory.hidden = list(state.cached), self.hidden
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        """As `FeatureDrafter._chain` and `_tree`; joint probabilities in fp64, as Python adds them."""
+        batch, width, children = sequences.batch, self.width, self.children
+        gains, index = kernels.expand_topk(self.drafter.logits(self.hidden), children)
+        joint = [gains.double()]  # of every level, [B, candidates]
+        tokens = [self.drafter.ids[index]]
+        parents = [torch.full_like(index, -1)]
+        hidden = self.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
+        seen = torch.ones(batch, width, 0, dtype=torch.bool, device=sequences.device)
+        own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)
+        found = 0  # candidates of earlier levels
+        for step in range(self.levels - 1):
+            best = joint[-1].sort(dim=-1, descending=True, stable=True).indices[:, :width]
+            best = torch.cat((best, best[:, -1:].expand(-1, width - best.shape[1])), 1)
+            if step:
+                source = (best // children).unsqueeze(-1)  # its parent's row among those of the step before
+                hidden = hidden.gather(1, source.expand(-1, -1, hidden.shape[-1]))
+                seen = seen.gather(1, source.expand(-1, -1, seen.shape[-1]))
+            seen = torch.cat((seen, own), -1)
+            plan = plan_at(sequences.length - 1, seen, step, span=span, dtype=sequences.dtype)
+            rows = self.drafter.rows_at(tokens[-1].gather(1, best), hidden.flatten(0, 1), self.cache, plan)
+            hidden = rows.view(batch, width, -1)
+            gains, index = kernels.expand_topk(self.drafter.logits(rows), children)
+            level = (joint[-1].gather(1, best).unsqueeze(-1) + gains.view(batch, width, -1).double()).flatten(1)
+            parents.append((best + found).repeat_interleave(children, 1))
+            found += joint[-1].shape[1]
+            joint.append(level)
+            tokens.append(self.drafter.ids[index].view(batch, -1))
+        return self._best(sequences, joint, torch.cat(tokens, 1), torch.cat(parents, 1))
+
+    def _best(self, sequences: Resident, joint: list[Tensor], tokens: Tensor, parents: Tensor) -> DraftTree:
+        """The candidates of highest joint probability that there is room for, in the order they were found."""
+        room = sequences.room.unsqueeze(1)
+        fits = torch.cat([(room > level).expand(-1, part.shape[1]) for level, part in enumerate(joint)], 1)
+        order = torch.cat(joint, 1).masked_fill(~fits, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        kept = order[:, : self.nodes].sort(-1).values
+        place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(self.nodes, device=kept.device).expand_as(kept))
+        above = parents.gather(1, kept)
+        links = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+        return DraftTree(tokens.gather(1, kept), torch.where(fits.gather(1, kept), links, PADDING), chain=self.chain)
+
+    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+        """Fill the slots of what was committed: rows for as much as a round can commit, padded with the last."""
+        assert sequences.features is not None
+        place = torch.arange(self.depth + 1, device=before.device)
+        base, end = before - 1, sequences.length - 2  # the first slot to fill, and the last
+        slots = torch.minimum(base.unsqueeze(1) + place, end.unsqueeze(1))
+        features = self.drafter.feature(sequences.features[sequences.sequences, slots].flatten(0, 1))
+        causal = (place <= place.unsqueeze(1)).expand(sequences.batch, -1, -1)
+        plan = plan_at(base, causal, place, span=span, dtype=sequences.dtype)
+        last = (end - base).clamp(min=0)  # a sequence that is finished has nothing new
+        tokens = sequences.ids.gather(1, slots + 1)
+        self.hidden.copy_(self.drafter.rows_at(tokens, features, self.cache, plan, last))

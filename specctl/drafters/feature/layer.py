@@ -1,0 +1,338 @@
+"""A draft head's weights at inference, and a decoder layer over the target's features with its cache."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.decoding.cache import KVCache
+from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, attend
+from specctl.decoding.plan import Plan, plan_rows
+from specctl.decoding.rope import Rope
+from specctl.decoding.state import DecodeState, far_behind
+from specctl.decoding.target import Target
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer
+from specctl.drafters.lora import Adapter, Part
+
+
+class HeadWeights:
+    """Copies of a module's weights, fused and packed as the target's are; adapters can update them."""
+
+    def __init__(self, module: nn.Module, target: Target):
+        self.device, self.dtype = target.device, target.dtype
+        self._names = {id(part): name for name, part in module.named_modules()}  # by id: the module is not kept alive
+        self._parts: dict[Linear, list[Part]] = {}
+
+    def weight(self, module: nn.Linear) -> Tensor:
+        """A projection's weight where and in what the target computes."""
+        return module.weight.detach().to(self.device, self.dtype)
+
+    def linear(self, *modules: nn.Linear) -> Linear:
+        """Projections of one input as one product, all of them with a bias or none."""
+        biases = [module.bias.detach().to(self.device, self.dtype) for module in modules if module.bias is not None]
+        weight = torch.cat([self.weight(module) for module in modules])
+        product = DraftLinear(weight, torch.cat(biases) if biases else None)
+        self._parts[product] = [(self._names[id(module)], module.out_features) for module in modules]
+        return product
+
+    def rms_norm(self, module: nn.RMSNorm) -> RMSNorm:
+        assert module.eps is not None
+        return RMSNorm(module.weight.detach().to(self.device), module.eps, self.dtype)
+
+    def adapted(self, adapter: Adapter) -> Self:
+        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(twin, name, self._updated(value, adapter))
+        return twin
+
+    def _updated(self, value: Any, adapter: Adapter) -> Any:
+        if isinstance(value, Linear):
+            return adapter.on(value, self._parts.get(value, []), self.device)
+        if isinstance(value, HeadWeights):
+            return value.adapted(adapter)
+        return [self._updated(part, adapter) for part in value] if isinstance(value, list) else value
+
+
+@dataclass
+class FeatureMemory:
+    """The layer's own cache: slots 0 .. cached−1 hold keys and values made from the target's features."""
+
+    cache: KVCache
+    cached: list[int]
+    hidden: Tensor  # [B, H] the layer's output at the last slot, before its norm
+
+    def select(self, index: Tensor) -> None:
+        self.cache.select(index)
+        self.cached = [self.cached[b] for b in index.tolist()]
+        self.hidden = self.hidden[index]
+
+    def renew(self, b: int) -> None:
+        self.cached[b], self.cache.skipped[b] = 0, range(0)
+
+
+class FeatureReader(HeadWeights, ABC):
+    """Keys and values that a head makes of the target's features: slot i holds the feature of position i.
+
+    Attributes:
+        layers: decoder layers that have keys and values.
+        size: width of what is carried from one round to the next; 0 = nothing.
+        reach: slots behind the committed ones that a draft takes beyond those of the target's step.
+    """
+
+    layers = 1
+    reach = 0
+
+    def __init__(self, head: DraftHead, config: HeadConfig, inv_freq: Tensor, target: Target):
+        super().__init__(head, target)
+        self.taps = head.config.taps
+        self.size = config.hidden_size
+        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._inv_freq = inv_freq.to(self.device)
+        self.key = object()  # of its memory: twins that differ in nothing but the shape of their drafts share it
+        self._rope: Rope | None = None
+
+    def adapted(self, adapter: Adapter) -> Self:
+        twin = super().adapted(adapter)
+        twin.key = object()
+        return twin
+
+    @abstractmethod
+    def feature(self, tapped: Tensor) -> Tensor:
+        """Tapped target states [N, F] as features [N, H] fp32."""
+
+    @abstractmethod
+    def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
+        """Fill some slots of sequence b."""
+
+    @abstractmethod
+    def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
+        """Fill every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end."""
+
+    def _rope_for(self, capacity: int) -> Rope:
+        if self._rope is None or self._rope.cos.shape[0] < capacity:
+            self._rope = Rope.of(self._inv_freq, torch.arange(capacity, device=self.device), self.dtype)
+        return self._rope
+
+    def _memory(self, state: DecodeState) -> FeatureMemory:
+        memory = state.memory.get(self.key)
+        if memory is None:
+            hidden = torch.zeros(state.batch, self.size, device=state.device)
+            memory = state.memory[self.key] = FeatureMemory(self._new_cache(state), [0] * state.batch, hidden)
+        elif memory.cache.capacity < state.capacity + self.reach:
+            memory.cache = memory.cache.moved_to(self._new_cache(state))
+        return memory
+
+    def _new_cache(self, state: DecodeState) -> KVCache:
+        options = dict(dtype=state.dtype, device=state.device)
+        capacity = state.capacity + self.reach
+        cache = KVCache(self.layers, state.batch, self.kv_heads, capacity, self.dim, **options)
+        cache.rope = self._rope_for(capacity)
+        return cache
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget keys and values; the next `advance` recomputes them from the retained features."""
+        state.memory.pop(self.key, None)
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """Slots of committed tokens that the next `advance` fills."""
+        memory = state.memory.get(self.key)
+        cached = [0] * state.batch if memory is None else memory.cached
+        pairs = list(zip(cached, state.cached, strict=True))
+        assert all(start <= end for start, end in pairs), "stale draft cache"
+        return [state.catch_up.count(start, end) for start, end in pairs]
+
+    def advance(self, state: DecodeState) -> None:
+        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row, but for
+        those that are skipped."""
+        self.behind(state)  # or it is stale
+        memory = self._memory(state)
+        fill = partial(self._fill, state, memory)
+        memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
+        missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
+        behind = far_behind(missing, state.device)
+        for b in behind:
+            fill(b, range(memory.cached[b], state.cached[b]))
+        width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
+        if width > 0:
+            self._fill_last(state, memory, width)
+        memory.cached = list(state.cached)
+
+    def cover(self, state: DecodeState, asked: list[int]) -> None:
+        """Fill what was skipped of the slots from `asked` [B] on, and a window before them."""
+        memory = self.current(state)
+        width = state.catch_up.again(memory.cache, asked, state.cached)
+        if width > 0:
+            self._fill_last(state, memory, width)
+
+    def current(self, state: DecodeState) -> FeatureMemory:
+        """The memory, which must be up to the last committed token."""
+        memory = self._memory(state)
+        assert memory.cached == state.cached, "stale draft cache"
+        return memory
+
+
+class FeatureLayer(FeatureReader):
+    """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it.
+
+    Attributes:
+        window: positions that a row attends, its own included; None = all up to its own. Nothing of the cache is freed.
+    """
+
+    window: int | None = None
+
+    def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
+        super().__init__(head, layer.config, layer.inv_freq, target)
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o = self.linear(attention.o_proj)
+        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
+        self.down = self.linear(mlp.down_proj)
+        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
+
+    @abstractmethod
+    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [N] and features [N, H]: the residual stream [N, H] fp32 and the input of the projections."""
+
+    def _tables(self, memory: FeatureMemory, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """Rotary tables of the drafting steps of a round, made at once."""
+        rope = self._rope_for(memory.cache.capacity)
+        return rope.ahead(memory.cached, steps, self.heads + self.kv_heads, self.kv_heads)
+
+    def _layer(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        cache: KVCache,
+        plan: Plan,
+        table: tuple[Tensor, Tensor],
+        last: list[int] | None = None,
+    ) -> Tensor:
+        """Run the layer over rows [B, T] of tokens and features [B·T, ·].
+
+        With `last`, only row last[b] of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        """
+        batch, rows = tokens.shape
+        residual, pairs, query = self._project(tokens.reshape(-1), features, table)
+        cache.write(0, pairs, plan)
+        if last is not None:
+            if rows > 1:
+                kept = torch.tensor([b * rows + row for b, row in enumerate(last)], device=tokens.device)
+                query, residual = query[kept], residual[kept]
+            rows = 1
+            ends = [start + row for start, row in zip(plan.base, last, strict=True)]
+            plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
+        plan = plan.within(self.window, cache.store.dtype).without(cache.skipped, cache.store.dtype)
+        return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
+
+    def rows_at(
+        self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None
+    ) -> Tensor:
+        """The layer over rows [B, T] at places that only the device knows (`plan_at`).
+
+        With `last` [B], only that row of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        """
+        batch, rows = tokens.shape
+        rope = cache.rope or self._rope_for(cache.capacity)
+        table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
+        residual, pairs, query = self._project(tokens.flatten(), features, table)
+        cache.write(0, pairs, plan)
+        plan = plan.within(self.window, cache.store.dtype)
+        if last is not None and plan.mask is not None:
+            kept = torch.arange(batch, device=last.device) * rows + last
+            query, residual, rows = query[kept], residual[kept], 1
+            mask = plan.mask.gather(2, last.view(-1, 1, 1, 1).expand(-1, 1, 1, plan.span))
+            plan = replace(plan, mask=mask)
+        return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
+
+    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual stream [N, H] fp32, keys beside values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
+        residual, inputs = self.enter(tokens, features)
+        qkv = Rope.rotate(self.qkv(inputs).view(len(tokens), self.heads + 2 * self.kv_heads, self.dim), table)
+        return residual, qkv[:, self.heads :], qkv[:, : self.heads]
+
+    def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        x = residual + self.o(attended)
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate).mul_(up))
+
+    def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
+        assert state.features is not None
+        start, end = slots.start, slots.stop
+        tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
+        plan = plan_rows([start], len(slots), device=state.device, dtype=state.dtype)
+        table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        features = self.feature(own_features(state.features[b, start:end], state, self.taps))
+        last = [len(slots) - 1]
+        memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
+
+    def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
+        memory.hidden, _ = self.read(state, width, every=False)
+
+    def last(self, state: DecodeState) -> Tensor:
+        """The layer's output at every sequence's last slot [B, H]."""
+        return self.current(state).hidden
+
+    def read(self, state: DecodeState, width: int, every: bool) -> tuple[Tensor, list[int]]:
+        """Run every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end.
+
+        Returns the layer's output at all of them [B·width, H] or at the last ones [B, H], and the first of the slots.
+        """
+        memory = self._memory(state)
+        features, starts = last_slots(state, width, self.taps)
+        memory.cache.filled(starts)
+        counts = [end - start for start, end in zip(starts, state.cached, strict=True)]
+        tokens = torch.tensor(
+            [
+                row.ids[start + 1 :][:width] + [0] * (width - count)
+                for row, start, count in zip(state.rows, starts, counts, strict=True)
+            ],
+            device=state.device,
+        )
+        plan = plan_rows(starts, width, device=state.device, dtype=state.dtype)
+        # A row with nothing new (finished, waiting to be dropped) runs a padding row whose result is not used.
+        last = None if every else [max(count - 1, 0) for count in counts]
+        table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
+
+
+def own_features(tapped: Tensor, state: DecodeState, taps: tuple[int, ...]) -> Tensor:
+    """The part that a drafter reads of the states [N, F] that the loop keeps for all drafters of a pool."""
+    if taps == state.taps:
+        return tapped
+    places = [state.taps.index(tap) for tap in taps]
+    return tapped.unflatten(-1, (len(state.taps), -1))[:, places].flatten(1)
+
+
+def begun_at(spans: list[range], depths: int) -> list[list[int]]:
+    """Slots [L][W] at which those drafts begin that reach the positions of `spans` [L] in 1 to `depths` steps.
+
+    W is the longest span + depths − 1, and shorter ones are filled up with their last slot. Behind a short prompt the
+    deepest drafts would begin before the text: slot 0 stands in for theirs.
+    """
+    width = max(map(len, spans)) + depths - 1
+    begun = [range(span.start - 1 - depths, span.stop - 2) for span in spans]
+    return [[max(min(part.start + i, part[-1]), 0) for i in range(width)] for part in begun]
+
+
+def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """Target features of every sequence's last `width` slots [B·width, F], and the first of those slots.
+
+    A sequence that has fewer repeats its last: behind it there may never have been written anything, and a NaN among
+    keys is one everywhere, masked or not.
+    """
+    assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
+    starts = [max(end - width, 0) for end in state.cached]
+    if state.batch == 1:
+        return own_features(state.features[0, starts[0] : state.cached[0]], state, taps), starts
+    where = torch.tensor(starts, device=state.device)[:, None] + torch.arange(width, device=state.device)
+    where = torch.minimum(where, torch.tensor(state.cached, device=state.device)[:, None] - 1)
+    rows = torch.arange(state.batch, device=state.device)[:, None]
+    return own_features(state.features[rows, where].flatten(0, 1), state, taps), starts

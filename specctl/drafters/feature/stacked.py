@@ -1,0 +1,154 @@
+"""Heads of one shape scored as one: N products of a few rows are one launch on a GPU, not N.
+
+On a CPU this gains nothing: N packed products take as long as the batched one (7 heads of the built-in size, 37 and 47
+rows, one thread: 0.9 to 1.2 times as long for each of the head's matrices), so there heads are scored one by one.
+
+LoRA adapters of one base are one forward of the base on any device, with a batched low-rank product beside each of its
+matrices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, RMSNorms
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Score
+from specctl.decoding.state import DecodeState
+from specctl.drafters.feature.drafter import FeatureDrafter
+from specctl.drafters.lora import LowRank
+
+
+def teams(drafters: Sequence[Drafter]) -> list[list[int]]:
+    """Places of the drafters that are scored together: feature heads on one base (itself among them), and on a GPU
+    those of one shape; others alone."""
+    bases = {place: _base(head) for place, head in enumerate(drafters) if isinstance(head, FeatureDrafter)}
+    sharing = {base for base, count in Counter(bases.values()).items() if count > 1}
+    found: dict[Hashable, list[int]] = {}
+    for place, drafter in enumerate(drafters):
+        team: Hashable = None
+        if isinstance(drafter, FeatureDrafter):
+            on_gpu = drafter.device.type != "cpu"
+            team = bases[place] if bases[place] in sharing else _shape(drafter) if on_gpu else None
+        found.setdefault(place if team is None else team, []).append(place)
+    return list(found.values())
+
+
+def _base(head: FeatureDrafter) -> Hashable:
+    """The products that are updated or not: the same ones for all adapters of a base, and for the base."""
+    parts = (vars(head)[name] for name in sorted(PRODUCTS & vars(head).keys()))
+    return tuple(id(part.base if isinstance(part, LowRank) else part) for part in parts)
+
+
+def _shape(head: FeatureDrafter) -> Hashable | None:
+    """The shape of heads that can be stacked; None for one that cannot: its weights are packed, or adapted (LoRA)."""
+    sizes: list[Hashable] = [type(head), head.taps, head.window, tuple(head._inv_freq.tolist())]
+    for name, part in sorted(vars(head).items()):
+        if isinstance(part, Linear):
+            if part.packed:
+                return None
+            sizes.append((name, part.weight.shape, part.bias is None))
+        elif isinstance(part, RMSNorm):
+            sizes.append((name, part.weight.shape, float(part.floor)))
+        elif isinstance(part, bool):
+            sizes.append((name, part))
+        elif name in PRODUCTS:
+            return None
+    return tuple(sizes)
+
+
+PRODUCTS = {"qkv", "o", "gate_up", "down", "fc", "head"}
+TABLES = {"token_input", "token_part"}  # [V, ·] what depends on the token alone
+
+
+class Stacked:
+    """N `heads` of one shape. Weights that differ become views of the stacked ones: nothing is stored twice."""
+
+    def __init__(self, heads: Sequence[FeatureDrafter]):
+        self.heads = list(heads)
+        self._whole = copy.copy(heads[0])
+        for name in vars(heads[0]):
+            parts = [vars(head)[name] for head in heads]
+            setattr(self._whole, name, _stack(name, parts))
+            if name in TABLES and not _one(parts):
+                self._whole.stride = len(self._whole.embedding)
+                for head, part in zip(heads, getattr(self._whole, name).chunk(len(heads)), strict=True):
+                    setattr(head, name, part)
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[list[Score]]:
+        """The scores of every head, as they are one by one."""
+        return self._whole.score_as(self.heads, state, spans, depths)
+
+
+def _stack(name: str, parts: list[Any]) -> Any:
+    first = parts[0]
+    if _one(parts):
+        return first
+    if any(isinstance(part, LowRank) for part in parts):
+        return _Updated(parts)
+    if isinstance(first, Linear):
+        shared = len({part.weight.data_ptr() for part in parts}) == 1  # the target's vocabulary head
+        return first if shared else _Products(parts)
+    if isinstance(first, RMSNorm):
+        return _Norms(parts)
+    return torch.cat(parts) if name in TABLES else first
+
+
+def _one(parts: list[Any]) -> bool:
+    return all(part is parts[0] for part in parts)
+
+
+class _Updated:
+    """One product and N low-rank updates of it (none has rank 0): the product's weights are read once for all rows."""
+
+    def __init__(self, parts: list[Linear | LowRank]):
+        updates = {n: part for n, part in enumerate(parts) if isinstance(part, LowRank)}
+        first = next(iter(updates.values()))
+        rank = max(len(update.down) for update in updates.values())
+        self.base = first.base
+        self.down = first.down.new_zeros(len(parts), rank, first.down.shape[1])  # [N, r, in]
+        self.up = first.up.new_zeros(len(parts), rank, first.up.shape[1])  # [N, r, out]
+        for n, update in updates.items():
+            for whole, part in ((self.down, "down"), (self.up, "up")):
+                mine = whole[n, : len(update.down)]
+                setattr(update, part, mine.copy_(getattr(update, part)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        rows = x.unflatten(0, (len(self.down), -1))
+        y.unflatten(0, (len(self.down), -1)).baddbmm_(torch.bmm(rows, self.down.transpose(1, 2)), self.up)
+        return y
+
+
+class _Products:
+    """N products of one shape; head n's rows are the n-th of N equal parts."""
+
+    def __init__(self, products: list[DraftLinear]):
+        self.weight = torch.stack([product.weight for product in products])  # [N, out, in]
+        biases = [product.bias for product in products if product.bias is not None]
+        self.bias = torch.stack(biases)[:, None] if biases else None
+        for product, weight in zip(products, self.weight, strict=True):
+            product.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.unflatten(0, (len(self.weight), -1))
+        y = torch.bmm(rows, self.weight.transpose(1, 2))
+        return (y if self.bias is None else y.add_(self.bias)).flatten(0, 1)
+
+
+class _Norms:
+    """N norms of one width, on rows as `_Products` has them."""
+
+    def __init__(self, norms: list[RMSNorm]):
+        first = norms[0]
+        self.count, self.shape = len(norms), first.weight.shape
+        self.norm = RMSNorms(torch.stack([norm.weight for norm in norms])[:, None], first.eps, first.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.norm(x.unflatten(0, (self.count, -1))).flatten(0, 1)

@@ -1,0 +1,1 @@
+"""Hybrids: a trained drafter and a text drafter in one tree."""

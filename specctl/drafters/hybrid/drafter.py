@@ -1,0 +1,182 @@
+"""Hybrid drafts: a trained drafter and a text drafter in one tree.
+
+A text drafter (`lookup`, `suffix`, `retrieval`) drafts for nothing and is sure where a text repeats itself; a head
+costs a pass a level and knows more elsewhere. Each round the text drafter proposes first. The head is asked where what
+it is expected to add is worth its passes (`gate`), and goes a level deeper while that pays. Of what both propose those
+nodes are verified whose probability is worth their row. Everything is weighed on one scale: expected tokens against
+measured costs (`costs`), at the rate of tokens that the text has had so far.
+
+Trees by expected tokens are those of Sequoia (Chen et al. 2024, arXiv 2402.12374) and OPT-Tree (Wang et al. 2025,
+arXiv 2406.17276); the gate between two kinds of drafters is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import DraftTree, Score
+from specctl.decoding.state import DecodeState, PerText
+from specctl.drafters.candidates import Candidates, ProposedTree
+from specctl.drafters.hybrid.costs import Costs
+from specctl.drafters.hybrid.gate import HEAD, TEXT, Gate, Pending
+from specctl.drafters.tree import Pays
+
+OFFERED = 32  # nodes that a text drafter proposes at most
+NEXT = 0.9  # claim by which the worth of a level that is not drafted yet is judged
+
+
+class Grower(Drafter, Protocol):
+    """A trained drafter that can tell how probable its candidates are, and stop where a further level does not pay."""
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+        """Candidates behind the last committed token of every sequence, at most `budget` levels deep and no deeper than
+        it has room for; a level deeper while that `pays`."""
+        ...
+
+
+class TextDrafter(Drafter, Protocol):
+    """A drafter that reads its drafts off text, without a forward pass.
+
+    Attributes:
+        came_true: of what it claims, by eighths of the probability, how many times as often it comes true (`gate`).
+    """
+
+    came_true: tuple[float, ...]
+
+    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+        """At most `nodes` continuations of every sequence, with their probabilities."""
+        ...
+
+
+class Hybrid:
+    """A trained drafter (the head) and a text drafter that draft as one.
+
+    Attributes:
+        weighs_rows: it proposes no more nodes than their rows are worth, also in a batch.
+    """
+
+    weighs_rows = True
+
+    def __init__(self, head: Grower, text: TextDrafter, costs: Costs):
+        self.head, self.text, self.costs = head, text, costs
+        self.taps = head.taps
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """A tree from the last committed token; in exact mode a chain."""
+        gates = self._gates(state)
+        for gate, row in zip(gates, state.rows, strict=True):
+            gate.settle(row)
+        live = state.live
+        rate = sum(gates[b].rate for b in live)
+        drafts = [Candidates() for _ in gates]
+        for draft, offer, gate in zip(drafts, self.text.offer(state, min(budget, OFFERED)), gates, strict=True):
+            draft.add(offer, TEXT, gate.trust[TEXT])
+        row_price = rate * self._row_cost(state.batch)
+        kinds = [Gate.kind(sum(joint for joint in draft.joint if joint > row_price)) for draft in drafts]
+        levels = 0
+        if self._asks(state, gates, kinds, rate):
+            levels = self._ask(state, budget, gates, drafts, rate)
+        ranked = [draft.longest() if state.exact_rows else draft.ranked() for draft in drafts]
+        width = self._worth(state.batch, [[drafts[b].joint[node] for node in ranked[b]] for b in live], rate, budget)
+        cost = self.costs.round(state.batch * (width + 1)) + self.costs.drafting(levels)
+        for b in live:
+            row = state.rows[b]
+            gates[b].pending = Pending(len(row.ids), row.target_passes, drafts[b], cost, kinds[b], levels)
+        return DraftTree.from_trees(
+            [draft.cut(nodes[:width]) for draft, nodes in zip(drafts, ranked, strict=True)], state.device
+        )
+
+    def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], rate: float) -> bool:
+        """Whether the head is worth its passes: one forward is that of all texts."""
+        asking = [b for b in state.live if state.rows[b].room > 0]
+        if not asking:
+            return False
+        overdue = [gates[b].overdue(kinds[b]) for b in asking]
+        gain = sum(gates[b].gain(kinds[b]) for b in asking)
+        levels = sum(gates[b].levels for b in asking) / len(asking)
+        rows = 2 * levels * state.batch  # the likeliest token of each level, and a runner-up
+        cost = self.costs.drafting(levels) + rows * self._row_cost(1)
+        return gain > rate * cost or any(overdue)
+
+    def _ask(self, state: DecodeState, budget: int, gates: list[Gate], drafts: list[Candidates], rate: float) -> int:
+        """Add the head's candidates to the drafts; returns how many levels it has drafted."""
+        levels = 1
+        price = rate * (self.costs.level + 2 * self._row_cost(state.batch))
+        trust = [gate.trust[HEAD] for gate in gates]
+        trusted, before = [1.0] * len(gates), [0.0] * len(gates)
+
+        def pays(joint: list[float]) -> bool:
+            nonlocal levels
+            for b in state.live:
+                trusted[b] *= trust[b](min(math.exp(joint[b] - before[b]), 1.0))
+                before[b] = joint[b]
+            worth = sum(trusted[b] * trust[b](NEXT) for b in state.live)
+            levels += worth > price
+            return worth > price
+
+        grown = self.head.grow(state, budget, pays)
+        for draft, proposal, gate in zip(drafts, grown, gates, strict=True):
+            draft.add(proposal, HEAD, gate.trust[HEAD])
+        return levels
+
+    def _worth(self, batch: int, joint: list[list[float]], rate: float, budget: int) -> int:
+        """How many nodes of every text are verified: as long as one more of each is worth a row in all of them."""
+        width = 0
+        while width < budget:
+            gain = sum(ranked[width] for ranked in joint if width < len(ranked))
+            cost = self.costs.round(batch * (width + 2)) - self.costs.round(batch * (width + 1))
+            if gain <= rate * cost:
+                break
+            width += 1
+        return width
+
+    def _row_cost(self, rows: int) -> float:
+        """The cost of so many rows more, on average over rounds of usual size."""
+        return rows * (self.costs.round(32) - self.costs.round(2)) / 30
+
+    def _gates(self, state: DecodeState) -> list[Gate]:
+        memory = state.memory.get(self)
+        if memory is None:
+            memory = state.memory[self] = PerText(partial(Gate, self.text.came_true), state.batch)
+        return memory.rows
+
+    def advance(self, state: DecodeState) -> None:
+        """Let both read what was committed."""
+        self.head.advance(state)
+        self.text.advance(state)
+
+    def behind(self, state: DecodeState) -> list[int]:
+        """Tokens that the head has to read; text costs nothing."""
+        return self.head.behind(state)
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget what the head keeps, after a weight update."""
+        self.head.invalidate(state)
+        self.text.invalidate(state)
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """The children that both would have proposed, had both been asked: the gate lets through no more."""
+        scores = []
+        parts = zip(self.head.score(state, spans, depths), self.text.score(state, spans, depths), strict=True)
+        for head, text in parts:
+            trained, read = proposed(head), proposed(text)
+            deep = max(len(trained), len(read))
+            tokens = torch.cat([part.expand(deep, -1, -1) for part in (trained, read)], -1)
+            depth = max(len(head.children), len(text.children))
+            scores.append(Score(head.positions, tokens=tokens, children=(tokens.shape[-1],) * depth))
+        return scores
+
+
+def proposed(score: Score) -> torch.Tensor:
+    """[K, S, C] the tokens that a score's drafter would have proposed, −1 = none."""
+    if score.tokens is not None:
+        return score.tokens
+    if score.logits is None:
+        return torch.empty(1, len(score.positions), 0, dtype=torch.long)
+    index = score.logits.topk(max(score.children), -1).indices
+    return index if score.ids is None else score.ids[index]

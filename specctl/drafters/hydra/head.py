@@ -1,0 +1,94 @@
+"""Hydra heads as a trainable module (Ankner et al. 2024, arXiv 2402.05109, §3 and 4.3: "Hydra++").
+
+Head k reads cat(p_i, emb(x_{i+1}), …, emb(x_{i+k+1})) and predicts x_{i+2+k}: unlike Medusa's it knows the tokens
+drafted before its own. p_i is the output of one decoder layer over the target's last states h_0 … h_i, the prefix
+attention.
+
+In the published files layers 2 … n of a head are one and the same: their `Sequential` repeats a module. So they are
+here, where that module is stored once (`hydra_mlp.K.3`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.drafters.depth.head import DepthHeads, HeadsConfig, ResBlock
+from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+
+
+@dataclass(frozen=True)
+class HydraConfig(HeadsConfig, HeadConfig):
+    """Shape of the heads, and of the prefix attention's layer."""
+
+
+class PrefixLayer(HeadLayer):
+    """A Llama decoder layer."""
+
+    def __init__(self, config: HydraConfig):
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Prefix(nn.Module):
+    """The layer, and the norm behind it."""
+
+    def __init__(self, config: HydraConfig):
+        super().__init__()
+        self.layers = nn.ModuleList([PrefixLayer(config)])
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def layer(self) -> PrefixLayer:
+        return cast(PrefixLayer, self.layers[0])
+
+
+class HydraHeads(DepthHeads):
+    """Parameters carry the names of the published `hydra_lm_head` ("prefix-mlp", grounded)."""
+
+    config: HydraConfig
+
+    def __init__(self, config: HydraConfig, draft_ids: Tensor | None = None):
+        super().__init__(config, draft_ids)
+        size = config.hidden_size
+        self.prefix_embeding_layer = Prefix(config)  # the published spelling
+        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
+        for k in range(config.draft_heads):
+            again = [nn.Dropout(0.0), ResBlock(size)] if config.num_layers > 1 else []
+            self.hydra_mlp.append(nn.Sequential(nn.Dropout(0.0), ResBlock(size, k + 2), *again))
+            self.hydra_lm_head.append(nn.Sequential(nn.Dropout(0.0), nn.Linear(size, config.draft_vocab_size)))
+
+    def states(self, batch: SlotBatch) -> Tensor:
+        """p [N, H] of the response slots; the others are keys and values only."""
+        layer, dim = self.prefix_embeding_layer.layer, self.config.head_dim
+        part, rows = layer.self_attn, batch.query_rows
+        x = batch.features.float()
+        inputs = layer.input_layernorm(x)
+        key = layer.rope(part.k_proj(inputs).unflatten(-1, (-1, dim)), batch.key_positions)
+        value = part.v_proj(inputs).unflatten(-1, (-1, dim))
+        query = layer.rope(part.q_proj(inputs[rows]).unflatten(-1, (-1, dim)), batch.key_positions[rows])
+        out = layer.leave(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
+        return self.prefix_embeding_layer.norm(out)
+
+    def hidden(self, k: int, inputs: Tensor) -> Tensor:
+        mlp: Any = self.hydra_mlp[k]
+        head: Any = self.hydra_lm_head[k]
+        x = mlp[:2](inputs)
+        for _ in range(self.config.num_layers - 1):
+            x = mlp[2:](x)
+        return head[0](x)
+
+    def vocabulary(self, k: int) -> nn.Linear:
+        head: Any = self.hydra_lm_head[k]
+        return head[1]
+
+    def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
+        # Slot s + j holds token x_{s+j+1}; past the end of a document the row is no longer valid.
+        ahead = batch.query_rows[row].unsqueeze(1) + torch.arange(k + 1, device=row.device)
+        tokens = batch.key_tokens[ahead.clamp_max(len(batch.key_tokens) - 1)]
+        return torch.cat((states, F.embedding(tokens, embedding).float().flatten(1)), -1)

@@ -1,0 +1,1 @@
+"""Family `lm`: a small language model that drafts by itself."""

@@ -1,0 +1,179 @@
+"""Family `lm`: an independent small Llama decoder with the target's vocabulary, reading none of its features.
+
+Its module, how it is made and kept; `drafter.py` beside it drafts with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from specctl.decoding.models.loading import load_model, load_tokenizer
+from specctl.decoding.target import Target
+from specctl.decoding.target_text import vocab_hash
+from specctl.drafters.blueprint import CONFIG, filled, guarded, misfit
+from specctl.drafters.lm.config import configuration, stored
+from specctl.drafters.lm.drafter import LMDrafter, shape_for
+from specctl.errors import CheckpointError, RecipeError
+from specctl.kernels.distill import Squash, Teacher, linear_distill
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+
+# Layers, hidden size, heads, intermediate size. "68m" is that of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
+PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
+
+
+class LM(nn.Module):
+    """The drafter as a trainable module around a causal LM of `transformers`."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        self.objective = "ce"
+        self.squash = Squash()  # the target's
+
+    def check(self, target: Target) -> None:
+        """Raise CheckpointError where it cannot read every token of `target`. Rows of padding may differ."""
+        embedding: Any = self.model.get_input_embeddings()
+        own, used = len(embedding.weight), max(target.tokenizer.get_vocab().values()) + 1
+        if own < used:
+            raise misfit(CONFIG, "architecture.vocab_size", f"is {own}, target {target.name} uses {used} tokens")
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Keep only the inputs of every layer for the backward pass."""
+        return self.model.is_gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, on: bool) -> None:
+        if on:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, batch: LMBatch, target_head: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Loss of the response tokens, given everything before them: (sum of the losses, number of them), for the
+        caller to normalise over ranks and micro-batches.
+
+        Padding stands at the right: causal attention never sees it. `target_head` [V, Ht] turns the batch's teacher
+        states into the target's distributions, which every objective but "ce" needs.
+        """
+        wanted = batch.mask[:, 1:]
+        hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+        hidden = hidden[wanted]
+        head: Any = self.model.get_output_embeddings()
+        width = len(head.weight)
+        if batch.teacher is None or target_head is None:
+            teacher = Teacher(batch.tokens[:, 1:][wanted])
+        else:
+            width = min(width, len(target_head))
+            teacher = Teacher(batch.teacher, target_head[:width], self.squash.of(slice(width)))
+        rows, bias = torch.arange(len(hidden), device=hidden.device), None if head.bias is None else head.bias[:width]
+        shares = torch.ones_like(rows, dtype=torch.float32)
+        total, _ = linear_distill(hidden, head.weight[:width], bias, teacher, rows, shares, self.objective)
+        return total, wanted.sum()
+
+
+@dataclass(frozen=True)
+class LMBatch:
+    """Documents padded at the right.
+
+    Attributes:
+        tokens: [B, S].
+        mask: [B, S] bool, true at the N tokens to be predicted.
+        teacher: [N, Ht] target hidden states (after the final norm) that predict those tokens.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    teacher: Tensor | None = None
+
+
+def prepare(model: LM, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    model.objective = recipe.distillation
+
+
+def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
+    """A new drafter for `target`: a preset with random weights, or the causal LM that `drafter.base` names."""
+    if recipe.drafter.base is None:
+        return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
+    return LM(_base(recipe.drafter, target))
+
+
+def _base(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:
+    """A published small model. CheckpointError where it has another vocabulary than the target."""
+    name = str(recipe.base)
+    sizes = recipe.model_fields_set - {"base"}
+    if sizes:
+        raise RecipeError(f"drafter.base has its own sizes: leave out {', '.join(sorted(sizes))}")
+    if vocab_hash(load_tokenizer(name)) != target.identity["vocab_hash"]:
+        raise CheckpointError(
+            f"{name} and target {target.name} have different vocabularies",
+            "a small model of the target's own family, such as Qwen3-0.6B for Qwen3-8B",
+        )
+    return load_model(name, device=target.device, dtype=torch.float32)
+
+
+def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
+    """A preset, each of whose sizes the recipe may override.
+
+    Raises:
+        RecipeError: an unknown preset, sizes that do not divide, or a field that this family does not have.
+    """
+    preset = recipe.preset or ("68m" if target.hidden_size >= 1024 else "small")
+    if preset not in PRESETS:
+        raise RecipeError(f"unknown preset {preset!r} of drafter family lm", hint=f"one of {', '.join(PRESETS)}")
+    if recipe.taps or recipe.vocab_size not in (None, target.vocab_size):
+        raise RecipeError("an lm drafter has the target's vocabulary and no taps", hint="leave vocab_size and taps out")
+    layers, hidden, heads, intermediate = PRESETS[preset]
+    hidden, heads = recipe.hidden_size or hidden, recipe.num_heads or heads
+    kv_heads = recipe.num_kv_heads or heads
+    if hidden % (2 * heads) or heads % kv_heads:
+        raise RecipeError(
+            f"lm drafter: {heads} heads of {kv_heads} kv heads do not fit hidden size {hidden}",
+            hint="hidden_size must be a multiple of 2·num_heads, num_heads one of num_kv_heads",
+        )
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=recipe.intermediate_size or intermediate,
+        num_hidden_layers=recipe.num_layers or layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=target.context_length,
+        bos_token_id=target.tokenizer.bos_token_id,
+        eos_token_id=sorted(target.eos_ids),
+        pad_token_id=target.tokenizer.pad_token_id,
+    )
+
+
+def config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint; `target` is `Target.identity`."""
+    return {"family": "lm", "architecture": stored(model.model.config), "target": target}
+
+
+def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state as it is stored: under `transformers`' own names."""
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
+    """The module from the contents of a checkpoint, e.g. to go on training. CheckpointError when they do not fit."""
+    shape = configuration(config.get("architecture"))
+    model = filled(lambda: AutoModelForCausalLM.from_config(shape), tensors)
+    guarded(lambda: _tried(model))
+    return LM(model)
+
+
+@torch.no_grad()
+def _tried(model: PreTrainedModel) -> None:
+    """Read two tokens: sizes that fit the weights and not each other fail here, not while decoding."""
+    model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+
+
+def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
+    """Inference of `model`."""
+    return LMDrafter(model, target, shape_for(drafting, target.device))

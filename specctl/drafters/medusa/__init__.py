@@ -1,0 +1,1 @@
+"""Family `medusa`: a head per draft depth, which reads the last state of the target alone."""

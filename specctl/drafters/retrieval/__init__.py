@@ -1,0 +1,1 @@
+"""Family `retrieval`: a datastore of responses, and drafting from it."""
