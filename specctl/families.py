@@ -103,7 +103,7 @@ FAMILIES: dict[str, Family] = {
         learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
     ),
     "lm": Family(
-        "specctl.drafters.lm.model",
+        "specctl.drafters.lm.drafter",
         trainee="specctl.training.trainees:LMTrainee",
         epochs=3,
         rates=ONE_LAYER,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from specctl.families import FAMILIES
+
 ROOT = Path(__file__).resolve().parent.parent
 LEAVES = [
     "errors",
@@ -161,6 +163,27 @@ def test_no_file_imports_one_that_imports_it():
 def test_a_circle_is_seen():
     files = {"a": "from specctl import b", "b": "def f():\n    from specctl.c import x", "c": "from specctl.a import y"}
     assert cycles(files | {"d": "from specctl.a import y"}) == [["a", "b", "c"]]
+
+
+def borrowed(files: dict[str, str]) -> list[str]:
+    """`a imports b` where a file of drafters/ imports one of a family's room, and stands outside of it."""
+    inside = {name: source for name, source in files.items() if name.startswith("drafters.")}
+    rooms = {f"drafters.{family}." for family in FAMILIES}
+    edges = [(name, file) for name, source in inside.items() for file in imports(name, source, files)]
+    lent = [(name, file, room) for name, file in edges for room in rooms if file.startswith(room)]
+    return sorted(f"{name} imports {file}" for name, file, room in lent if not name.startswith(room))
+
+
+def test_a_family_stands_by_itself():
+    """What two share has a room of its own, so that one can be read, changed or left out without the others."""
+    assert borrowed(sources()) == []
+
+
+def test_what_a_family_borrows_is_seen():
+    own = {"drafters.lm.model": "", "drafters.lm.drafter": "from specctl.drafters.lm import model"}
+    assert borrowed(own) == []
+    other = {"drafters.eagle.drafter": "def f():\n    from specctl.drafters.lm.model import LM"}
+    assert borrowed(own | other) == ["drafters.eagle.drafter imports drafters.lm.model"]
 
 
 def test_help_imports_nothing_heavy():

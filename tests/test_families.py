@@ -94,6 +94,7 @@ def test_recipes_take_what_is_in_the_table(toys):
 def test_the_paths_of_a_row_exist(name):
     """They are looked up when they are needed, which may be at the end of a long run."""
     family = FAMILIES[name]
+    assert family.module == f"specctl.drafters.{name}.drafter"  # where its name says, as for all the others
     pkgutil.resolve_name(family.module)
     if family.trainee is not None:
         pkgutil.resolve_name(family.trainee)

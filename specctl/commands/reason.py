@@ -13,7 +13,8 @@ from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM
 from specctl.measuring.measured import Measured
 from specctl.measuring.reasoning_journal import ReasoningChunk, ReasoningJournal, chunk_rows
 from specctl.measuring.reasoning_rows import ModeRow, acceptance_difference, row
@@ -160,7 +161,7 @@ def _save(
             model.save_pretrained(folder)
             draft.tokenizer.save_pretrained(folder)
         return
-    module = lm.LM(model)
+    module = LM(model)
     domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
     info = {**checkpoint.read_info(start), "domain": list(domains), "mat": {}}
     info["learnt"] = f"{learnt}, from {draft.name}"

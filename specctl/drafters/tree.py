@@ -6,19 +6,27 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
 from specctl.decoding.state import DecodeState
-from specctl.drafters.candidates import ProposedTree
 from specctl.recipe import DraftingRecipe
 
 Pays = Callable[[list[float]], bool]
 """Whether a further level of a draft is worth drafting, given the joint log probability of the likeliest node of the
 last level of every sequence."""
+
+
+class ProposedTree(NamedTuple):
+    """A tree of what a drafter proposes behind a text: tokens, parents first; the places of their parents (−1 = the end
+    of the text); and the probability that it gives each, given its parent."""
+
+    tokens: list[int]
+    parents: list[int]
+    odds: list[float]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.lm.drafter import cast
+from specctl.drafters.lm.model import cast
 from specctl.families import LM
 from specctl.recipe import TargetRecipe
 

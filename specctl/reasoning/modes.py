@@ -24,7 +24,7 @@ from specctl.decoding.models.loading import load_model, load_tokenizer
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
-from specctl.drafters.lm.drafter import cast
+from specctl.drafters.lm.model import cast
 from specctl.drafters.pool import module, read_drafter, whole
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import LM

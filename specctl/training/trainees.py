@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, lora, pool
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm.model import LMBatch
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.families import FAMILIES
@@ -152,7 +152,7 @@ class LMTrainee(Trainee):
         if recipe.distillation != "ce":
             self.store = FeatureStore(target, ())
 
-    def batch(self, examples: list[Example], step: int) -> lm.LMBatch:
+    def batch(self, examples: list[Example], step: int) -> LMBatch:
         width = max(len(e.tokens) for e in examples)
         tokens = torch.tensor([e.tokens + [0] * (width - len(e.tokens)) for e in examples])
         places = torch.arange(width)
@@ -162,7 +162,7 @@ class LMTrainee(Trainee):
         stop = torch.tensor([[len(e.tokens)] for e in examples])
         mask = (places >= start) & (places < stop)
         teacher = None if self.store is None else torch.cat([f.teacher for f in self.store.get(examples)])
-        return lm.LMBatch(tokens.to(self.target.device), mask.to(self.target.device), teacher)
+        return LMBatch(tokens.to(self.target.device), mask.to(self.target.device), teacher)
 
     def loss(self, engine: nn.Module, batch: Any) -> Loss:
         total, weight = engine(batch, None if self.store is None else self.target.head_weight)

@@ -15,7 +15,8 @@ from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
-from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DataRecipe, DistillRecipe, DrafterRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run

@@ -7,7 +7,8 @@ import pytest
 from specctl.adaptation.draft_length import AutoLength, best_length, tokens_per_cost
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.shape import ChainShape
 from tests.lossless.drafters import own_weights
 
 

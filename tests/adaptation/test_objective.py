@@ -8,7 +8,7 @@ import torch
 from specctl.adaptation.updates.objective import Objective, with_distributions
 from specctl.adaptation.updates.registry import make_learner
 from specctl.drafters import pool
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm.model import LMBatch
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.example import Example
@@ -38,7 +38,7 @@ class Lesson:
             width = max(len(row) for row in tokens)
             padded = torch.tensor([row + [0] * (width - len(row)) for row in tokens])
             mask = torch.tensor([[i >= prompt and i < size for i in range(width)] for size, prompt in SIZES])
-            self.chunk = [lm.LMBatch(padded, mask)]
+            self.chunk = [LMBatch(padded, mask)]
             self.run = lambda module, batch: module(batch)
             return
         store, steps = FeatureStore(target, self.head.taps), self.head.steps

@@ -9,7 +9,8 @@ from transformers import LlamaForCausalLM
 
 from specctl.cli.online_reasoning import show
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM, architecture
 from specctl.recipe import DrafterRecipe
 from tests.measuring.streams import write_head, write_prompts
 
@@ -24,7 +25,7 @@ def start(tmp_path, target):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
     torch.manual_seed(0)
     sizes = DrafterRecipe(preset="tiny", hidden_size=32, num_heads=2, intermediate_size=32, num_layers=1)
-    model = lm.LM(LlamaForCausalLM(lm.architecture(sizes, target)))
+    model = LM(LlamaForCausalLM(architecture(sizes, target)))
     info = {"domain": ["math"], "mat": {"math": 2.0}}
     tensors = lm.published(model.state_dict())
     checkpoint.save(tmp_path / "lm", config=lm.config(model, target.identity), tensors=tensors, info=info)

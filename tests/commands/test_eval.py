@@ -14,7 +14,8 @@ from specctl.decoding import metrics
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import contenders
 from specctl.recipe import DataRecipe, DrafterRecipe, EvalRecipe, SamplingRecipe, TargetRecipe
@@ -87,7 +88,7 @@ def test_the_whole_matrix(tmp_path, prompts, target, perfect, scripted):
 def test_drafters_and_assistants_of_a_recipe(tmp_path, prompts, target):
     """From paths: a language model is a drafter here and an assistant there; equal names are told apart."""
     for place in ("a/small", "b/small"):
-        model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny"), target)))
+        model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny"), target)))
         checkpoint.save(
             tmp_path / place,
             config=lm.config(model, target.identity),
@@ -323,7 +324,7 @@ def test_records_that_cannot_be_read(tmp_path, prompts, target):
 def pool_of(tmp_path, target):
     """Two specialists and a generalist, as small as they get."""
     for name, domains in (("sql-lm", ["sql"]), ("chat-lm", ["chat"]), ("all-lm", ["chat", "sql"])):
-        model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), target)))
+        model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny", num_layers=1), target)))
         config, tensors = lm.config(model, target.identity), lm.published(model.state_dict())
         checkpoint.save(tmp_path / "pool" / name, config=config, tensors=tensors, info={"domain": domains})
     return tmp_path / "pool"

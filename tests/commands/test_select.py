@@ -19,7 +19,8 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Prompt, Rejections
-from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError

@@ -18,6 +18,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.resident import ancestors
+from specctl.decoding.models.loading import load_model
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -25,7 +26,8 @@ from specctl.decoding.target import load_target
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -93,11 +95,11 @@ def eagle1(target, shape):
 
 def small_lm(target, proposal):
     """The target's own weights, disturbed."""
-    model = lm.load_model(target.name, device=target.device, dtype=torch.float32)
+    model = load_model(target.name, device=target.device, dtype=torch.float32)
     torch.manual_seed(0)
     for weight in model.parameters():
         weight.data += 0.3 * weight.std(correction=0) * torch.randn_like(weight)
-    drafter = lm.drafter(lm.LM(model), target, DraftingRecipe(depth=4, stop_below=0.0, proposal=proposal))
+    drafter = lm.drafter(LM(model), target, DraftingRecipe(depth=4, stop_below=0.0, proposal=proposal))
     drafter.model.head.bias = target.model.head.bias
     return drafter
 

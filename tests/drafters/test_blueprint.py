@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.feature.head import HeadConfig
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.config import configuration
 from specctl.drafters.retrieval import drafter as retrieval
 from specctl.errors import CheckpointError

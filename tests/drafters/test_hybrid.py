@@ -12,8 +12,8 @@ from specctl.decoding.loop import decode
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import names, pool
-from specctl.drafters.candidates import Candidates, ProposedTree, Trust
 from specctl.drafters.hybrid import costs
+from specctl.drafters.hybrid.candidates import Candidates, Trust
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import (
@@ -28,6 +28,7 @@ from specctl.drafters.hybrid.gate import (
     Pending,
 )
 from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.tree import ProposedTree
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DraftingRecipe
 

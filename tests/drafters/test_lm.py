@@ -11,8 +11,9 @@ from specctl.decoding.protocols import Controller
 from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.decoding.state import APART
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import drafter as lm_drafter
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM, LMBatch, architecture, cast
+from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
@@ -22,14 +23,14 @@ HOT = Sampling(0.9, 50, 0.95)
 
 
 def lm_of(config):
-    return lm.LM(LlamaForCausalLM(config))
+    return LM(LlamaForCausalLM(config))
 
 
 @pytest.fixture(scope="module")
 def model(target):
     """Random, but with logits far enough apart that the best token is no matter of rounding."""
     torch.manual_seed(0)
-    model = lm_of(lm.architecture(DrafterRecipe(preset="tiny", num_kv_heads=2), target))
+    model = lm_of(architecture(DrafterRecipe(preset="tiny", num_kv_heads=2), target))
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.1 * torch.randn_like(weight)
@@ -52,21 +53,21 @@ class Big:
 
 def test_the_68m_preset_has_68m():
     with torch.device("meta"):
-        model = lm_of(lm.architecture(DrafterRecipe(), Big()))
+        model = lm_of(architecture(DrafterRecipe(), Big()))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(68e6, rel=0.01)
 
 
 def test_a_small_target_gets_a_small_drafter(target):
-    architecture = lm.architecture(DrafterRecipe(), target)
-    assert (architecture.hidden_size, architecture.vocab_size) == (192, target.vocab_size)
-    assert architecture.max_position_embeddings == target.context_length
+    shape = architecture(DrafterRecipe(), target)
+    assert (shape.hidden_size, shape.vocab_size) == (192, target.vocab_size)
+    assert shape.max_position_embeddings == target.context_length
 
 
 def test_the_recipe_overrides_the_preset(target):
     recipe = DrafterRecipe(
         preset="tiny", hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=96
     )
-    found = lm.architecture(recipe, target)
+    found = architecture(recipe, target)
     sizes = (found.hidden_size, found.num_hidden_layers, found.num_attention_heads, found.num_key_value_heads)
     assert (*sizes, found.intermediate_size, found.head_dim) == (64, 1, 2, 1, 96, 32)
 
@@ -83,11 +84,11 @@ def test_the_recipe_overrides_the_preset(target):
 )
 def test_bad_sizes(target, wrong, says):
     with pytest.raises(RecipeError, match=says):
-        lm_of(lm.architecture(DrafterRecipe(**wrong), target))
+        lm_of(architecture(DrafterRecipe(**wrong), target))
 
 
 def batch(tokens, mask):
-    return lm.LMBatch(torch.tensor(tokens), torch.tensor(mask).bool())
+    return LMBatch(torch.tensor(tokens), torch.tensor(mask).bool())
 
 
 def test_the_loss_is_that_of_the_response_tokens(model):
@@ -119,9 +120,9 @@ def test_a_batch_without_responses_has_gradients_of_zero(model):
 
 
 def test_casting_keeps_the_frequencies(target):
-    model = lm_of(lm.architecture(DrafterRecipe(preset="tiny"), target))
+    model = lm_of(architecture(DrafterRecipe(preset="tiny"), target))
     exact = model.model.model.rotary_emb.inv_freq.clone()
-    lm_drafter.cast(model.model, torch.device("cpu"), torch.bfloat16)
+    cast(model.model, torch.device("cpu"), torch.bfloat16)
     assert model.model.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(model.model.model.rotary_emb.inv_freq, exact)
 
@@ -139,12 +140,12 @@ def test_stored_and_read(target, model, prompts, tmp_path):
 
 
 def test_weights_of_another_size_are_refused(target, model):
-    other = lm_of(lm.architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
+    other = lm_of(architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
     with pytest.raises(CheckpointError, match="do not fit"):
         lm.restore(lm.config(model, target.identity), lm.published(other.state_dict()))
 
 
-class Watched(lm_drafter.LMDrafter):
+class Watched(lm.LMDrafter):
     """Compares every draft with the plain model, run from scratch on the committed text."""
 
     def __init__(self, model, target, shape):
@@ -192,7 +193,7 @@ def truth(target, prompts, sampling, seeds):
 @pytest.mark.parametrize("stop_below", [0.0, 0.3])
 def test_drafts_are_those_of_the_plain_model(target, model, prompts, stop_below):
     """Idle for some rounds, in a ragged and shrinking batch: a stale or misplaced cache row would change a draft."""
-    drafter = Watched(model, target, lm_drafter.ChainShape(4, stop_below, False))
+    drafter = Watched(model, target, ChainShape(4, stop_below, False))
     texts = truth(target, prompts, GREEDY, [0, 0, 0])
     others = ragged(texts, 0, target.vocab_size)
     decode(
@@ -209,7 +210,7 @@ def test_drafts_are_those_of_the_plain_model(target, model, prompts, stop_below)
 def test_accepted_drafts_are_not_read_again(target, prompts):
     """A drafter that is often right keeps the cache rows of its accepted tokens, and they are right."""
     close = own_weights(target, 0.1)
-    drafter = Watched(close, target, lm_drafter.ChainShape(4, 0.0, False))
+    drafter = Watched(close, target, ChainShape(4, 0.0, False))
     read, forward = [], drafter.model.forward
 
     def counted(tokens, *rest):
@@ -227,7 +228,7 @@ def test_accepted_drafts_are_not_read_again(target, prompts):
 
 
 def test_sampled_rows_are_those_sampled_from(target, model, prompts):
-    drafter = Watched(model, target, lm_drafter.ChainShape(4, 0.01, True))
+    drafter = Watched(model, target, ChainShape(4, 0.01, True))
     decode(
         target,
         prompts,
@@ -242,7 +243,7 @@ def test_sampled_rows_are_those_sampled_from(target, model, prompts):
 
 def test_sampled_proposals_are_greedy_where_the_target_is(target, model, prompts):
     """One-hot rows would be accepted in the same places, at the price of the ratio rule."""
-    drafter = Watched(model, target, lm_drafter.ChainShape(3, 0.0, True))
+    drafter = Watched(model, target, ChainShape(3, 0.0, True))
     decode(
         target,
         prompts[:1],
@@ -259,7 +260,7 @@ def _is(found, expected):
 
 
 def test_invalidate_recomputes(target, model, prompts):
-    drafter = Watched(model, target, lm_drafter.ChainShape(3, 0.0, False))
+    drafter = Watched(model, target, ChainShape(3, 0.0, False))
     decode(
         target,
         prompts,
@@ -274,8 +275,8 @@ def test_invalidate_recomputes(target, model, prompts):
 
 def test_training_on_does_not_change_a_drafter(target, prompts):
     """The drafter measured during training holds a copy of its weights."""
-    model = lm_of(lm.architecture(DrafterRecipe(preset="tiny"), target))
-    drafter = lm_drafter.LMDrafter(model, target, lm_drafter.ChainShape(3, 0.0, False))
+    model = lm_of(architecture(DrafterRecipe(preset="tiny"), target))
+    drafter = lm.LMDrafter(model, target, ChainShape(3, 0.0, False))
     options = {"sampling": GREEDY, "max_new_tokens": 4, "seeds": [0]}
     drafts = []
     for _ in range(2):
@@ -291,7 +292,7 @@ def test_training_on_does_not_change_a_drafter(target, prompts):
 def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch):
     """A finished sequence with a long prompt waits while the others grow past the spare room of the cache."""
     monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink
-    drafter = Watched(model, target, lm_drafter.ChainShape(2, 0.0, False))
+    drafter = Watched(model, target, ChainShape(2, 0.0, False))
     nobody = Scripted(lambda row, budget: ([], []))
     rounds = iter(range(1000))
 
@@ -315,7 +316,7 @@ def test_the_target_s_distribution_is_learned(target, model, prompts, objective)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -3:] = True
     model.objective = objective
-    loss, count = model(lm.LMBatch(tokens, mask, hidden[-4:-1]), target.head_weight)
+    loss, count = model(LMBatch(tokens, mask, hidden[-4:-1]), target.head_weight)
     model.objective = "ce"
     p = (hidden[-4:-1] @ target.head_weight.T).softmax(-1)
     q = torch.stack([next_logits(model, prompts[0][: len(prompts[0]) - n]) for n in (3, 2, 1)]).softmax(-1)
@@ -375,10 +376,10 @@ def test_an_adapter_drafts_as_its_merged_weights(target, model, prompts):
             pairs[name.removesuffix(".weight")] = (0.1 * down, 0.1 * up)
     merged = lm_of(model.model.config)
     merged.model.load_state_dict(Adapter(pairs).merge(lm.published(model.state_dict())))
-    base = lm_drafter.LMDrafter(model, target, lm_drafter.ChainShape(3, 0.0, False))
+    base = lm.LMDrafter(model, target, ChainShape(3, 0.0, False))
     adapted, whole = (
         base.adapted(Adapter(pairs)),
-        lm_drafter.LMDrafter(merged, target, lm_drafter.ChainShape(3, 0.0, False)),
+        lm.LMDrafter(merged, target, ChainShape(3, 0.0, False)),
     )
     assert adapted.model.layers[0].qkv.base is base.model.layers[0].qkv
     options = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0])

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 
 from specctl.decoding.plain import NoDraft
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import drafter as lm_drafter
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM, architecture
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
@@ -24,7 +24,7 @@ DRAFTING = DraftingRecipe()
 def write(place, for_target, **changed):
     """A small `lm` drafter whose config differs in the given keys."""
     torch.manual_seed(0)
-    model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target)))
+    model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target)))
     return checkpoint.save(
         place,
         config={**lm.config(model, for_target.identity), **changed},
@@ -49,7 +49,7 @@ def test_names_are_checked_without_torch():
 
 def test_by_directory(target, tmp_path):
     drafter = load_drafter(str(write(tmp_path / "d", target)), target, DraftingRecipe(depth=3))
-    assert isinstance(drafter, lm_drafter.LMDrafter) and drafter.shape.depth == 3
+    assert isinstance(drafter, lm.LMDrafter) and drafter.shape.depth == 3
 
 
 def test_unknown_name(target):

@@ -68,7 +68,7 @@ def modules(target, family, **options):
     common |= dict(draft_heads=STEPS, taps=(target.num_layers,))
     if family == "medusa":
         from specctl.drafters.depth.head import HeadsConfig
-        from specctl.drafters.medusa.drafter import MedusaHeads
+        from specctl.drafters.medusa.head import MedusaHeads
 
         return randomised(MedusaHeads(HeadsConfig(**common, num_layers=1)))
     from specctl.drafters.hydra.head import HydraConfig, HydraHeads

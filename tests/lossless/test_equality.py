@@ -19,7 +19,8 @@ from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
-from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix

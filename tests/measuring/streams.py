@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specctl.commands.online import online
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM
 from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
 
@@ -42,7 +43,7 @@ def write_copy(place, target, path, noise):
     torch.manual_seed(0)
     for weight in model.parameters():
         weight.data += noise * weight.std(correction=0) * torch.randn_like(weight)
-    return save(place, target, lm, lm.LM(model))
+    return save(place, target, lm, LM(model))
 
 
 def save(place, target, family, head):

@@ -6,7 +6,8 @@ from transformers import LlamaForCausalLM
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError
 from specctl.measuring import lossless
 from specctl.measuring.transformers import load_assistant, load_generator
@@ -35,7 +36,7 @@ def test_all_modes_give_the_greedy_text(target, generator):
 def test_assistants_are_the_language_models_of_a_pool(tmp_path, target):
     """A head cannot assist `generate`, a damaged drafter must not be skipped in silence."""
     assert load_assistant("lookup", target) is None
-    model = lm.LM(LlamaForCausalLM(lm.architecture(DrafterRecipe(preset="tiny"), target)))
+    model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny"), target)))
     for name, config in (
         ("small", lm.config(model, target.identity)),
         ("head", {"family": "eagle3", "target": target.identity}),

@@ -9,7 +9,8 @@ from transformers import LlamaForCausalLM
 from specctl.adaptation.stream import Arrival
 from specctl.distillation.prompts import Prompt
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError, UsageError
 from specctl.measuring.measured import Measured
 from specctl.measuring.reasoning_rows import acceptance_difference, rows
@@ -27,7 +28,7 @@ RECIPE = LookaheadRecipe(
 def draft(target):
     torch.manual_seed(0)
     recipe = DrafterRecipe(preset="tiny", hidden_size=32, num_heads=2, intermediate_size=32, num_layers=1)
-    return DraftLM("small", LlamaForCausalLM(lm.architecture(recipe, target)), target.tokenizer)
+    return DraftLM("small", LlamaForCausalLM(architecture(recipe, target)), target.tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_a_judge_of_ones_own_is_asked_by_every_mode_apart(target, draft, arrival
 
 
 def test_a_draft_lm_is_loaded_from_our_directory_or_theirs(target, draft, tmp_path, tiny_directory):
-    module = lm.LM(draft.model)
+    module = LM(draft.model)
     tensors = lm.published(module.state_dict())
     ours = checkpoint.save(tmp_path / "ours", config=lm.config(module, target.identity), tensors=tensors, info={})
     loaded = load_draft_lm(str(ours), target)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainingArguments
 
-from specctl.drafters.lm import model as lm
+from specctl.drafters.lm.model import architecture
 from specctl.errors import CheckpointError, Interrupted
 from specctl.progress import interrupts
 from specctl.reasoning.lookahead import Mismatch
@@ -24,7 +24,7 @@ PAIRS = [
 def tiny(target):
     torch.manual_seed(0)
     recipe = DrafterRecipe(preset="tiny", hidden_size=16, num_heads=2, intermediate_size=16, num_layers=1)
-    return LlamaForCausalLM(lm.architecture(recipe, target))
+    return LlamaForCausalLM(architecture(recipe, target))
 
 
 def learner(tiny, target, mode="online-lr", **learning):

@@ -9,7 +9,8 @@ from specctl.decoding.records import DraftTree, first_chain
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.verify import verify
 from specctl.drafters.eagle3 import drafter as eagle3
-from specctl.drafters.lm.drafter import ChainShape, LMDrafter
+from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape

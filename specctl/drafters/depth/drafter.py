@@ -13,11 +13,10 @@ from torch import Tensor
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.depth.head import DepthHeads
 from specctl.drafters.depth.static_tree import Trees
 from specctl.drafters.feature.layer import HeadWeights
-from specctl.drafters.tree import Pays, TreeShape
+from specctl.drafters.tree import Pays, ProposedTree, TreeShape
 
 
 class DepthDrafter(HeadWeights, ABC):

@@ -18,12 +18,11 @@ from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, f
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.dflash.head import BlockConfig, BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
 from specctl.drafters.feature.head import head_config, restored
 from specctl.drafters.feature.layer import FeatureMemory, FeatureReader, begun_at, last_slots, own_features
-from specctl.drafters.tree import GrowingTree, Pays, Shaped, TreeShape, best, default_shape, shape_for
+from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best, default_shape, shape_for
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 BLOCK = 8  # slots

@@ -15,10 +15,9 @@ from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.feature.head import DraftHead, HeadLayer
 from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, begun_at, own_features
-from specctl.drafters.tree import GrowingTree, Pays, Shaped, TreeShape, best, chain_rows
+from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best, chain_rows
 
 
 class FeatureDrafter(Shaped, FeatureLayer):

@@ -21,10 +21,10 @@ import torch
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.candidates import Candidates, ProposedTree
+from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.gate import HEAD, TEXT, Gate, Pending
-from specctl.drafters.tree import Pays
+from specctl.drafters.tree import Pays, ProposedTree
 
 OFFERED = 32  # nodes that a text drafter proposes at most
 NEXT = 0.9  # claim by which the worth of a level that is not drafted yet is judged

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.decoding.records import Sequence
-from specctl.drafters.candidates import Candidates, Trust
+from specctl.drafters.hybrid.candidates import Candidates, Trust
 
 TEXT, HEAD = 0, 1  # who claims
 # Of what a text drafter and a head claim, by eighths of the probability: how many times as often it came true. Greedy

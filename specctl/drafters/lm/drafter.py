@@ -1,15 +1,17 @@
-"""Drafting with a small LM: chains, with a cache of its own."""
+"""Drafting with a small LM, which reads none of the target's features: chains, with a cache of its own."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
@@ -21,11 +23,14 @@ from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Model, Target
-from specctl.drafters.candidates import ProposedTree
+from specctl.drafters.blueprint import filled, guarded
+from specctl.drafters.lm.config import configuration, stored
+from specctl.drafters.lm.model import LM, architecture, base_of, cast
+from specctl.drafters.lm.shape import ChainShape, shape_for
 from specctl.drafters.lora import Adapter
-from specctl.drafters.tree import GrowingTree, Pays
+from specctl.drafters.tree import GrowingTree, Pays, ProposedTree
 from specctl.errors import CheckpointError
-from specctl.recipe import DraftingRecipe
+from specctl.recipe import DraftingRecipe, TrainRecipe
 
 FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -35,44 +40,7 @@ FUSED = {
 }
 """The products of a lean layer and the projections that they fuse."""
 
-
-def cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """`model.to(device, dtype)`, its rotary frequencies left in fp32: in bf16 they are radians off after some hundred
-    tokens."""
-    exact = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
-    model.to(device, dtype)  # type: ignore[arg-type]
-    for name, buffer in exact.items():
-        module, _, last = name.rpartition(".")
-        model.get_submodule(module).register_buffer(last, buffer.to(device), persistent=False)
-    return model
-
-
 RUNNERS_UP = 2  # beside each token of a chain, where drafts are weighed by their rows
-
-
-@dataclass(frozen=True)
-class ChainShape:
-    """A chain of at most `depth` tokens, ended by the first token whose joint probability is under `stop_below`.
-
-    `sampled` draws the tokens (ratio rule, by `rule`) where the target samples; otherwise they are the most probable
-    ones. That a token ends the chain biases neither rule: whether a prefix is drafted further depends on itself alone.
-    """
-
-    depth: int
-    stop_below: float
-    sampled: bool
-    rule: str = "token"
-
-
-def shape_for(drafting: DraftingRecipe, device: torch.device) -> ChainShape:
-    """The default of the device with what the recipe sets.
-
-    A draft step of a small target costs a CPU a good fifth of a verification: only likely tokens are worth one. On a
-    GPU reading the probabilities back costs as much as the step.
-    """
-    shape = ChainShape(7, 0.25, False) if device.type == "cpu" else ChainShape(5, 0.0, False)
-    given = {key: value for key in ("depth", "stop_below") if (value := getattr(drafting, key)) is not None}
-    return replace(shape, **given, sampled=drafting.proposal == "sampled", rule=drafting.rule)
 
 
 @dataclass
@@ -390,3 +358,44 @@ class LMRounds:
 def stacked(rows: list[kernels.Rows]) -> kernels.Rows:
     """The rows of all depths, sequence-major: row b·n + i is that of token i of sequence b."""
     return kernels.Rows(*(torch.stack(field, 1).flatten(0, 1) for field in zip(*rows, strict=True)))
+
+
+def prepare(model: LM, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    model.objective = recipe.distillation
+
+
+def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
+    """A new drafter for `target`: a preset with random weights, or the causal LM that `drafter.base` names."""
+    if recipe.drafter.base is None:
+        return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
+    return LM(base_of(recipe.drafter, target))
+
+
+def config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint; `target` is `Target.identity`."""
+    return {"family": "lm", "architecture": stored(model.model.config), "target": target}
+
+
+def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state as it is stored: under `transformers`' own names."""
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
+    """The module from the contents of a checkpoint, e.g. to go on training. CheckpointError when they do not fit."""
+    shape = configuration(config.get("architecture"))
+    model = filled(lambda: AutoModelForCausalLM.from_config(shape), tensors)
+    guarded(lambda: _tried(model))
+    return LM(model)
+
+
+@torch.no_grad()
+def _tried(model: PreTrainedModel) -> None:
+    """Read two tokens: sizes that fit the weights and not each other fail here, not while decoding."""
+    model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+
+
+def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
+    """Inference of `model`."""
+    return LMDrafter(model, target, shape_for(drafting, target.device))

@@ -1,27 +1,21 @@
-"""Family `lm`: an independent small Llama decoder with the target's vocabulary, reading none of its features.
-
-Its module, how it is made and kept; `drafter.py` beside it drafts with it.
-"""
+"""An independent small Llama decoder with the target's vocabulary, as a trainable module, and models that it may be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from specctl.decoding.models.loading import load_model, load_tokenizer
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import vocab_hash
-from specctl.drafters.blueprint import CONFIG, filled, guarded, misfit
-from specctl.drafters.lm.config import configuration, stored
-from specctl.drafters.lm.drafter import LMDrafter, shape_for
+from specctl.drafters.blueprint import CONFIG, misfit
 from specctl.errors import CheckpointError, RecipeError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
-from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe
 
 # Layers, hidden size, heads, intermediate size. "68m" is that of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
 PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
@@ -91,20 +85,8 @@ class LMBatch:
     teacher: Tensor | None = None
 
 
-def prepare(model: LM, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    model.objective = recipe.distillation
-
-
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
-    """A new drafter for `target`: a preset with random weights, or the causal LM that `drafter.base` names."""
-    if recipe.drafter.base is None:
-        return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
-    return LM(_base(recipe.drafter, target))
-
-
-def _base(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:
-    """A published small model. CheckpointError where it has another vocabulary than the target."""
+def base_of(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:
+    """The small model that `drafter.base` names. CheckpointError where it has another vocabulary than the target."""
     name = str(recipe.base)
     sizes = recipe.model_fields_set - {"base"}
     if sizes:
@@ -150,30 +132,12 @@ def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
     )
 
 
-def config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
-    return {"family": "lm", "architecture": stored(model.model.config), "target": target}
-
-
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: under `transformers`' own names."""
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
-    """The module from the contents of a checkpoint, e.g. to go on training. CheckpointError when they do not fit."""
-    shape = configuration(config.get("architecture"))
-    model = filled(lambda: AutoModelForCausalLM.from_config(shape), tensors)
-    guarded(lambda: _tried(model))
-    return LM(model)
-
-
-@torch.no_grad()
-def _tried(model: PreTrainedModel) -> None:
-    """Read two tokens: sizes that fit the weights and not each other fail here, not while decoding."""
-    model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-
-
-def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
-    """Inference of `model`."""
-    return LMDrafter(model, target, shape_for(drafting, target.device))
+def cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """`model.to(device, dtype)`, its rotary frequencies left in fp32: in bf16 they are radians off after some hundred
+    tokens."""
+    exact = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    model.to(device, dtype)  # type: ignore[arg-type]
+    for name, buffer in exact.items():
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module).register_buffer(last, buffer.to(device), persistent=False)
+    return model

@@ -1,51 +1,28 @@
-"""Family `medusa`: heads that each predict one of the next tokens from the target's last state alone (Cai et al. 2024,
-arXiv 2401.10774, "Medusa-1"), and drafts of all heads at once as a static tree."""
+"""Drafting with Medusa heads (Cai et al. 2024, arXiv 2401.10774): all heads at once, as a static tree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.depth import head as depth_heads
 from specctl.drafters.depth.drafter import DepthDrafter
-from specctl.drafters.depth.head import DepthHeads, HeadsConfig, ResBlock, draft_ids, heads_shape, start_from_target
+from specctl.drafters.depth.head import HeadsConfig, draft_ids, heads_shape, start_from_target
 from specctl.drafters.depth.static_tree import default_shape
-from specctl.drafters.feature.head import SlotBatch, restored
+from specctl.drafters.feature.head import restored
 from specctl.drafters.feature.layer import last_slots
+from specctl.drafters.medusa.head import MedusaHeads
 from specctl.drafters.tree import TreeShape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 # Of each rank, the share of the target's tokens; measured on the built-in target (sql, 400 steps) at depth 1.
 ACCURACY = (0.5, 0.11, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.02, 0.012)
-
-
-class MedusaHeads(DepthHeads):
-    """Head k is a `ResBlock` and a vocabulary matrix."""
-
-    def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None):
-        super().__init__(config, draft_ids)
-        self.blocks = nn.ModuleList([ResBlock(config.hidden_size) for _ in range(config.draft_heads)])
-        self.lm_head = nn.ModuleList(
-            [nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(config.draft_heads)]
-        )
-
-    def states(self, batch: SlotBatch) -> Tensor:
-        return batch.features[batch.query_rows].float()
-
-    def hidden(self, k: int, inputs: Tensor) -> Tensor:
-        return self.blocks[k](inputs)
-
-    def vocabulary(self, k: int) -> nn.Linear:
-        return cast(nn.Linear, self.lm_head[k])
-
-    def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
-        return states
 
 
 class MedusaDrafter(DepthDrafter):

@@ -11,8 +11,8 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.hybrid.gate import TEXT_CAME_TRUE
+from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
 # On a CPU 8 rows cost what 1 costs, more do not. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 /

@@ -10,11 +10,10 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.candidates import ProposedTree
 from specctl.drafters.hybrid.gate import STORE_CAME_TRUE, TEXT_CAME_TRUE
-from specctl.drafters.retrieval.datastore import Datastore, GrowingDatastore
 from specctl.drafters.text.automaton import Match, SuffixAutomaton
-from specctl.drafters.text.trie import Place, TextTreeShape, first_level, grow
+from specctl.drafters.text.trie import Documents, Place, TextTreeShape, first_level, grow
+from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
 # × plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each, one thread of a busy
@@ -39,7 +38,7 @@ class Suffix:
         depth: int | None = None,
         nodes: int | None = None,
         children: int | None = None,
-        corpus: Datastore | GrowingDatastore | None = None,
+        corpus: Documents | None = None,
     ):
         self.depth, self.nodes, self.children = depth or DEPTH, nodes, children or CHILDREN
         self.corpus = corpus

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from specctl.drafters.candidates import ProposedTree
+from specctl.drafters.tree import ProposedTree
 
 
 class Follower(NamedTuple):
@@ -23,6 +23,14 @@ class Place(Protocol):
 
     def followers(self, limit: int) -> list[Follower]:
         """At most `limit` tokens that stood behind this place; the rest of the probability is unknown."""
+        ...
+
+
+class Documents(Protocol):
+    """A body of text beside the one that is being written."""
+
+    def find(self, ids: list[int], depth: int) -> Place:
+        """Where it stands as the end of `ids` does; a draft reads at most `depth` tokens on."""
         ...
 
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from specctl.drafters.tree import ProposedTree
+
 SURE = 0.99  # no claim is trusted further: a child is less probable than its parent
-
-
-class ProposedTree(NamedTuple):
-    """A tree of what a drafter proposes behind a text: tokens, parents first; the places of their parents (−1 = the end
-    of the text); and the probability that it gives each, given its parent."""
-
-    tokens: list[int]
-    parents: list[int]
-    odds: list[float]
 
 
 class Claim(NamedTuple):
