@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,14 +24,13 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
-from specctl.drafters.hybrid.costs import Costs
-from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import SpecctlError, UsageError
 from specctl.families import GROWING, UNTRAINED
 from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
+from specctl.selection.companion import Companion
 from specctl.training.checkpoint import prefixed, under
 
 STATIC = "static"
@@ -99,15 +97,15 @@ class OnlineContenders:
         static = STATIC in recipe.baselines
         self.fixed = self._load_fixed() if static and not recipe.pool else {}
         self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
-        self.store = GrowingDatastore(recipe.buffer.store_tokens)  # what everybody has said, which is the same
+        # What everybody has said, which is the same, is in its store.
+        self.companion = self._companion(GrowingDatastore(recipe.buffer.store_tokens))
         self.untrained: dict[str, Drafter] = {
-            name: self._text_drafter(name) for name in (*UNTRAINED, GROWING) if name in recipe.baselines
+            name: self.companion.text_drafter(name) for name in (*UNTRAINED, GROWING) if name in recipe.baselines
         }
         twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
-        self.costs: dict[str, Costs] = {}  # of hybrids, by the names of both
         self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
         self._warm = False  # in this process
 
@@ -125,6 +123,7 @@ class OnlineContenders:
     def retarget(self, target: Target) -> None:
         """Go on with another target. CheckpointError where a drafter does not fit it."""
         self.target = target
+        self.companion = self._companion(self.companion.store)
         for learner in self._learners():
             learner.retarget(target)
         self.fixed = self._load_fixed() if self.fixed else {}
@@ -187,19 +186,11 @@ class OnlineContenders:
 
     def _hybrid(self, name: str, head: Drafter) -> dict[str, Any]:
         """Options of `decode` for a head and the recipe's text drafter as one."""
-        recipe, beside = self.recipe, self.recipe.companion
-        assert beside is not None
-        algo = next(algo for algo in self.pupils if name in (algo, static_name(recipe, algo)))
-        both = f"{recipe.start_of(recipe.family_of(algo))}+{beside}"
-        if both not in self.costs:
-            self.costs[both] = pool.hybrid_costs(both, head, self.target)
-        return {"drafter": pool.hybrid(both, head, self._text_drafter(beside), self.costs[both])}
+        algo = next(algo for algo in self.pupils if name in (algo, static_name(self.recipe, algo)))
+        return {"drafter": self.companion.hybrid(str(self.recipe.start_of(self.recipe.family_of(algo))), head)}
 
-    def _text_drafter(self, name: str) -> Drafter:
-        """A drafter that nobody trains: of the text alone, or of the stream's texts so far, too."""
-        if name == GROWING:
-            return retrieval.drafter(self.store, self.target, self.recipe.drafting)
-        return pool.load_drafter(name, self.target, self.recipe.drafting)
+    def _companion(self, store: GrowingDatastore) -> Companion:
+        return Companion(self.recipe.companion, self.target, self.recipe.drafting, store)
 
     def case(self, arrival: Arrival) -> Case:
         room = self.target.context_length - len(arrival.ids)
@@ -246,10 +237,7 @@ class OnlineContenders:
         """Take the texts of a chunk into the store, where somebody reads it: the seconds that it has taken."""
         if GROWING not in (self.recipe.companion, *self.recipe.baselines):
             return 0.0
-        began = time.perf_counter()
-        texts = [record.decoded for record in records]
-        self.store.add(retrieval.document(text.prompt_ids + text.output_ids, len(text.prompt_ids)) for text in texts)
-        return time.perf_counter() - began
+        return self.companion.remember(record.decoded for record in records)
 
     def _row(
         self, name: str, lesson: Lesson, domains: dict[str, int], own: Sequence[Decoded], records: Sequence[Record]
@@ -323,7 +311,7 @@ class OnlineContenders:
         for name, pupil in self.pupils.items():
             facts[name], found = pupil.state()
             tensors |= prefixed(f"{name}/", found)
-        tensors |= prefixed("store/", self.store.state())
+        tensors |= prefixed("store/", self.companion.store.state())
         lengths = {name: length.state() for name, length in self.lengths.items()}
         position = {
             "target": self.target.name,
@@ -339,7 +327,7 @@ class OnlineContenders:
         self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
         self.refused = Counter(facts["refused"])
         if stored := under("store/", tensors):  # runs of before there was one have none
-            self.store.restore(stored)
+            self.companion.store.restore(stored)
         for name, pupil in self.pupils.items():
             pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
         drafters = self.fixed | {

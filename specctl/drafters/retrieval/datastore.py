@@ -134,6 +134,10 @@ class GrowingDatastore:
         if len(tokens):
             self.parts.append(Datastore(tokens, suffix_array(tokens)))
 
+    def clear(self) -> None:
+        """Forget all documents."""
+        self.parts.clear()
+
     def state(self) -> dict[str, Tensor]:
         """All that `restore` needs."""
         return {"tokens": self.tokens, "sizes": torch.tensor([len(part.tokens) for part in self.parts])}
