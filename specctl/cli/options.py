@@ -127,7 +127,9 @@ FLAGS: dict[str, Flag] = {
     "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),
     "metric": Flag(("metric",), str, "Cells of the matrix: mat, speedup or accept_rate."),
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
-    "algo": Flag(("algo",), str, "Policy, or several with commas: hedgespec, hedge, ucbspec, metasd-ucb, …"),
+    "algo": Flag(
+        ("algo",), str, "Policy, or several with commas: cgp-ucb (default), hedgespec, ucbspec, metasd-ucb, …"
+    ),
     "learner": Flag(
         ("algo",), str, "Update rule, or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
     ),
@@ -159,7 +161,7 @@ FLAGS: dict[str, Flag] = {
     "reset": Flag(("reset",), str, "When a policy forgets: after every query (default) or session, or never (stream)."),
     "session": Flag(("session",), int, "Consecutive prompts of one domain."),
     "select_baselines": Flag(
-        ("baselines",), str, "vanilla (default), fixed (every arm), draft-all; or none.", _none_or_names
+        ("baselines",), str, "vanilla,beside (default), fixed (every arm), draft-all; or none.", _none_or_names
     ),
     "rivals": Flag(("rivals",), list[str], "Drafter measured beside, not in the pool; repeatable.", _names, "PATH"),
     "record": Flag(("record",), Path, "Write what every drafter would do at every position, and stop.", metavar="FILE"),

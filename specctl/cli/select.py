@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from specctl.recipe import SelectRecipe
 
 FLAGS = (
-    *("algo", "pool", "drafters", "strict", "domain", "prompts", "limit", "reset", "session", "select_baselines"),
+    *(
+        "algo",
+        "pool",
+        "drafters",
+        "strict",
+        "beside",
+        "domain",
+        "prompts",
+        "limit",
+        "reset",
+        "session",
+        "select_baselines",
+    ),
     *("rivals", "batch", "seeds", "record", "replay", "train_router", "router_dir", "warm_start"),
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
@@ -46,7 +58,7 @@ BY_SPEED = {
     "best_arm_ratio": "fastest arm played",
 }
 """Headings where tokens a second are played for."""
-EXAMPLE = "specctl select --algo hedgespec,ucbspec --pool ./drafters --reset session"
+EXAMPLE = "specctl select --algo cgp-ucb,hedgespec --pool ./drafters"
 
 
 def register(app: typer.Typer) -> None:
@@ -82,6 +94,7 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
     from specctl.cli import plan
 
     games = presets(recipe)
+    arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
     choose = f"by {', '.join(recipe.algo)}, which forget at the end of every {recipe.reset}"
     if recipe.replay is not None and not recipe.train_router:
         times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
@@ -96,7 +109,8 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
         return [*decode, f"write to {recipe.record} what {', '.join(pool)} would draft at every position"]
     return [
         *decode,
-        f"choose among {', '.join(pool)} {choose}",
+        f"choose among {', '.join(arms)} {choose}",
+        *([f"every head drafts in one tree with {recipe.companion}"] if recipe.companion else []),
         *games,
         f"measure beside them: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",
     ]

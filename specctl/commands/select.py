@@ -19,7 +19,7 @@ from specctl.measuring.drafter_rows import Row, answers, compared, summarise
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.measuring.records import Record, fingerprints, write_outputs, write_records
-from specctl.measuring.select_contenders import SelectContenders, sessions
+from specctl.measuring.select_contenders import SelectContenders, companion_of, sessions
 from specctl.recipe import SelectRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, members, named
@@ -56,6 +56,7 @@ class SelectResult:
         speeds: what they are: measured, or modelled by what the table knows the costs of.
         table, table_sha256: that was recorded or replayed.
         rounds_on: where all contenders' rounds ran; a policy looks on, so it is the host, also with a GPU.
+        beside: the text drafter that heads draft with; `store_s`: seconds that its store took to take texts in.
     """
 
     mode: str
@@ -88,6 +89,8 @@ class SelectResult:
     table_sha256: str | None = None
     router: RouterReport | None = None
     rounds_on: Literal["host"] = "host"
+    beside: str | None = None
+    store_s: float | None = None
 
 
 def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe:
@@ -104,8 +107,8 @@ def select(
     """Decode one stream with every policy, arm and baseline of the recipe; all answer a prompt before the next one.
 
     Or record the pool on the stream, or play the policies on such a table. `target` and `drafters` (by name) are given
-    by callers that hold them already. Raises DataError (no usable prompts), CheckpointError (target, pool, table or
-    router), UsageError (contradicting recipe).
+    by callers that hold them already; such drafters draft as they are. Raises DataError (no usable prompts),
+    CheckpointError (target, pool, table or router), UsageError (contradicting recipe).
     """
     for line in overruled(recipe.algo, recipe.game):
         progress.log(line)
@@ -120,7 +123,11 @@ def select(
     paths = members(recipe) if drafters is None else []
     target = target or load_target(**recipe.target.loading)
     stream = sessions(prepare(recipe, target, prompts, rejections), recipe)
-    drafters = drafters or load_pool(recipe, target, paths)
+    companion = companion_of(recipe, target)
+    if drafters is None:
+        drafters = load_pool(recipe, target, paths, companion)
+        if recipe.companion_arm and companion.text:
+            drafters.setdefault(recipe.companion_arm, companion.text)
     place_of = {name: path for path, name in named(paths).items()}
     places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
 
@@ -138,7 +145,7 @@ def select(
         begin()
         return replace(_recorded(recipe, failures), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places, unlabelled)
-    stage = SelectContenders(recipe, target, stream, drafters, router)
+    stage = SelectContenders(recipe, target, stream, drafters, router, companion)
     begin()
     if router is not None and report is not None:
         save_router(recipe, run, target, router, report)
@@ -201,6 +208,8 @@ def _decoded(
         pool_size=[],
         lossless=agreement,
         rejected=rejected,
+        beside=recipe.companion,
+        store_s=stage.store_s,
     )
 
 

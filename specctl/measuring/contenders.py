@@ -149,12 +149,14 @@ def measure(
     label: str = "eval",
     warm: bool = False,
     resumable: bool = True,
+    told: Callable[[Sequence[Record]], None] | None = None,
 ) -> list[Record]:
     """Every contender's answers to every turn and seed; the bar shows the mat of the drafters named in `shown`.
 
     What `earlier` records answer is not asked again; every other turn is asked of the contenders in the order that it
     would have had in one go. The records go to `keep` now and then and however it ends, an unfinished turn left out:
-    all contenders have answered the same ones. `warm`: a caller has warmed them up. Raises Interrupted between two
+    all contenders have answered the same ones. `warm`: a caller has warmed them up. `told` hears the records of every
+    turn. Raises Interrupted between two
     turns; its hint is --resume where the caller can go on from the records (`resumable`).
     """
     records, known = list(earlier), {record.question for record in earlier}
@@ -171,7 +173,10 @@ def measure(
         with progress.track(label, total=total, unit="prompts") as bar:
             for number, seed, turn in todo:
                 progress.interrupts.check()
-                records += ask(recipe.sampling, turn, seed, rotated(competing, number))
+                answered = ask(recipe.sampling, turn, seed, rotated(competing, number))
+                if told is not None:
+                    told(answered)
+                records += answered
                 bar.update(
                     len(turn), mat=metrics.mat([record.decoded for record in records if record.drafter in shown])
                 )

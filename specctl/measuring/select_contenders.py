@@ -17,13 +17,16 @@ from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
+from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import UsageError
+from specctl.families import GROWING
 from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, decode_turn, engine, measure, warm_up
 from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.measuring.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection.arms import make_arms, named
 from specctl.selection.assembly import make_selector, plain_step
+from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.guarded import Guarded, Together
 from specctl.selection.policies import registry
@@ -69,6 +72,11 @@ def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
     return together
 
 
+def companion_of(recipe: SelectRecipe, target: Target) -> Companion:
+    """The text drafter of a recipe, which has read nothing yet."""
+    return Companion(recipe.companion, target, recipe.drafting, GrowingDatastore(recipe.store_tokens))
+
+
 Alone = Guarded | Together
 """A drafter that drafts all rounds by itself."""
 
@@ -83,10 +91,14 @@ class SelectContenders:
         stream: list[list[Case]],
         drafters: dict[str, Drafter],
         router: Router | None = None,
+        companion: Companion | None = None,
     ):
+        """`companion`: the text drafter that heads draft with."""
         self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
         if router is not None and [*drafters] != router.arms:
             raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
+        self.companion = companion or companion_of(recipe, target)
+        self.store_s = 0.0  # on taking texts into its store
         self.arms = make_arms(recipe, target, drafters)
         prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
         self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be of two domains
@@ -107,7 +119,8 @@ class SelectContenders:
     def _selector(self, name: str) -> Selector:
         return make_selector(
             self.target,
-            [Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms],  # each counts its own failures
+            # Each counts its own failures.
+            [Guarded(arm.name, arm.drafter, arm.nodes, self.companion.head_of(arm.drafter)) for arm in self.arms],
             self.algo[name],
             self.recipe.game,
             functools.partial(self._policy, self.algo[name]),
@@ -143,13 +156,18 @@ class SelectContenders:
         alone: dict[str, Alone] = {}
         if "fixed" in recipe.baselines:
             alone |= {arm.name: Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms}
+        if "beside" in recipe.baselines and self.companion.name and self.companion.text:
+            alone[self.companion.name] = Guarded(self.companion.name, self.companion.text)
         if DRAFT_ALL in recipe.baselines:
             alone[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}
         twice = {*rivals, *self.algo} & {*self.drafters, *alone, VANILLA} or {*rivals} & {*self.algo}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
-        loaded = {name: pool.load_drafter(path, self.target, recipe.drafting) for name, path in rivals.items()}
+        loaded = {
+            name: self.companion.beside(path, pool.load_drafter(path, self.target, recipe.drafting))
+            for name, path in rivals.items()
+        }
         return alone | {name: Guarded(name, drafter) for name, drafter in loaded.items()}
 
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
@@ -168,7 +186,20 @@ class SelectContenders:
         for alone in self.alone.values():
             alone.forget()
         self._log = log
-        return measure(recipe, asked, competing, {recipe.algo[0]}, keep, label="select", warm=True, resumable=False)
+        heard = 0
+
+        def remember(records: Sequence[Record]) -> None:
+            """Take the texts of a turn, which are everybody's, into the store; every seed begins with an empty one."""
+            nonlocal heard
+            heard += 1
+            if heard % len(asked) == 0:
+                self.companion.store.clear()
+            elif self.companion.name == GROWING:
+                texts = [record.decoded for record in records if record.drafter == recipe.algo[0]]
+                self.store_s += self.companion.remember(texts)
+
+        shown = {recipe.algo[0]}
+        return measure(recipe, asked, competing, shown, keep, label="select", warm=True, resumable=False, told=remember)
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         options = self.recipe.catch_up
@@ -208,7 +239,8 @@ class SelectContenders:
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
         hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
-        kind = "policy" if selector else "baseline" if name in (VANILLA, DRAFT_ALL) else "arm"
+        others = {VANILLA, DRAFT_ALL, self.companion.name} - {arm.name for arm in self.arms}
+        kind = "policy" if selector else "baseline" if name in others else "arm"
         if name in named(self.recipe.rivals).values():
             kind = "rival"
         return stream.row(

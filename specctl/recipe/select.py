@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from specctl.families import GROWING, UNTRAINED
 from specctl.recipe.router import RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -14,6 +15,7 @@ from specctl.recipe.sections import (
     LocalPath,
     Name,
     Names,
+    OneOf,
     PositiveFloat,
     SamplingRecipe,
     Section,
@@ -55,7 +57,9 @@ class GameRecipe(Section):
     # Draft depths of idle drafters that are looked at; None = the longest draft, as in HedgeSpec. On development
     # prompts one chose as well as two or three, at the least cost.
     depth: PositiveInt | None = 1
-    reward: Literal["paper", "tokens", "be", "bd", "throughput"] = "paper"  # of bandits; paper = tokens or bd
+    # Of bandits. paper = tokens (BanditSpec), bd (MetaSD), or surplus (cgp-ucb): tokens beyond those that all rounds
+    # make in that time.
+    reward: Literal["paper", "tokens", "be", "bd", "throughput", "surplus"] = "paper"
     # Of full information: expected length (HedgeSpec), that a second of a round, or 1 - γ at depth 1. In a pool of
     # heads the first two choose alike; beside drafters that cost nothing only seconds tell what is worth playing.
     loss: Literal["length", "throughput", "acceptance"] = "throughput"
@@ -79,7 +83,8 @@ class GameRecipe(Section):
     @property
     def yardstick(self) -> Literal["mat", "throughput"]:
         """The measure of a game's best arm: tokens a second where these are played for, else mat."""
-        return "throughput" if "throughput" in (self.loss, self.reward) else "mat"
+        seconds = {self.loss, self.reward} & {"throughput", "surplus"}
+        return "throughput" if seconds else "mat"
 
 
 GAMES: dict[str, dict[str, Any]] = {
@@ -121,9 +126,13 @@ class SelectRecipe(CommandRecipe):
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
-    algo: Annotated[Names, Field(min_length=1)] = ["hedgespec"]  # one policy, or several side by side
+    algo: Annotated[Names, Field(min_length=1)] = ["cgp-ucb"]  # one policy, or several side by side
     pool: LocalPath | None = None  # None = ./drafters where that is there
     drafters: list[Name] = []  # further members: directories, or lookup, suffix
+    # A text drafter that every head, arm or rival, drafts with in one tree (a hybrid, which decides how deep), and one
+    # more arm. auto: retrieval, which reads all texts of the stream so far, where nothing else decides that.
+    beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
+    store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
     strict: bool = False  # refuse a pool with a member that cannot be used, instead of leaving it out
     arms: ArmRecipe = ArmRecipe()
     policy: PolicyRecipe = PolicyRecipe()
@@ -133,8 +142,9 @@ class SelectRecipe(CommandRecipe):
     session: PositiveInt = 8
     # Sessions of all domains shuffled; domain after domain; or every session half of one domain and half of another.
     order: Literal["mixed", "blocks", "shift"] = "mixed"
-    # fixed: every arm by itself; recompute: the policies once more, without what catch_up=streaming saves and loses
-    baselines: list[Literal["vanilla", "fixed", "draft-all", "recompute"]] = ["vanilla"]
+    # beside: that text drafter; fixed: every arm by itself; recompute: the policies once more, without what
+    # catch_up=streaming saves and loses
+    baselines: list[Literal["vanilla", "beside", "fixed", "draft-all", "recompute"]] = ["vanilla", "beside"]
     rivals: list[Name] = []  # drafters measured by themselves that are no arms, such as a generalist
     batch: PositiveInt = 1  # sequences at a time, each with a choice of its own
     split: Literal["train", "test"] = "test"
@@ -151,8 +161,27 @@ class SelectRecipe(CommandRecipe):
     save_outputs: bool = False
     overwrite: bool = False
 
+    @property
+    def companion(self) -> str | None:
+        """The text drafter that every head drafts with."""
+        if self.beside != "auto":
+            return None if self.beside == "none" else self.beside
+        own = self.record is not None or self.replay is not None or self.arms.shapes or self.arms.draft_nodes
+        return None if own or self.drafting.proposal == "sampled" else GROWING
+
+    @property
+    def companion_arm(self) -> str | None:
+        """The same, where it can be chosen, too: heads that draft with it do not pay everywhere."""
+        others = self.arms.names or self.train_router or self.router_dir  # these know which arms there are
+        return None if others else self.companion
+
     @model_validator(mode="after")
     def _consistent(self) -> SelectRecipe:
+        if self.beside not in ("auto", "none"):
+            if self.record is not None or self.replay is not None:
+                raise ValueError("beside: a hybrid drafts by what it has seen accepted, so no table knows its rounds")
+            if self.arms.shapes or self.arms.draft_nodes:
+                raise ValueError("beside: a hybrid decides itself how much it drafts, so arms have no sizes and shapes")
         if self.data.limit is not None:
             raise ValueError("use `limit`, not `data.limit`")
         if self.record is not None and self.replay is not None:

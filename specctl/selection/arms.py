@@ -10,10 +10,12 @@ from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import names, pool
+from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.text.lookup import DEPTH
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import UNTRAINED
 from specctl.recipe import DraftingRecipe, SelectRecipe
+from specctl.selection.companion import Companion
 from specctl.selection.guarded import Guarded
 
 PLAIN = "no draft"
@@ -43,8 +45,13 @@ def _directories(named: Path | None) -> list[Path]:
         return []
 
 
-def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dict[str, Drafter]:
+def load_pool(
+    recipe: SelectRecipe, target: Target, paths: Iterable[str], companion: Companion | None = None
+) -> dict[str, Drafter]:
     """The drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
+
+    Args:
+        companion: a text drafter that every head drafts with.
 
     Raises CheckpointError (strict, or none is left).
     """
@@ -57,7 +64,8 @@ def load_pool(recipe: SelectRecipe, target: Target, paths: Iterable[str]) -> dic
     drafters: dict[str, Drafter] = {}
     for path, name in named(paths).items():
         try:
-            drafters[name] = pool.load_drafter(path, target, recipe.drafting, bases)
+            alone = pool.load_drafter(path, target, recipe.drafting, bases)
+            drafters[name] = alone if companion is None else companion.beside(path, alone)
         except CheckpointError as error:
             if recipe.strict:
                 raise
@@ -96,7 +104,9 @@ def make_arms(recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter]
 
 
 def reach(drafter: Drafter) -> int:
-    """The longest draft it can make, in tokens."""
+    """The longest draft it can make, in tokens; a hybrid's is a little longer now and then."""
+    if isinstance(drafter, Hybrid):
+        return max(reach(drafter.head), reach(drafter.text))
     depth: int | None = getattr(getattr(drafter, "shape", drafter), "depth", 0)
     return max(DEPTH.values()) if depth is None else depth
 

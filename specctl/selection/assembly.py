@@ -17,6 +17,7 @@ from specctl.selection.game.rules import rules_for
 from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Policy, seed_of
+from specctl.selection.prompt_memory import PromptMemory
 from specctl.selection.recorded.recorder import step_seconds
 
 
@@ -44,10 +45,13 @@ def make_selector(
     """
     learns = registry.learns(name)
     rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
+    if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
+        # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
+        rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
     if {"reward": rules.reward, "losses": rules.loss}.get(learns) == "throughput":
         rules = replace(rules, step=step())
     clock = ArmClock.of(len(arms))
-    drafters = list(dict.fromkeys(arm.drafter for arm in arms))
+    drafters = list(dict.fromkeys(arm.scored for arm in arms))
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
 
     def new_game(text: Label) -> Game:
@@ -56,7 +60,18 @@ def make_selector(
 
     ends = not within_query and rules.score_ends
     overlaps = learns == "reward" and rules.reward == "bd"
-    return Selector(arms, new_game, scorer, clock, overlaps=overlaps, ends=ends, on_round=on_round)
+    reads = registry.contextual(name)
+    return Selector(
+        arms,
+        new_game,
+        scorer,
+        clock,
+        overlaps=overlaps,
+        ends=ends,
+        memory=PromptMemory(len(arms)) if reads else None,
+        taps=(target.num_layers,) if reads else (),
+        on_round=on_round,
+    )
 
 
 def plain_step(target: Target, batch: int) -> float:

@@ -18,8 +18,11 @@ from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
-from specctl.selection.game.rewards import Outcome
+from specctl.selection.game.rewards import Outcome, surplus_lost
 from specctl.selection.guarded import Guarded, Made, taps_of
+from specctl.selection.policies.contextual import Belief, ContextualUcb
+from specctl.selection.policies.policy import Array
+from specctl.selection.prompt_memory import PromptMemory, features_of
 
 GAMES = 256  # that wait for another text of their key; the oldest is forgotten
 
@@ -66,6 +69,13 @@ class PlayedText:
     dropped: int  # what the game had dropped before it
     rounds: int = 0
     arm: int | None = None  # of the last round
+    prompt: Array | None = None  # its features, and what was thought of it, where the policy reads prompts
+    belief: Belief | None = None
+
+    @property
+    def reader(self) -> ContextualUcb | None:
+        """The game's policy, where it reads prompts."""
+        return self.game.policy if isinstance(self.game.policy, ContextualUcb) else None
 
 
 class Selector(Controller):
@@ -75,10 +85,12 @@ class Selector(Controller):
     Args:
         arms: what can be chosen, in the order of the policy's arms.
         new_game: a fresh game, for the text that it begins with.
-        scorer: of the arms' distinct drafters, in their order; None where nobody wants scores.
+        scorer: of the arms' distinct `scored` drafters, in their order; None where nobody wants scores.
         clock: seconds of a round of each arm, which the games share.
         overlaps: rewards are block divergences, made of the drafts' overlaps with the target.
         ends: texts of one key follow each other, so the last tokens of a text are scored, too.
+        memory: what a policy that reads prompts knows of earlier ones; None for others.
+        taps: hidden states of the target that are kept where no arm reads any.
         on_round: told every round when it is over.
     """
 
@@ -91,21 +103,28 @@ class Selector(Controller):
         *,
         overlaps: bool,
         ends: bool,
+        memory: PromptMemory | None = None,
+        taps: tuple[int, ...] = (),
         on_round: Callable[[RoundLine], None] | None = None,
     ):
         self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
-        self.overlaps, self.ends, self.on_round = overlaps, ends, on_round
-        drafters = list(dict.fromkeys(arm.drafter for arm in arms))
-        self.drafter_of = [drafters.index(arm.drafter) for arm in arms]
-        self.taps = taps_of(arms)
+        self.overlaps, self.ends, self.memory, self.on_round = overlaps, ends, memory, on_round
+        drafters = list(dict.fromkeys(arm.scored for arm in arms))
+        self.drafter_of = [drafters.index(arm.scored) for arm in arms]
+        self.taps = taps_of(arms) or taps
+        self.moves = ArmClock.of(len(arms))  # seconds in which an arm reads what it has missed
         self.forget()
 
     def forget(self) -> None:
         """Forget all games, counts and measurements."""
         self.tally = Tally()
         self.clock.forget()
+        self.moves.forget()
         self.games: OrderedDict[str, Game] = OrderedDict()  # by key, that of the last text last
         self.plays: dict[Text, PlayedText] = {}
+        self._seed: int | None = None  # of the texts in memory
+        if self.memory is not None:
+            self.memory.forget()
         for arm in self.arms:
             arm.forget()
         if self.scorer is not None:
@@ -134,6 +153,8 @@ class Selector(Controller):
     def end(self, text: Text) -> None:
         play = self.plays.pop(text)
         self.tally.dropped += play.game.dropped - play.dropped
+        if self.memory is not None and play.reader is not None and play.prompt is not None:
+            self.memory.learn(play.prompt, play.belief, play.reader.shown())
 
     def choose(self, state: DecodeState) -> Proposer:
         self._lengths = [len(row.ids) for row in state.rows]
@@ -141,6 +162,8 @@ class Selector(Controller):
         new: set[int] = set()  # arms that some text was switched to
         for b in self._live:
             play = self.plays[state.rows[b]]
+            if self.memory is not None and play.reader is not None:
+                self._read(state, b, play, play.reader, self.memory)
             arm = play.game.choose()
             self.tally.pulls[arm] += 1
             if play.arm not in (None, arm):
@@ -148,7 +171,9 @@ class Selector(Controller):
                 self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
                 new.add(arm)
             play.arm = arm
-        self.tally.switch_s += [self.arms[arm].catch_up(state) for arm in sorted(new)]
+        for arm in sorted(new):
+            self.tally.switch_s.append(self.arms[arm].catch_up(state))
+            self.moves.took(arm, self.tally.switch_s[-1])
         self._began = time.perf_counter()  # that they had been idle is not what a round of theirs costs
         first = self._live[0]
         played = [self.arms[self._played(state, b if b in self._live else first)] for b in range(state.batch)]
@@ -174,6 +199,19 @@ class Selector(Controller):
         scored = self._score(state) if self.scorer is not None else {}
         for b in self._live:
             self._close(state, verdict, b, scored.get(b, 0))
+
+    def _read(self, state: DecodeState, b: int, play: PlayedText, policy: ContextualUcb, memory: PromptMemory) -> None:
+        """Begin a text with what its prompt says, and tell what moving costs."""
+        if play.label.seed != self._seed:  # the same prompts once more
+            memory.forget()
+            self._seed = play.label.seed
+        if play.prompt is None:
+            assert state.features is not None
+            play.prompt = features_of(state.features[b, : state.rows[b].prompt_length])
+            play.belief = memory.belief(play.prompt)
+            policy.meet(play.belief)
+        if play.game.rules.reward == "surplus":
+            policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
 
     def _played(self, state: DecodeState, b: int) -> int:
         arm = self.plays[state.rows[b]].arm

@@ -28,10 +28,13 @@ class Made:
 
 class Guarded:
     """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
-    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: its last draft."""
+    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: its last draft.
+    `scored`: the drafter that is scored where the arm is idle; of a hybrid its head, where the text drafter is that of
+    all arms."""
 
-    def __init__(self, name: str, drafter: Drafter, nodes: int | None = None):
+    def __init__(self, name: str, drafter: Drafter, nodes: int | None = None, scored: Drafter | None = None):
         self.name, self.drafter, self.nodes = name, drafter, nodes
+        self.scored = scored or drafter
         self.taps = drafter.taps
         self.failures = 0
         self.made: Made | None = None

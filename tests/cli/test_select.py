@@ -14,7 +14,7 @@ ROUTER = ("--train-router",)
 def test_the_line_of_the_readme_without_a_pool(specctl):
     done = specctl("select", "--algo", "hedgespec", "--pool", "./drafters", "--dry-run", "--json")
     assert done.code == 0, done.err
-    assert any("lookup, suffix by hedgespec" in step for step in done.json["steps"])
+    assert any("lookup, suffix, retrieval by hedgespec" in step for step in done.json["steps"])
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_it_selects(specctl, tmp_path):
     options = ("--prompts", str(prompts), "--max-new-tokens", "12", "--output-dir", str(tmp_path / "run"))
     done = specctl("select", *options, "--baselines", "vanilla,fixed", "--json")
     assert done.code == 0, done.err
-    assert done.json["command"] == "select" and done.json["arms"] == ["lookup", "suffix"]
+    assert done.json["command"] == "select" and done.json["arms"] == ["lookup", "suffix", "retrieval"]
     assert done.json["lossless"]["mismatches"] == 0
-    assert {row["algo"] for row in done.json["policies"]} == {"hedgespec", "vanilla", "lookup", "suffix"}
+    assert {row["algo"] for row in done.json["policies"]} == {"cgp-ucb", "vanilla", *done.json["arms"]}
     again = specctl("select", *options)
     assert again.code == 2 and "--overwrite" in again.err
     shown = specctl("report", str(tmp_path / "run"), "--json")

@@ -16,9 +16,11 @@ from specctl.commands.select_router import examples as router_examples
 from specctl.commands.select_tables import replay_table
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.loop import decode
-from specctl.decoding.records import Decoded
+from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.records import Decoded, Label
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Prompt, Rejections
+from specctl.drafters.hybrid import costs
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.text.lookup import Lookup
@@ -30,10 +32,12 @@ from specctl.measuring.select_contenders import SelectContenders, sessions, turn
 from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
+from specctl.selection.assembly import make_selector
+from specctl.selection.guarded import Guarded
 from specctl.selection.recorded.hindsight import walk
 from specctl.selection.recorded.table_file import read_table
 from tests.lossless.drafters import own_weights
-from tests.measuring.streams import contents
+from tests.measuring.streams import contents, write_copy
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name\n\nQuestion: Who?"]
 CONTRACT = {
@@ -59,7 +63,9 @@ def pool(target):
 
 
 def recipe(prompts, **fields):
-    """Played by mat: tokens a second are another number in every run."""
+    """Played by mat: tokens a second are another number in every run. Drafters draft alone."""
+    fields.setdefault("beside", "none")
+    fields.setdefault("algo", ["hedgespec"])
     fields.setdefault("game", {"loss": "length", "depth": 2, "warmup_rounds": 2})
     return SelectRecipe(
         data=DataRecipe(domain=["sql"], prompts=str(prompts)),
@@ -379,6 +385,109 @@ def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, a
     assert len({line["arm"] for line in rounds}) > 1
 
 
+@pytest.mark.parametrize("taps", [(), (4,)])
+@pytest.mark.parametrize("reset", ["query", "session"])
+def test_a_replay_reads_prompts_as_live_decoding_does(tmp_path, target, pool, monkeypatch, taps, reset):
+    """Tables keep what prompts are alike in, whether the arms read states of the target or not."""
+    monkeypatch.setattr(Lookup, "taps", taps)
+    questions = [f"Count from {n} to {n + 9}." for n in range(5)] + [f"Name the colour of {n}." for n in range(5)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", recipe(path, record=table), target, pool, rounds=False)
+    assert all(trace.context is not None for trace in read_table(table).traces)
+    options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset=reset)
+    live, _, lines = selected(tmp_path / "b", recipe(path, **options), target, pool)
+    again, _, _ = selected(tmp_path / "c", recipe(path, replay=table, **options), target, pool, rounds=False)
+    assert (live.rounds, live.pulls) == (again.rounds, again.pulls) and live.lossless.mismatches == 0
+    assert live.policies[0].score_share is None, "nobody is scored"
+    first = [line["arm"] for line in lines if line["round"] == 1]
+    assert first[0] == "good" and len(first) == 10
+
+
+def test_repeats_know_nothing_of_each_other(tmp_path, target, pool):
+    """A prompt that is asked again with another seed must not be met as one that is known."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    made = recipe(
+        path, beside="retrieval", baselines=["vanilla", "beside"], algo=["cgp-ucb"], seeds=[0, 1],
+        game={"reward": "tokens"},
+    )  # fmt: skip
+    found, _, _ = selected(tmp_path, made, target, pool)
+    records = pq.read_table(tmp_path / "run" / "records.parquet").to_pylist()
+    for name in ("retrieval", "cgp-ucb"):
+        passes = [
+            [row["target_passes"] for row in records if row["drafter"] == name and row["seed"] == seed]
+            for seed in (0, 1)
+        ]
+        assert passes[0] == passes[1], name
+    assert found.store_s > 0
+
+
+def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, target, monkeypatch):
+    """Heads, arms and rivals, each in one tree with `lookup`; the policy compares heads, and `lookup` plays alone."""
+    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    for name, noise in (("good", 0.0), ("bad", 3.0)):
+        write_copy(tmp_path / "pool" / name, target, builtin_path(), noise)
+    write_copy(tmp_path / "rival", target, builtin_path(), 0.0)
+    mats = {}
+    for beside in ("none", "lookup"):
+        made = recipe(
+            prompts,
+            pool=tmp_path / "pool",
+            rivals=[str(tmp_path / "rival")],
+            beside=beside,
+            baselines=["vanilla", "beside", "fixed"],
+            drafting={"depth": 4},
+        )
+        found, document, _ = selected(tmp_path / beside, made, target, None)
+        assert found.lossless.mismatches == 0 and document["beside"] == (None if beside == "none" else beside)
+        mats[beside] = {row.algo: row.mat for row in found.policies}
+        kinds = {row.algo: row.kind for row in found.policies}
+    assert kinds == {
+        "hedgespec": "policy",
+        "vanilla": "baseline",
+        "good": "arm",
+        "bad": "arm",
+        "lookup": "arm",
+        "rival": "rival",
+    }
+    assert "lookup" not in mats["none"]
+    for name in ("good", "bad", "rival"):
+        assert mats["lookup"][name] >= max(mats["none"][name], mats["lookup"]["lookup"] - 1e-9)
+    assert mats["lookup"]["hedgespec"] > 0.8 * mats["lookup"]["good"]
+
+
+def test_a_hybrid_is_judged_by_its_head(target, pool, monkeypatch):
+    """A head that is seldom asked costs little: by its seconds the worst would be the best."""
+    head, game = pool["good"], GameRecipe()
+    arms = [Guarded(name, Lookup(4), scored=head) for name in "ab"]
+
+    def built(arms, game):
+        options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=lambda line: None)
+        return make_selector(target, arms, "hedgespec", game, lambda *_: None, **options)
+
+    assert built(arms, game).scorer.drafters == [head]
+    rules = []
+    monkeypatch.setattr("specctl.selection.assembly.Game", lambda policy, given, *_: rules.append(given))
+    for made in (arms, [Guarded("a", head)]):
+        built(made, game).new_game(Label("q"))
+    built(arms, GameRecipe(loss="throughput")).new_game(Label("q"))
+    assert [rule.loss for rule in rules] == ["length", "throughput", "throughput"]
+
+
+def test_what_cannot_be_beside_is_refused(prompts, tmp_path):
+    with pytest.raises(ValidationError, match="no table knows its rounds"):
+        recipe(prompts, beside="lookup", record=tmp_path / "t.parquet")
+    with pytest.raises(ValidationError, match="no sizes and shapes"):
+        recipe(prompts, beside="lookup", arms={"draft_nodes": [2]})
+    assert recipe(prompts, beside="auto").companion == "retrieval"
+    assert recipe(prompts, beside="auto", record=tmp_path / "t.parquet").companion is None
+    assert recipe(prompts, beside="auto", arms={"draft_nodes": [2]}).companion is None
+    assert recipe(prompts, beside="auto", drafting={"proposal": "sampled"}).companion is None
+
+
 def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, pool):
     """order=shift: games by domain would forget in the middle of every session."""
     for domain, texts in (("sql", QUESTIONS[:2]), ("math", QUESTIONS[2:])):
@@ -463,7 +572,10 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        ("hedgespec", {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None}),
+        (
+            "hedgespec",
+            {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None},
+        ),
         ("metasd", {"reward": "bd"}),
         ("banditspec", {"reward": "tokens"}),
     ],
@@ -473,6 +585,7 @@ def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
     _, table, _ = recorded
     made = resolve("select", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
     assert made.game.model_dump().items() >= constants.items() and made.reset == "query"
+    assert made.beside == "none"
     rows = {row.algo: row for row in replay_table(made).rows if row.kind == "policy"}
     assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
 

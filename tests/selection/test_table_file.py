@@ -105,8 +105,16 @@ def test_what_is_no_table(file, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="piece of a table"):
         read_table(file)
     monkeypatch.setattr(table_file, "READABLE", (9,))
-    with pytest.raises(CheckpointError, match="version 3"):
+    with pytest.raises(CheckpointError, match="version 4"):
         read(file)
+
+
+def test_features_of_prompts_come_back(file, made_up):
+    rows = [made_up(place) for place in range(2)]
+    rows[0] = dataclasses.replace(rows[0], trace=dataclasses.replace(rows[0].trace, context=np.arange(5) / 3))
+    write(file, Header(ARMS, DEPTH, STAMP, COSTS), rows)
+    first, second = read_table(file).traces
+    assert np.array_equal(first.context, np.arange(5) / 3) and second.context is None
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -125,7 +133,7 @@ def test_older_tables_are_as_good_as_ever(file, made_up, monkeypatch, version):
     monkeypatch.setattr(table_file, "SCHEMA", table_file.SCHEMA.set(place, pa.field("hit", pa.list_(pa.bool_()))))
     costs = {name: COSTS[name] for name in ("draft_s", "step_s")}
     write(file, Header(ARMS, DEPTH, STAMP, costs, version), rows)
-    lacking = {"prompt"} | ({"session"} if version == 1 else set())
+    lacking = {"prompt", "context"} | ({"session"} if version == 1 else set())
     pq.write_table(pq.read_table(file).drop_columns(sorted(lacking)), file)
     assert not lacking & {*pq.read_schema(file).names}
     monkeypatch.undo()
@@ -142,7 +150,7 @@ def test_pieces_of_another_version_are_not_gone_on_with(file, made_up):
     pieces.mkdir()
     write(pieces / "0000000.parquet", Header(ARMS, DEPTH, STAMP, version=2), [made_up(0)])
     with (
-        pytest.raises(UsageError, match="version was 2, is 3"),
+        pytest.raises(UsageError, match="version was 2, is 4"),
         Recording(file.with_name("other.parquet"), Header(ARMS, DEPTH, STAMP), resume=True),
     ):
         pass

@@ -7,6 +7,7 @@ from typing import Self
 
 from specctl.selection.policies.policy import Numbers
 
+RATE_MEMORY = 2048  # rounds, about, that the rate of all remembers
 MEMORY = 64  # rounds of an arm, about, that its mean remembers: the first are slow, and machines are shared
 
 
@@ -17,10 +18,13 @@ class ArmClock:
     Attributes:
         n: rounds of each arm.
         mean: seconds of its last ones.
+        tokens, seconds: of the rounds of all arms, the earlier ones counting less and less.
     """
 
     n: list[int]
     mean: Numbers
+    tokens: float = 0.0
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, count: int) -> Self:
@@ -30,9 +34,17 @@ class ArmClock:
     def forget(self) -> None:
         """Forget all measurements."""
         self.n[:], self.mean[:] = [0] * len(self.n), [0.0] * len(self.mean)
+        self.tokens = self.seconds = 0.0
 
-    def took(self, arm: int, seconds: float) -> None:
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all rounds; 0 before there was one."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def took(self, arm: int, seconds: float, tokens: int = 0) -> None:
         """A round of `arm`."""
+        self.tokens += tokens - self.tokens / RATE_MEMORY
+        self.seconds += seconds - self.seconds / RATE_MEMORY
         self.n[arm] += 1
         self.mean[arm] += (seconds - self.mean[arm]) / min(self.n[arm], MEMORY)
 

@@ -65,7 +65,7 @@ class Game:
         self._delay = Delay(arms.count, rules)
         self._owners: list[int] = []  # the arm that played each token (chunk: round) whose vector was not fed
         self._update: list[Numbers] = []  # vectors that wait to become one update
-        self._clock = clock or ArmClock.of(arms.count)
+        self.clock = clock or ArmClock.of(arms.count)
         self._cost = np.zeros(arms.count)  # Σ losses of each arm
         self._own_cost = 0.0
         self._played = [0] * arms.count  # rounds of each arm
@@ -90,10 +90,13 @@ class Game:
         entry = self.log[-1]
         entry.committed = outcome.committed
         began = perf_counter_ns()
+        rate = self.clock.rate
+        if outcome.seconds is not None:
+            self.clock.took(arm, outcome.seconds, outcome.committed)
         if self.policy.learns == "losses":
             self._committed(arm, outcome)
         elif self.policy.learns == "reward" and outcome.complete:
-            unit = reward(self.rules, outcome)
+            unit = reward(self.rules, outcome, rate)
             if not isfinite(unit):  # worth nothing: an arm of which nothing were told would be tried for ever
                 self.dropped += 1
                 unit = 0.0
@@ -106,8 +109,6 @@ class Game:
         self.unscored += outcome.committed
         vectors = self._delay.committed(outcome.committed)
         self._owners += [arm] * vectors
-        if outcome.seconds is not None:
-            self._clock.took(arm, outcome.seconds)
         if self._drift and self._drift.seen(arm, outcome.accepted if outcome.complete else None, vectors):
             self._begin_again(self._drift)
         self._played[arm] += 1
@@ -168,7 +169,7 @@ class Game:
         """[M, N] losses that count a round's seconds (throughput) and the share of rounds in which the arm failed."""
         if self.rules.loss == "throughput":
             assert self.rules.step is not None, "throughput needs the seconds of a plain step"
-            losses = per_second(losses, self._clock.costs(), self.rules.step)
+            losses = per_second(losses, self.clock.costs(), self.rules.step)
         return losses if all(share == 1 for share in self._kept) else at_success(losses, self._kept)
 
     def _learn(self, size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -31,21 +32,21 @@ class Outcome:
 
 
 def tokens(Y: int, K: int) -> float:
-    """(Y − 1)/K of Y ∈ [1, K + 1] committed tokens."""
-    return (Y - 1) / K
+    """(Y − 1)/K of Y ∈ [1, K + 1] committed tokens, at most 1."""
+    return min((Y - 1) / K, 1.0)
 
 
 def block_efficiency(accepted: int, K: int) -> float:
-    """BE = n_acc/N_max (MetaSD, section 3.1)."""
-    return accepted / K
+    """BE = n_acc/N_max (MetaSD, section 3.1), at most 1."""
+    return min(accepted / K, 1.0)
 
 
 def block_divergence(overlap: AnyArray, K: int) -> float:
     """BD = 1/N_max Σ (1 − TV(p, q)) over all drafted positions, rejected ones included (MetaSD, Eq. 4).
 
-    A position that a shorter draft does not have is worth nothing.
+    A position that a shorter draft does not have is worth nothing, and one behind N_max is not counted.
     """
-    return float(overlap.sum()) / K
+    return float(overlap[:K].sum()) / K
 
 
 def throughput(Y: int, seconds: float, step: float, K: int) -> float:
@@ -56,8 +57,26 @@ def throughput(Y: int, seconds: float, step: float, K: int) -> float:
     return min(Y * step / (seconds * (K + 1)), 1.0) if seconds > 0 else nan
 
 
-def reward(rules: Rules, round: Outcome) -> float:
+def surplus(Y: int, seconds: float, rate: float, K: int) -> float:
+    """½ + (Y − ρ·seconds)/2(K + 1): tokens beyond those that are made in that time at the rate ρ, that of all rounds.
+
+    An arm with a mean above ½ makes more tokens a second than all together (renewal reward; Dinkelbach 1967). The mean
+    of Y/seconds does not tell: it is too high for arms whose cheap rounds are their good ones. NaN where `seconds` is
+    no duration.
+    """
+    return min(max(0.5 + (Y - rate * seconds) / (2 * (K + 1)), 0.0), 1.0) if seconds > 0 else nan
+
+
+def surplus_lost(seconds: Sequence[float], rate: float, K: int) -> list[float]:
+    """Loss of surplus by so many seconds without a token: ρ·seconds/2(K + 1), of each."""
+    return [rate * s / (2 * (K + 1)) for s in seconds]
+
+
+def reward(rules: Rules, round: Outcome, rate: float = 0.0) -> float:
     """The reward of a round in [0, 1]: 0 if its drafter failed, NaN if an overlap or the time is not finite.
+
+    Args:
+        rate: tokens a second of all rounds so far.
 
     Raises ValueError where the outcome lacks what the rule needs.
     """
@@ -73,6 +92,10 @@ def reward(rules: Rules, round: Outcome) -> float:
             if round.overlap is None:
                 raise ValueError("the reward bd needs the overlap of every round")
             return block_divergence(round.overlap, K)
+        case "surplus":
+            if round.seconds is None:
+                raise ValueError("the reward surplus needs the seconds of every round")
+            return surplus(round.committed, round.seconds, rate, K)
         case "throughput":
             if round.seconds is None or rules.step is None:
                 raise ValueError("the reward throughput needs the seconds of every round and of a plain step")

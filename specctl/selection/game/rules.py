@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specctl.recipe.select import GAMES, GameRecipe
-from specctl.selection.policies.registry import learns
+from specctl.selection.policies.registry import contextual, learns
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Rules:
     Attributes:
         depth: K, the longest draft of the arms that play; of full information the depths that are looked at.
         reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of all K positions of
-            its draft; throughput = committed a second, in units of K + 1 tokens in a plain `step`.
+            its draft; throughput = committed a second, in units of K + 1 tokens in a plain `step`; surplus = committed
+            less what all rounds make in that time.
         costs: seconds of a round of each arm by a table's cost model, for its yardsticks; a game measures, also in a
             replay, and knows the seconds of an arm once it has played.
         step: seconds of a step of plain decoding, a text; for throughput alone.
@@ -36,7 +37,7 @@ class Rules:
     """
 
     depth: int
-    reward: Literal["tokens", "be", "bd", "throughput"]
+    reward: Literal["tokens", "be", "bd", "throughput", "surplus"]
     loss: Literal["length", "throughput", "acceptance"]
     estimator: Literal["product", "realised"]
     unit: Literal["token", "chunk"]
@@ -65,11 +66,11 @@ def rules_for(
 
 def own_game(name: str, recipe: GameRecipe) -> dict[str, Any]:
     """Options in whose place a policy has values of its own: those of `GAMES` that the recipe leaves at their defaults,
-    and the reward `paper`, which is bd for MetaSD's policies and tokens for BanditSpec's."""
+    and the reward `paper`, which is bd for MetaSD's policies, tokens for BanditSpec's and surplus for `cgp-ucb`."""
     defaults = {key: field.default for key, field in GameRecipe.model_fields.items()}
     preset = {key: value for key, value in GAMES.get(name, {}).items() if getattr(recipe, key) == defaults[key]}
     if recipe.reward == "paper":
-        preset["reward"] = "bd" if name.startswith("metasd") else "tokens"
+        preset["reward"] = "bd" if name.startswith("metasd") else "surplus" if contextual(name) else "tokens"
     return {key: value for key, value in preset.items() if value != getattr(recipe, key)}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from specctl.errors import UsageError, did_you_mean
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
+from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
 from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving
 from specctl.selection.policies.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
@@ -16,6 +17,7 @@ from specctl.selection.policies.unlearnt import FixedArm, Random
 _POLICIES: dict[str, Any] = {
     "fixed": FixedArm,
     "random": Random,
+    "cgp-ucb": ContextualUcb,
     "ucbspec": UcbSpec,
     "exp3spec": Exp3Spec,
     "metasd-ucb": MetaUcb,
@@ -49,6 +51,11 @@ def learns(name: str) -> Learns:
     """The kind of feedback that a policy of this name learns from. Raises UsageError as `check`."""
     check([name])
     return "nothing" if name == ROUTER else _POLICIES[name].learns
+
+
+def contextual(name: str) -> bool:
+    """Whether a policy of this name reads prompts."""
+    return _POLICIES.get(name) is ContextualUcb
 
 
 def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:

@@ -36,6 +36,7 @@ from specctl.selection.arms import reach
 from specctl.selection.divergence import overlaps
 from specctl.selection.guarded import Guarded, Made, taps_of
 from specctl.selection.policies.policy import Array
+from specctl.selection.prompt_memory import features_of
 from specctl.selection.recorded.pieces import Recording
 from specctl.selection.recorded.probe import overheads
 from specctl.selection.recorded.table_file import Header, Recorded, read_table
@@ -86,13 +87,16 @@ class Witness:
 
     def __init__(self, target: Target, arms: Sequence[Guarded], depth: int):
         self.target, self.arms, self.depth = target, arms, depth
-        self.taps = taps_of(arms)
+        self.taps = taps_of(arms) or (target.num_layers,)
         self.drafts: list[list[Drafted]] = [[] for _ in arms]
+        self.context: Array | None = None  # features of the prompt
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         if not self.drafts[0]:
             for arm in self.arms:
                 arm.advance(state)  # the prompt is read once, by no proposal in particular
+            assert state.features is not None
+            self.context = features_of(state.features[0, : state.rows[0].prompt_length])
         drafts = [self._draft(arm, state, budget) for arm in self.arms]
         along = overlaps(self.target, state, [made.draft for made in drafts])
         for kept, made, overlap in zip(self.drafts, drafts, along, strict=True):
@@ -205,6 +209,7 @@ def _recorded(
         ended=answer.stop == "eos",
         session=query.session,
         prompt=len(query.ids),
+        context=witness.context,
     )
     seconds = np.array([sum(draft.seconds for draft in drafts) for drafts in witness.drafts])
     nodes = np.array([sum(len(draft.tokens) for draft in drafts) for drafts in witness.drafts])

@@ -10,12 +10,16 @@ from specctl.errors import CheckpointError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
-from specctl.selection.game.rewards import Outcome
+from specctl.selection.game.rewards import Outcome, surplus_lost
 from specctl.selection.game.rules import Rules, rules_for
+from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.policy import Arms, Array, seed_of
-from specctl.selection.policies.registry import build, learns
+from specctl.selection.policies.registry import build, contextual, learns
+from specctl.selection.prompt_memory import PromptMemory
 from specctl.selection.recorded.hindsight import Hindsight, Ints, Played, Reset, games
 from specctl.selection.recorded.trace import Table, Trace
+
+MISSED = 16  # tokens that an arm which was idle reads up, about
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,11 @@ def replay(
     rules = rules_on(table, name, game)
     parts = games(table.traces, reset, session)
     clock, played = ArmClock.of(len(table.arms)), []
+    memory = PromptMemory(len(table.arms)) if contextual(name) else None
     for queries in parts:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
         made = Game(build(name, arms, policy), rules, arms, clock)
-        played.append(_play(made, hindsight, queries, ends=reset != "query" and rules.score_ends))
+        played.append(_play(made, hindsight, queries, reset != "query" and rules.score_ends, memory))
     return _measured(name, hindsight, parts, played, rules.depth)
 
 
@@ -82,12 +87,24 @@ def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
     return rules
 
 
-def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool) -> Played:
-    """A game over these traces, in order; `ends` as of a `Selector`."""
+def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memory: PromptMemory | None) -> Played:
+    """A game over these traces, in order; `ends` and `memory` as of a `Selector`."""
     query: list[int] = []
+    overheads, count = hindsight.table.overheads, game.arms.count
+    reading = [0.0] * count if overheads is None else overheads.reading(np.full(count, MISSED)).tolist()
     for index in queries:
         before = len(game.log)
-        _answer(game, hindsight.table.traces[index], hindsight.cost.tolist(), ends)
+        trace = hindsight.table.traces[index]
+        if memory is None or not isinstance(game.policy, ContextualUcb):
+            _answer(game, trace, hindsight.cost.tolist(), ends)
+        else:
+            prompt = np.zeros(1) if trace.context is None else trace.context  # all alike where none is known
+            belief = memory.belief(prompt)
+            game.policy.meet(belief)
+            if game.rules.reward == "surplus":
+                game.policy.moves = surplus_lost(reading, game.clock.rate, game.rules.depth)
+            _answer(game, trace, hindsight.cost.tolist(), ends)
+            memory.learn(prompt, belief, game.policy.shown())
         query += [index] * (len(game.log) - before)
     return Played(
         queries=queries,

@@ -24,9 +24,10 @@ from specctl.runs import atomic_write
 from specctl.selection.recorded.overheads import Overheads
 from specctl.selection.recorded.trace import INNER, Table, Trace
 
-VERSION = 3
-READABLE = (1, 2, 3)
-"""1 has no sessions; 1 and 2 know overlaps along the text only, and neither leaves, prompts nor what scoring takes."""
+VERSION = 4
+READABLE = (1, 2, 3, 4)
+"""1 has no sessions; 1 and 2 know overlaps along the text only, and neither leaves, prompts nor what scoring takes; 3
+has no features of prompts either."""
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -49,6 +50,7 @@ SCHEMA = pa.schema(
         ("tokens", pa.int64()),
         ("ended", pa.bool_()),
         *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, (kind, _) in ARRAYS.items()),
+        ("context", pa.list_(pa.float64())),
     ]
 )
 
@@ -100,6 +102,7 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
         "prompt": [row.trace.prompt for row in rows],
         "tokens": [row.trace.tokens for row in rows],
         "ended": [row.trace.ended for row in rows],
+        "context": [row.trace.context for row in rows],
     }
     flat = {name: [row.array(name).ravel() for row in rows] for name in ARRAYS}
     text = json.dumps(asdict(header), sort_keys=True)
@@ -148,9 +151,9 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 def _unpacked(content: pa.Table) -> Iterable[dict[str, Any]]:
     """Rows as plain values and flat numpy arrays."""
-    for name in ("session", "prompt"):
+    for name in ("session", "prompt", "context"):
         if name not in content.column_names:
-            content = content.append_column(name, pa.nulls(content.num_rows, pa.int64()))
+            content = content.append_column(name, pa.nulls(content.num_rows, SCHEMA.field(name).type))
     plain = {name: content[name].to_pylist() for name in SCHEMA.names if name not in ARRAYS}
     flat = {name: [one.values.to_numpy(zero_copy_only=False) for one in content[name]] for name in ARRAYS}
     columns = plain | flat
@@ -164,7 +167,8 @@ def _row(header: Header, row: dict[str, Any]) -> Recorded:
     }
     seconds, nodes = arrays.pop("seconds"), arrays.pop("nodes")
     told = {name: row[name] for name in ("query", "domain", "ended", "session", "prompt")}
-    trace = Trace(**told, **arrays)
+    context = None if row["context"] is None else np.asarray(row["context"])
+    trace = Trace(**told, **arrays, context=context)
     return Recorded(row["place"], trace, seconds, nodes)
 
 
@@ -174,6 +178,8 @@ def _digest(text: str, rows: list[Recorded]) -> str:
         trace = row.trace
         told = [value for value in (trace.session, trace.prompt) if value is not None]
         found.update(repr((row.place, trace.query, trace.domain, trace.tokens, trace.ended, *told)).encode())
+        if trace.context is not None:
+            found.update(trace.context.tobytes())
         for name, (kind, _) in ARRAYS.items():
             found.update(np.ascontiguousarray(row.array(name), dtype=kind).tobytes())
     return found.hexdigest()

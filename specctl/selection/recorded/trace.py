@@ -34,6 +34,7 @@ class Trace:
             version 3, which do not know it.
         hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends with it), `INNER`.
         ended: the answer ended with an end-of-sequence token; else at its limit.
+        context: [D] features of the prompt (`prompt_memory.features_of`); None in tables that do not say.
     """
 
     query: str
@@ -46,6 +47,7 @@ class Trace:
     ended: bool
     session: int | None = None
     prompt: int | None = None
+    context: NDArray[np.float64] | None = None
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,177 @@
+"""CGP-UCB: rewards are expected by likeness of prompts, with as much confidence as the rounds bear."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from specctl.recipe import PolicyRecipe
+from specctl.selection import prompt_memory
+from specctl.selection.policies.contextual import Belief, ContextualUcb, Shown, ease, indices
+from specctl.selection.policies.policy import Arms
+from specctl.selection.prompt_memory import PromptMemory, features_of, regression
+
+N, KINDS = 3, np.random.default_rng(7).normal(size=(3, 16))
+
+
+def prompts(seed, count):
+    """(features, kind) of prompts of three kinds; arm i is best at those of kind i."""
+    generator = np.random.default_rng(seed)
+    for _ in range(count):
+        kind = int(generator.integers(N))
+        yield 3 + KINDS[kind] + 0.3 * generator.normal(size=16), kind
+
+
+def stream(seed, count, rounds=20, remembers=True):
+    """Play texts; returns the share of rounds with the right arm of each text, and the memory."""
+    generator = np.random.default_rng(seed)
+    policy, memory, shares = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), PromptMemory(N), []
+    for x, kind in prompts(seed, count):
+        hard = 0.1 * generator.normal()
+        belief = memory.belief(x)
+        policy.meet(belief)
+        played = []
+        for _ in range(rounds):
+            arm = policy.choose()
+            policy.reward(arm, 0.4 + 0.15 * (arm == kind) + hard + 0.3 * generator.normal())
+            played.append(arm)
+        if remembers:
+            memory.learn(x, belief, policy.shown())
+        shares.append(played.count(kind) / rounds)
+    return shares, memory
+
+
+def test_it_learns_which_arm_prompts_alike_want():
+    shares, alone = (np.mean([stream(seed, 80, remembers=each)[0][40:] for seed in range(3)]) for each in (True, False))
+    assert shares > 0.85 and shares > alone + 0.2
+
+
+def test_a_new_kind_of_prompt_is_explored_and_learnt():
+    _, memory = stream(0, 40)
+    strange = -3 * KINDS.sum(0)
+    known = memory.belief(next(prompts(1, 1))[0])
+    belief = memory.belief(strange)
+    assert min(belief.v) > max(known.v) and min(belief.v) > 0.8
+    assert max(belief.m) - min(belief.m) < 0.5 * (max(known.m) - min(known.m))
+
+
+def test_where_one_arm_is_always_best_it_is_played():
+    """Choosing costs little: of 60 texts the first ones, and a round here and there."""
+    generator, memory = np.random.default_rng(0), PromptMemory(N)
+    policy, wrong = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), []
+    for x, _ in prompts(0, 60):
+        belief = memory.belief(x)
+        policy.meet(belief)
+        for _ in range(20):
+            arm = policy.choose()
+            policy.reward(arm, 0.4 + 0.15 * (arm == 1) + 0.1 * generator.normal())
+            wrong.append(arm != 1)
+        memory.learn(x, belief, policy.shown())
+    assert np.mean(wrong) < 0.12 and np.mean(wrong[-400:]) < 0.05
+
+
+def test_hard_texts_are_not_the_arms_fault():
+    """With d the arm that meets a hard text keeps its lead; without, it loses it."""
+    belief = Belief(m=[0.5, 0.4, 0.4], v=[0.1] * 3, noise=0.01, signal=0.01, shared=0.01)
+    n, r = [10, 0, 0], [0.3, 0.0, 0.0]
+    assert np.argmax(indices(belief, n, r, 0.0)) == 0
+    blind = Belief(belief.m, belief.v, belief.noise, belief.signal, shared=1e-9)
+    assert np.argmax(indices(blind, n, [0.0, 0.0, 0.0], 0.0)) != 0
+
+
+def test_index_is_the_joint_posterior():
+    """Mean and variance of f + μ given the rounds and E[d], against conditioning on the joint Gaussian."""
+    belief = Belief(m=[0.5, 0.3, 0.4], v=[0.2, 0.9, 0.5], noise=0.02, signal=0.03, shared=0.05)
+    n, r = [4, 1, 0], [0.7, 0.2, 0.0]
+    played = [0, 1]
+    S = np.diag([belief.v[i] * belief.signal + belief.noise / n[i] for i in played]) + belief.shared
+    off = np.array([r[i] - belief.m[i] for i in played])
+    ones = np.ones(2)
+    d = belief.shared * ones @ np.linalg.solve(S, off)
+    variance = belief.shared - belief.shared**2 * ones @ np.linalg.solve(S, ones)
+    assert ease(belief, n, r) == pytest.approx((d, variance))
+    for arm in range(3):
+        prior = belief.v[arm] * belief.signal
+        cross = np.array([prior if i == arm else 0.0 for i in played])
+        mean = belief.m[arm] + cross @ np.linalg.solve(S, off)
+        assert indices(belief, n, r, 0.0)[arm] == pytest.approx(mean)
+    beyond = indices(belief, n, r, 2.0)[2] - indices(belief, n, r, 0.0)[2]
+    assert beyond == pytest.approx(2 * math.sqrt(0.5 * 0.03)), "an arm that has not played is as uncertain as before"
+
+
+def test_regression_is_that_of_a_gaussian_process():
+    """Of two arms at once, the second of which has seen less."""
+    generator = np.random.default_rng(3)
+    x, y = generator.normal(size=(2, 12, 4)), generator.normal(size=(2, 12))
+    noise, at = generator.uniform(0.1, 0.5, (2, 12)), generator.normal(size=4)
+    noise[1, 5:] = prompt_memory.NEVER
+    means, variances = regression(*map(torch.from_numpy, (x, y, noise, at)))
+    for arm, seen in enumerate((12, 5)):
+        points = [*x[arm, :seen], at]
+        k = [[math.exp(-(math.dist(a, b) ** 2) / (2 * prompt_memory.WIDTH**2)) for a in points] for b in points]
+        K, cross = np.array(k)[:-1, :-1] + np.diag(noise[arm, :seen]), np.array(k)[-1, :-1]
+        assert float(means[arm]) == pytest.approx(cross @ np.linalg.inv(K) @ y[arm, :seen], abs=1e-6)
+        assert float(variances[arm]) == pytest.approx(1 - cross @ np.linalg.inv(K) @ cross, abs=1e-6)
+
+
+def test_before_anything_is_known_every_arm_plays_once():
+    policy = ContextualUcb(Arms(N, 4, 0), PolicyRecipe())
+    for arm, reward in enumerate((0.2, 0.5, 0.3)):
+        assert policy.choose() == arm
+        policy.reward(arm, reward)
+    assert policy.choose() == 1 and policy.weights() == [0, 1, 0]
+    policy.meet(None)
+    assert policy.choose() == 0, "another text"
+
+
+def test_pools_that_read_no_states_tell_arms_apart_all_the_same():
+    """All prompts are alike then: the arms' own means remain."""
+    memory = PromptMemory(2)
+    for _ in range(6):
+        memory.learn(np.zeros(1), None, [Shown(5, 1.0, 0.25), Shown(5, 2.5, 1.3)])
+    belief = memory.belief(np.zeros(1))
+    assert belief.m[1] > belief.m[0] + 0.1 and max(belief.v) < 0.5
+
+
+def test_memory_is_bounded_and_forgets():
+    _, memory = stream(0, 3 * prompt_memory.WINDOW, rounds=2)
+    assert max(memory.texts) == prompt_memory.WINDOW
+    memory.forget()
+    assert memory.belief(KINDS[0]) is None
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.4, 1.0])
+def test_rewards_without_spread_break_nothing(reward):
+    memory, policy = PromptMemory(N), ContextualUcb(Arms(N, 4, 0), PolicyRecipe())
+    for x, _ in prompts(0, 12):
+        belief = memory.belief(x)
+        policy.meet(belief)
+        for _ in range(3):
+            policy.reward(policy.choose(), reward)
+        memory.learn(x, belief, policy.shown())
+    assert np.isfinite(indices(memory.belief(x), policy.n, [reward] * N, 1.0)).all()
+
+
+def test_one_prompt_again_and_again():
+    """Equal prompts whose rewards do not vary within a text, and do from text to text."""
+    memory = PromptMemory(2)
+    for text in range(80):
+        reward = 0.3 + 0.4 * (text % 2)
+        memory.learn(np.ones(8), memory.belief(np.ones(8)), [Shown(4, 4 * reward, 4 * reward**2), Shown(0, 0.0, 0.0)])
+    belief = memory.belief(np.ones(8))
+    assert np.isfinite([*belief.m, *belief.v]).all() and belief.v[0] < belief.v[1]
+
+
+def test_states_that_are_not_finite_say_nothing():
+    assert np.isfinite(features_of(torch.full((3, 4), torch.nan))).all()
+
+
+def test_long_states_are_projected_and_keep_their_distances():
+    generator = np.random.default_rng(0)
+    long = [torch.from_numpy(generator.normal(size=(5, 4096))) for _ in range(4)]
+    short = [features_of(states) for states in long]
+    assert all(len(x) == prompt_memory.FEATURES for x in short) and len(features_of(torch.ones(5, 12))) == 12
+    for a in range(1, 4):
+        whole = np.linalg.norm(long[a].mean(0) - long[0].mean(0))
+        assert np.linalg.norm(short[a] - short[0]) == pytest.approx(whole, rel=0.25)
