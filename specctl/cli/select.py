@@ -68,7 +68,8 @@ def register(app: typer.Typer) -> None:
 def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
-    What a policy has learnt is forgotten after every query, unless --reset says otherwise."""
+    What a policy has learnt is forgotten after every query, unless --reset says otherwise; cgp-ucb keeps what prompts
+    have shown."""
     from specctl.cli import plan
     from specctl.selection.policies import registry
 
