@@ -59,7 +59,7 @@ def main() -> None:
     try:
         from specctl.cli.main import run
     except BaseException as error:
-        told = interrupts.behind(error)
+        told = interrupts.source_of(error)
         if told is error:
             raise
         print(f"error: {told}", file=sys.stderr)

@@ -178,7 +178,7 @@ class Interrupts:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `nohup … &` ignores it
             signal.signal(signal.SIGINT, self._stop)
 
-    def behind(self, error: BaseException) -> BaseException:
+    def source_of(self, error: BaseException) -> BaseException:
         """The signal that an exception comes from: broken off in their imports, libraries raise others in its place."""
         if self._ctrl_c:
             return KeyboardInterrupt("stopped by SIGINT")

@@ -114,7 +114,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
             torch.set_num_threads(threads)
 
     @property
-    def behind(self) -> int:
+    def pending(self) -> int:
         """Chunks that were answered and are not learnt from yet."""
         return len(self.sent) + len(self.waiting)
 
@@ -135,7 +135,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
             dropped=lesson.dropped + self.buffer.dropped,
             learn_s=time.perf_counter() - began,
             swap_s=spent,
-            behind=self.behind,
+            behind=self.pending,
         )
 
     def _hand_over(self, acceptance: Acceptance) -> None:
@@ -171,7 +171,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         """Wait for what was handed over, and take it."""
         with self.awake():
             until = time.monotonic() + PATIENCE_S
-            while self.behind and time.monotonic() < until:
+            while self.pending and time.monotonic() < until:
                 interrupts.check()
                 self.receive(1.0)
             self._swap()

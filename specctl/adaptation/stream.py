@@ -42,8 +42,8 @@ class Position:
     prompts: int = 0
     digest: str = ""
 
-    def behind(self, chunk: Iterable[Arrival]) -> Position:
-        """After this chunk."""
+    def after(self, chunk: Iterable[Arrival]) -> Position:
+        """The position when this chunk is answered."""
         prompts, digest = self.prompts, self.digest
         for arrival in chunk:
             prompts, digest = prompts + 1, hashlib.sha256((digest + arrival.prompt.id).encode()).hexdigest()[:16]
@@ -125,7 +125,7 @@ class PromptStream:
         self._at = Position(index(position["chunks"]), index(position["prompts"]), position["digest"])
         if not rewind:
             return
-        reached = Position().behind(islice(self._left, self._at.prompts))
+        reached = Position().after(islice(self._left, self._at.prompts))
         if (reached.prompts, reached.digest) != (self._at.prompts, self._at.digest):
             raise DataError(
                 f"the stream does not begin with the {self._at.prompts} prompts that this run has answered",
@@ -161,7 +161,7 @@ class PromptStream:
             warn(f"the schedule asks for {self.total} prompts, {self._at.prompts} came that the target can answer")
 
     def _close(self, chunk: list[Arrival]) -> list[Arrival]:
-        self._at = self._at.behind(chunk)
+        self._at = self._at.after(chunk)
         if self.rejections.seen >= JUDGED:
             self.rejections.check()
         return chunk

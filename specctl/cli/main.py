@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         command = next((word for word in argv if not word.startswith("-")), None)
-        failure = explain(progress.interrupts.behind(error), command)
+        failure = explain(progress.interrupts.source_of(error), command)
         if output.verbose:
             print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         with suppress(SpecctlError):  # stdout may be what failed

@@ -34,7 +34,7 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     texts = [row.ids for row in state.rows]
     discouraged = state.draws.penalise(logits, texts, draft.parents.tolist(), draft.tokens)
     path, accepted, bonus = judge(state.draws, draft, discouraged, plan.positions[:, :rows] + 1)
-    failed = unusable(target, behind(logits, path, accepted))
+    failed = unusable(target, last_rows(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]
     stops = []
@@ -62,7 +62,7 @@ def not_finite(target: Target) -> CheckpointError:
     )
 
 
-def behind(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
+def last_rows(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
     """The rows [B, V] of logits [B, 1+n, V] behind the accepted paths: of the last node, or of the root."""
     if not path.shape[1]:
         return logits[:, 0]

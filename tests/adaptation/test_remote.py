@@ -49,7 +49,7 @@ def hand_over(pupil, chunk):
 
 def wait_for(pupil):
     """Until everything is learnt from, with pauses in which all stand still, wherever they are."""
-    while pupil.behind:
+    while pupil.pending:
         with pupil.awake():
             pupil.receive(0.02)
 
@@ -121,7 +121,7 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
 
     again = RemoteOnlineDrafter(made, "ogd", tiny, 0)
     again.restore(*pupil.state())
-    assert again.behind == 3 and again.sit(ACCEPTANCE, 0.0).dropped == 3 * len(QUESTIONS)
+    assert again.pending == 3 and again.sit(ACCEPTANCE, 0.0).dropped == 3 * len(QUESTIONS)
     facts, tensors = OnlineDrafter.state(pupil)
     outbox.put(Learnt(lesson, pupil.played(), facts, Parcel.of(tensors)))
     with pupil.awake():

@@ -126,7 +126,7 @@ def test_a_longer_match_is_trusted_more():
     """Each token of the draft is part of the match behind which the next one stands."""
     automaton = automaton_of([1, 2, 3, 4, 8, 1, 2])
     (three,) = Match.of(automaton).followers(1)
-    (four,) = three.behind.followers(1)
+    (four,) = three.next.followers(1)
     assert (three.token, three.probability) == (3, 1 / (1 + UNSEEN / 4))
     assert (four.token, four.probability) == (4, 1 / (1 + UNSEEN / 9))
 
@@ -137,5 +137,5 @@ def test_a_periodic_text_goes_on():
     for _ in range(7):
         (follower,) = place.followers(1)
         read.append(follower.token)
-        place = follower.behind
+        place = follower.next
     assert read == [6, 5, 6, 5, 6, 5, 6]

@@ -66,10 +66,10 @@ def test_counts_by_hand(monkeypatch):
     assert len(found.rows) == 3
     (three,) = found.followers(5)
     assert (three.token, three.probability) == (3, 2 / (3 + 2 * UNSEEN))
-    four, five = three.behind.followers(5)
+    four, five = three.next.followers(5)
     assert (four.token, five.token) == (4, 5)
     assert four.probability == five.probability == 1 / (2 + 2 * UNSEEN)
-    assert four.behind.followers(5) == []
+    assert four.next.followers(5) == []
 
 
 def test_shorter_contexts_join_until_enough(monkeypatch):

@@ -23,7 +23,7 @@ from specctl.decoding.protocols import DeviceDraft, OnDevice, Proposer
 from specctl.decoding.records import PADDING, DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.verify import behind, judge, not_finite, usable
+from specctl.decoding.verify import judge, last_rows, not_finite, usable
 
 
 def device_rounds(
@@ -127,7 +127,7 @@ class DeviceRounds:
         draft = self.draft.propose(sequences, span)
         logits, tapped, positions, deep = self.step(draft, span)
         path, accepted, bonus = judge(sequences.draws, draft, logits, positions + 1)
-        sequences.commit(draft, path, accepted, bonus, tapped, deep, usable(behind(logits, path, accepted)))
+        sequences.commit(draft, path, accepted, bonus, tapped, deep, usable(last_rows(logits, path, accepted)))
         self.draft.advance(sequences, before, span)
 
     def step(self, draft: DraftTree, span: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

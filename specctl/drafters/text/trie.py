@@ -11,11 +11,11 @@ from specctl.drafters.tree import ProposedTree
 
 
 class Follower(NamedTuple):
-    """A token that may come next, its probability, and the place behind it."""
+    """A token that may come next, its probability, and the place after it."""
 
     token: int
     probability: float
-    behind: Place
+    next: Place
 
 
 class Place(Protocol):

@@ -76,14 +76,14 @@ def _cut(trace: Trace, pairs: Sequence[tuple[int, int]]) -> Trace:
 def _with_plain(trace: Trace) -> Trace:
     """An arm before the others that drafts nothing."""
 
-    def behind(array: NDArray[Any]) -> NDArray[Any]:
+    def after_nothing(array: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate((np.zeros_like(array, shape=(1, *array.shape[1:])), array))
 
     return replace(
         trace,
-        accepted=behind(trace.accepted),
-        drafted=behind(trace.drafted),
-        gamma=behind(trace.gamma),
-        overlap=behind(trace.overlap),
-        hit=behind(trace.hit),
+        accepted=after_nothing(trace.accepted),
+        drafted=after_nothing(trace.drafted),
+        gamma=after_nothing(trace.gamma),
+        overlap=after_nothing(trace.overlap),
+        hit=after_nothing(trace.hit),
     )
