@@ -110,7 +110,7 @@ class SelectContenders:
         self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
         self.selectors = {name: self._selector(name) for name in self.algo}
         self.alone = self._alone()
-        self._log: IO[str] | None = None
+        self._lines: list[tuple[str, RoundLine]] = []  # rounds of the turn: written when nobody is timed
 
     @functools.cached_property
     def _step(self) -> float:
@@ -183,15 +183,18 @@ class SelectContenders:
         for name, selector in self.selectors.items():
             selector.forget()
             self.plays[name].clear()
+        self._lines.clear()
         for alone in self.alone.values():
             alone.forget()
-        self._log = log
         heard = 0
 
         def remember(records: Sequence[Record]) -> None:
-            """Take the texts of a turn, which are everybody's, into the store; every seed begins with an empty one."""
+            """Write the rounds of a turn, and take its texts, which are everybody's, into the store; every seed begins
+            with an empty one."""
             nonlocal heard
             heard += 1
+            log.writelines(json.dumps({"algo": algo, **asdict(line)}) + "\n" for algo, line in self._lines)
+            self._lines.clear()
             if heard % len(asked) == 0:
                 self.companion.store.clear()
             elif self.companion.name == GROWING:
@@ -231,8 +234,7 @@ class SelectContenders:
 
     def _note(self, algo: str, entry: RoundLine) -> None:
         self.plays[algo].append((self.game_of(entry.domain, entry.query, entry.seed), entry.arm, entry.committed))
-        if self._log is not None:
-            self._log.write(json.dumps({"algo": algo, **asdict(entry)}) + "\n")
+        self._lines.append((algo, entry))
 
     def row(self, stream: Stream, name: str) -> PolicyRow:
         """The row of a contender."""
