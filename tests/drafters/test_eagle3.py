@@ -28,7 +28,7 @@ def head(target):
     ids = torch.randperm(target.vocab_size)[:512].sort().values
     head = Eagle3Head(architecture, ids)
     head.steps, head.decay = STEPS, 0.8
-    eagle3.initialise(head, target)
+    head.initialise(target)
     return head
 
 

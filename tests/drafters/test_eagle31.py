@@ -31,7 +31,7 @@ def eagle31(target, seed=1, **options):
     config = eagle3.architecture(DrafterRecipe(vocab_size=512, **dict.fromkeys(NORMS, False) | options), target)
     head = Eagle3Head(config, torch.randperm(target.vocab_size)[:512].sort().values)
     head.steps, head.decay = STEPS, 0.8
-    eagle3.initialise(head, target)
+    head.initialise(target)
     return disturbed(head)
 
 

@@ -32,7 +32,7 @@ def random_adapter(head, generator, names=FAMILIES["eagle3"].adaptable, rank=SET
 def head(target):
     torch.manual_seed(3)
     head = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=256), target), torch.arange(256) * 7)
-    eagle3.initialise(head, target)
+    head.initialise(target)
     return head
 
 

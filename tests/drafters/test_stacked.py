@@ -27,7 +27,7 @@ def eagle3_head(target, seed, vocabulary=512):
     torch.manual_seed(seed)
     architecture = eagle3.architecture(DrafterRecipe(vocab_size=vocabulary), target)
     head = Eagle3Head(architecture, torch.randperm(target.vocab_size)[:vocabulary].sort().values)
-    eagle3.initialise(head, target)
+    head.initialise(target)
     return disturbed(head)
 
 

@@ -35,7 +35,7 @@ def head(target, seed, vocabulary=512):
     torch.manual_seed(seed)
     architecture = eagle3.architecture(DrafterRecipe(vocab_size=vocabulary), target)
     made = Eagle3Head(architecture, torch.randperm(target.vocab_size)[:vocabulary].sort().values)
-    eagle3.initialise(made, target)
+    made.initialise(target)
     return made
 
 

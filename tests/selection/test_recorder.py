@@ -56,7 +56,7 @@ def pool(target, prompts):
     """Drafters that are right now and then; they read different layers."""
     torch.manual_seed(1)
     head = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=2000), target), torch.arange(2000))
-    eagle3.initialise(head, target)
+    head.initialise(target)
     plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=20, seeds=[0] * 3)
     return {
         "eagle3 chain": eagle3.Eagle3Drafter(head, target, TreeShape(5, 1, 5, 1, 0.0)),

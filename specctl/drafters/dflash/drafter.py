@@ -14,15 +14,16 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.models.layers import DraftLinear, attend
 from specctl.decoding.plan import Plan, plan_rows
-from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
+from specctl.decoding.records import ChainRows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.dflash.head import BlockConfig, BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
-from specctl.drafters.feature.head import head_config, restored
-from specctl.drafters.feature.layer import FeatureMemory, FeatureReader, begun_at, last_slots, own_features
-from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best, default_shape, shape_for
+from specctl.drafters.feature.head import head_config, mask_token, restored
+from specctl.drafters.feature.layer import FeatureMemory, last_slots, own_features
+from specctl.drafters.feature.parallel import ParallelDrafter, Transitions, block_mask, hidden_context
+from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 BLOCK = 8  # slots
@@ -48,14 +49,14 @@ class BlockRows(ChainRows):
         return self.following(rows, torch.tensor(self.tokens[b][:depth], device=rows.device))
 
 
-class BlockDrafter(Shaped, FeatureReader):
+class BlockDrafter(ParallelDrafter):
     """Inference of a `BlockHead`: keys and values of the context are made once for every committed position."""
 
     def __init__(self, head: BlockHead, target: Target, shape: TreeShape):
         layers = layers_of(head)
         super().__init__(head, head.config, layers[0].inv_freq, target)
         self.size = 0
-        self.config, self.shape = head.config, shape
+        self.config, self.shape, self.depths = head.config, shape, head.config.depth
         self.layers, self.reach = len(layers), head.config.block_size
         self.embedding = target.model.embedding
         self.mask = head.mask(self.embedding).detach().to(self.device, torch.float32)
@@ -100,62 +101,14 @@ class BlockDrafter(Shaped, FeatureReader):
             keys, values = pairs[:, layer, : self.kv_heads], pairs[:, layer, self.kv_heads :]
             cache.write(layer, Rope.rotate(torch.cat((part.key_norms(keys), values), 1), table), plan)
 
-    def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """A chain or tree from the last committed token, never deeper than a sequence has room for."""
-        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
-        chain = self.shape.chain or bool(state.exact_rows)
-        shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
-        rooms, floor = [row.room for row in state.rows], shape.floor
-        growing, logits = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
-        if logits is None:
-            return empty_draft(state.batch, state.device)
-        if chain:
-            chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
-            return DraftTree.from_chains(chains, state.device, q=self._rows(state, chains, logits))
-        chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
-        return best(growing, rooms, shape.nodes, state.device, self._rows(state, chains, logits))
-
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
-        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
-        growing, _ = self._grow(state, budget, self.shape, pays)
-        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
-
-    def _grow(
-        self, state: DecodeState, budget: int, shape: TreeShape, pays: Pays
-    ) -> tuple[list[GrowingTree], Tensor | None]:
-        """Trees of candidates, and the block's logits [B, depth, Vd]; None where there is no room for any."""
-        self.advance(state)
-        growing = [GrowingTree() for _ in state.rows]
-        depth = min(shape.depth, self.config.depth, max(row.room for row in state.rows), budget)
-        if depth <= 0:
-            return growing, None
-        logits = self._block(state, depth)
-        known = self._transitions(state, logits, shape.children)
-        ranks: list[list[int]] = [[] for _ in growing]  # of every node, its place among the candidates of its level
-        for step in range(depth):
-            if step and not pays([tree.joint[tree.frontier(1)[0]] for tree in growing]):
-                break
-            for tree, rank, candidates, gains, likeliest in zip(growing, ranks, *known, strict=True):
-                for node in dict.fromkeys(tree.frontier(shape.width)) if step else [-1]:
-                    before = rank[node] if node >= 0 else 0
-                    chosen = likeliest[step][before]
-                    rank += chosen
-                    tree.add(node, gains[step][before], [self._to_target[candidates[step][i]] for i in chosen])
-        return growing, logits
-
-    def _transitions(self, state: DecodeState, logits: Tensor, children: int) -> tuple[list[Any], list[Any], list[Any]]:
-        """Transitions from the C likeliest tokens of each level to those of the next, which the Markov head reorders.
-
-        Returns, by sequence and level, as lists: the candidates [C] as draft tokens; and behind each candidate of the
-        level before (behind the anchor, at the first) the log probabilities of the likeliest and their places [C][c].
-        """
+    def transitions(self, state: DecodeState, logits: Tensor, children: int) -> Transitions:
+        """The likeliest tokens of each level, which the Markov head reorders behind every candidate before them."""
+        if self.before is None or self.after is None:
+            return super().transitions(state, logits, children)
         batch, depth, vocabulary = logits.shape
         children = min(children, vocabulary)
-        many = children if self.before is None or self.after is None else min(max(CANDIDATES, children), vocabulary)
+        many = min(max(CANDIDATES, children), vocabulary)
         logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
-        if self.before is None or self.after is None:
-            places = torch.arange(many).expand(batch, depth, many, -1)
-            return index.tolist(), logprob.unsqueeze(2).expand(-1, -1, many, -1).tolist(), places.tolist()
         anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
         tokens = index if self.ids is None else self.ids[index]
         before = torch.cat((anchors.view(-1, 1, 1).expand(-1, 1, many), tokens[:, :-1]), 1)
@@ -167,15 +120,15 @@ class BlockDrafter(Shaped, FeatureReader):
         gains, places = changed.topk(children, -1)
         return index.tolist(), gains.tolist(), places.tolist()
 
-    def _rows(self, state: DecodeState, chains: list[list[int]], logits: Tensor) -> ChainRows:
+    def rows(self, state: DecodeState, chains: list[list[int]], logits: Tensor) -> ChainRows:
         """The rows that chains were chosen from, whose part of the Markov head is only made for those who ask."""
         if self.before is None:
-            return ChainRows(logits.unbind(1), self.ids)
+            return super().rows(state, chains, logits)
         anchors = [row.ids[-1:] for row in state.rows]
         tokens = [[*anchor, *chain] for anchor, chain in zip(anchors, chains, strict=True)]
-        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, following=self._following)
+        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, following=self.following)
 
-    def _block(self, state: DecodeState, depth: int) -> Tensor:
+    def block(self, state: DecodeState, depth: int) -> Tensor:
         """Logits [B, depth, Vd] of the block that begins at every sequence's last token; the Markov head's part is not
         in them."""
         cache, base = self.current(state).cache, state.cached
@@ -195,7 +148,7 @@ class BlockDrafter(Shaped, FeatureReader):
             query = qkv[:, : self.heads].unflatten(0, (batch, size))
             x = layer.leave(x, attend(query, cache, place, plan, self.dim**-0.5))
         first = self.config.first
-        return self._logits(x.unflatten(0, (batch, size))[:, first : first + depth])
+        return self.logits(x.unflatten(0, (batch, size))[:, first : first + depth])
 
     def _entered(self, anchors: Tensor) -> Tensor:
         """The layers' input [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
@@ -203,53 +156,26 @@ class BlockDrafter(Shaped, FeatureReader):
         x[:, 0] = F.embedding(anchors, self.embedding)
         return x.flatten(0, 1)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Draft vocabulary logits [..., Vd] of the layers' output [..., H]."""
-        hidden = self.norm(x.flatten(0, -2))
-        return self.head(hidden if self.scale == 1 else hidden * self.scale).unflatten(0, x.shape[:-1])
+        x = self.norm(hidden.flatten(0, -2))
+        return self.head(x if self.scale == 1 else x * self.scale).unflatten(0, hidden.shape[:-1])
 
-    def _following(self, logits: Tensor, before: Tensor) -> Tensor:
-        """Logits [..., Vd] of tokens behind those of `before` [...]."""
+    def following(self, logits: Tensor, before: Tensor) -> Tensor:
         if self.before is None or self.after is None:
             return logits
         return logits + F.linear(F.embedding(before, self.before), self.after)
 
-    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Rows at the positions of `spans`, of blocks that begin behind earlier positions; none is deeper than a block.
-
-        The block that begins at slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of
-        the block at slot j − 2 − k.
-        """
-        children = self.children(state)[: self.config.depth]
-        kind: dict[str, Any] = {"ids": self.ids, "children": children, "inner": self.shape.width}
-        depths = min(depths, self.config.depth)
-        self.advance(state)
-        asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
-        self.cover(state, asked)
-        live = [b for b, span in enumerate(spans) if span]
-        if not live:
-            return [Score(span, **kind) for span in spans]
-        slots = begun_at([spans[b] for b in live], depths)
-        hidden = self._blocks_at(state, live, slots)
-        rows = []
-        for k in range(depths):
-            part = slice(depths - 1 - k, hidden.shape[1] - k)
-            texts = [state.rows[b].ids for b in live]
-            said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
-            logits = self._logits(hidden[:, part, self.config.first + k])
-            rows.append(self._following(logits, torch.tensor(said, device=state.device)))
-        found = dict(zip(live, torch.stack(rows, 1), strict=True))
-        return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
-
-    def _blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]]) -> Tensor:
-        """The layers' output [L, W, S, H] for the blocks that begin at `slots` [L][W] of the sequences in `live`."""
+    def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
         cache, size = self.current(state).cache, self.config.block_size
         at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
         many, width = at.shape
         end = int(at.max()) + 1
         positions = (at[..., None] + 1 + torch.arange(size, device=state.device)).clamp_max(cache.capacity - 1)
         table = self._rope_for(cache.capacity).rows(positions.flatten(), self.heads + self.kv_heads, self.kv_heads)
-        mask = _mask(at, end, size, [cache.skipped[b] for b in live], state.dtype)
+        context = hidden_context(at, end, [cache.skipped[b] for b in live], own=True)
+        inside = torch.ones(size, size, dtype=torch.bool, device=state.device)
+        mask = block_mask(context.unsqueeze(2).expand(-1, -1, size, -1), inside, state.dtype)
         x = self._entered(
             torch.tensor(
                 [[state.rows[b].ids[s + 1] for s in p] for b, p in zip(live, slots, strict=True)], device=state.device
@@ -264,21 +190,8 @@ class BlockDrafter(Shaped, FeatureReader):
                 query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
             )
             x = layer.leave(x, out.transpose(1, 2).flatten(0, 1).flatten(1))
-        return x.view(many, width, size, -1)
-
-
-def _mask(at: Tensor, span: int, size: int, skipped: list[range], dtype: torch.dtype) -> Tensor:
-    """[L, 1, W·S, span + W·S]: a block that begins at slot `at` [L, W] looks at the slots up to its own, but for those
-    that are skipped, and at itself."""
-    many, width = at.shape
-    hidden = torch.arange(span, device=at.device) > at[..., None]
-    for row, slots in enumerate(skipped):
-        hidden[row, :, slots.start : slots.stop] = True
-    hidden = hidden.repeat_interleave(size, 1)
-    block = torch.arange(width * size, device=at.device) // size
-    others = (block[:, None] != block).expand(many, -1, -1)
-    mask = torch.cat((hidden, others), -1)[:, None]
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+        first = self.config.first
+        return x.view(many, width, size, -1)[:, :, first : first + depths]
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -327,18 +240,10 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
         num_layers=recipe.num_layers or LAYERS,
         block_size=recipe.block_size or BLOCK,
         sample_from_anchor=rank > 0,
-        mask_token_id=_mask_token(target),
+        mask_token_id=mask_token(target),
         own_mask=True,
         markov_rank=rank,
     )
-
-
-def _mask_token(target: Target) -> int:
-    """A token that stands for the masks where an engine looks their embedding up: the padding, or else the last one."""
-    pad = getattr(target.config, "pad_token_id", None)
-    if pad is not None and 0 <= pad < target.vocab_size and pad not in target.eos_ids:
-        return pad
-    return target.vocab_size - 1
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

@@ -6,48 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.models.layers import RMSNorms
 from specctl.decoding.target import Target
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.head import head_config, restored
+from specctl.drafters.feature.fusion import FusedInput, fusion_shape
+from specctl.drafters.feature.head import restored
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
-from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 
-class Eagle3Drafter(FeatureDrafter):
+class Eagle3Drafter(FeatureDrafter, FusedInput):
     """Inference of an `Eagle3Head`. With `norm_output` the states that it keeps are behind the final norm."""
 
     def __init__(self, head: Eagle3Head, target: Target, shape: TreeShape):
         super().__init__(head, head.midlayer, target, shape)
-        self.norm_before_residual, self.norm_output = head.config.norm_before_residual, head.config.norm_output
-        self.window = head.config.sliding_window
-        self.tapped_norms = self._tapped_norms(head)
-        self.fc = self.linear(head.fc)
-        self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)
-        self.head = self.linear(head.lm_head)
-        # The first half of the layer's input depends on the token alone: tabulate it.
-        self.token_input = self.rms_norm(head.midlayer.input_layernorm)(self.embedding.float())
-
-    def _tapped_norms(self, head: Eagle3Head) -> RMSNorms | None:
-        """None where the tapped states are fused as they are."""
-        weights = [norm.weight.detach().to(self.device) for norm in head.tapped_norms]
-        return RMSNorms(torch.stack(weights), head.config.rms_norm_eps, self.dtype) if weights else None
-
-    def feature(self, tapped: Tensor) -> Tensor:
-        norms = self.tapped_norms
-        if norms is not None:
-            tapped = norms(tapped.float().unflatten(-1, norms.shape)).flatten(-2)
-        return self.fc(tapped).float()
-
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.hidden_norm(features)
-        residual = normed.float() if self.norm_before_residual else features
-        return residual, torch.cat((F.embedding(tokens, self.token_input), normed), -1)
+        self.fuse(head, self.embedding)
+        self.norm_output = head.config.norm_output
 
     def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         x = super()._leave(residual, attended)
@@ -86,34 +62,12 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
     """A head for `target` that starts from it."""
     shape = architecture(recipe.drafter, target)
     head = Eagle3Head(shape, torch.tensor(frequent(shape.draft_vocab_size)))
-    initialise(head, target)
+    head.initialise(target)
     return head
 
 
 def architecture(recipe: DrafterRecipe, target: Target) -> Eagle3Config:
     """Shaped by the recipe; what it leaves out follows the target's own layers."""
-    vocabulary = recipe.vocab_size or min(32_000, target.vocab_size // 2)
-    taps = tuple(recipe.taps or default_taps(target.num_layers))
-    layer = vars(head_config(recipe, target))
-    chosen = {"taps": taps, "draft_vocab_size": min(vocabulary, target.vocab_size)}
-    options = {key: getattr(recipe, key) for key in FAMILIES["eagle3"].options}
-    # Measured on the built-in target (sql, 300 steps): these two norms make 4.0 mat of 3.2, norm_before_fc 3.7.
-    usual = {"fc_norm": not recipe.norm_before_fc, "norm_output": True}
-    return Eagle3Config(**layer | chosen | options | {key: on for key, on in usual.items() if options[key] is None})
-
-
-def default_taps(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's choice, hidden_states[2], [n//2], [n−3]; spread evenly where the model is too shallow for it."""
-    return (2, layers // 2, layers - 3) if layers >= 7 else (max(1, layers // 3), max(1, 2 * layers // 3), layers)
-
-
-@torch.no_grad()
-def initialise(head: Eagle3Head, target: Target) -> None:
-    """Start from the target: its vocabulary head, its final norm, and the last tapped state passed through `fc`."""
-    size = head.config.hidden_size
-    ids = head.draft_ids.to(target.device)
-    head.lm_head.weight.copy_(target.squash.scale * target.head_weight[ids].float())
-    if target.norm_weight is not None:
-        head.norm.weight.copy_(target.norm_weight.float())
-    head.fc.weight.mul_(0.1)
-    head.fc.weight[:, -size:] += torch.eye(size)
+    return Eagle3Config(
+        **fusion_shape(recipe, target), norm_output=True if recipe.norm_output is None else recipe.norm_output
+    )

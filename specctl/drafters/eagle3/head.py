@@ -18,82 +18,36 @@ fit, for a second forward pass.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
+from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 from specctl.drafters.lora import product_of
-from specctl.families import LEAST_WINDOW
-
-Flag = Annotated[bool, Field(strict=True)]
-Window = Annotated[int, Field(strict=True, ge=LEAST_WINDOW, le=1 << 31)]
 
 
 @dataclass(frozen=True)
-class Eagle3Config(HeadConfig):
-    """Shape of a head, which of EAGLE-3.1's norms it has, and how far its layer looks back.
+class Eagle3Config(FusionConfig):
+    """Shape of an EAGLE-3 head.
 
     Attributes:
-        fc_norm: every tapped state has a norm of its own before they are fused.
-        norm_before_fc: the tapped states side by side have one norm before they are fused; excludes `fc_norm`.
-        norm_before_residual: the layer's residual stream begins with the normed feature, not with the feature itself.
         norm_output: a draft step feeds the next one with its output behind the final norm, not with that before it.
-        sliding_window: positions that a row attends, its own included, as vLLM counts them; None = all up to its own.
     """
 
-    fc_norm: Flag = False
-    norm_before_fc: Flag = False
-    norm_before_residual: Flag = False
     norm_output: Flag = False
-    sliding_window: Window | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc exclude each other: both are the norm before fc")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Without options that are not set: a head that has none is kept as it was before there were any."""
-        unset = {
-            key.name for key in fields(self) if key.default is not MISSING and getattr(self, key.name) == key.default
-        }
-        return {key: value for key, value in super().to_dict().items() if key not in unset}
 
 
-class Eagle3Layer(HeadLayer):
-    def __init__(self, config: HeadConfig):
-        super().__init__(config, 2 * config.hidden_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-class Eagle3Head(DraftHead):
-    """Parameters carry the names of the published checkpoints (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`, and
-    `fc_norm.*` or `input_norm` of the norms before `fc`)."""
+class Eagle3Head(FusionHead):
+    """One layer that is fed its own output (EAGLE-3, Fig. 5)."""
 
     config: Eagle3Config
-    fc_norm: nn.ModuleList | None
-    input_norm: nn.RMSNorm | None
-
-    def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None):
-        super().__init__(config, draft_ids)
-        self.gradient_checkpointing = False
-        size, width, eps = config.hidden_size, len(config.taps) * config.hidden_size, config.rms_norm_eps
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in config.taps) if config.fc_norm else None
-        self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else None
-        self.fc = nn.Linear(width, size, bias=False)
-        self.midlayer = Eagle3Layer(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Training-time test over a batch.
@@ -107,7 +61,7 @@ class Eagle3Head(DraftHead):
         """
         layer = self.midlayer
         step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
-        hidden = self._feature(batch.features)
+        hidden = self.feature(batch.features)
         embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
         key, value = self._key_and_value(inputs, batch.key_positions)
@@ -119,7 +73,7 @@ class Eagle3Head(DraftHead):
             if k == 1:
                 rows, layout = batch.later_rows, batch.later_layout
                 x, slots, positions = x[rows], slots[rows], positions[rows]
-            x, own = step(k, x, slots, positions, embedded, key, value, own, self._within_window(layout, k))
+            x, own = step(k, x, slots, positions, embedded, key, value, own, self.within_window(layout, k))
             outputs.append(x)
             asked.append(rows)
         # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
@@ -130,28 +84,6 @@ class Eagle3Head(DraftHead):
             product_of(self.lm_head, x), asked, range(self.steps), batch, self.teacher(batch, target_head)
         )
         return self.sums(losses, [len(part) for part in asked])
-
-    @property
-    def tapped_norms(self) -> list[nn.RMSNorm]:
-        """The norms before `fc`: of equal parts of the tapped states side by side, if there are any."""
-        return [self.input_norm] if self.input_norm is not None else cast(list[nn.RMSNorm], list(self.fc_norm or []))
-
-    def _feature(self, tapped: Tensor) -> Tensor:
-        """Tapped target states [M, taps·H] as features [M, H] fp32."""
-        norms = self.tapped_norms
-        if norms:
-            parts = tapped.float().chunk(len(norms), -1)
-            tapped = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1)
-        elif not torch.is_autocast_enabled(tapped.device.type):
-            tapped = tapped.float()
-        return self.fc(tapped).float()
-
-    def _within_window(self, layout: Layout, k: int) -> Layout:
-        """`layout` at step k: its rows stand k positions behind their slots."""
-        window = self.config.sliding_window
-        if window is None or all(stop - start + k <= window for start, stop in layout.slots):
-            return layout
-        return replace(layout, window=window, ahead=k)
 
     def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""

@@ -96,6 +96,14 @@ def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
     )
 
 
+def mask_token(target: Target) -> int:
+    """A token that stands for the masks where an engine looks their embedding up: the padding, or else the last one."""
+    pad = getattr(target.config, "pad_token_id", None)
+    if pad is not None and 0 <= pad < target.vocab_size and pad not in target.eos_ids:
+        return pad
+    return target.vocab_size - 1
+
+
 @dataclass
 class SlotBatch:
     """Packed documents for the training-time test; N = response slots, M = all slots of all documents.
@@ -113,6 +121,7 @@ class SlotBatch:
         labels: [N + T] the token that stands there.
         left: [N] how many steps a slot is valid for (step k is used iff k < left).
         layout, later_layout: which slots the N and the n rows attend.
+        draws: [n] in [0, 1), evenly spread along a text, by which a share of the n rows is chosen; None = 0 for all.
     """
 
     features: Tensor
@@ -127,6 +136,7 @@ class SlotBatch:
     layout: Layout
     later_layout: Layout
     distributions: Tensor | None = None
+    draws: Tensor | None = None
 
 
 class HeadAttention(nn.Module):

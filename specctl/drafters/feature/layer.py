@@ -219,18 +219,33 @@ class FeatureLayer(FeatureReader):
 
         With `last`, only row last[b] of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
         """
-        batch, rows = tokens.shape
         residual, pairs, query = self._project(tokens.reshape(-1), features, table)
         cache.write(0, pairs, plan)
+        return self._leave(*self._attended(0, residual, query, cache, plan, last))
+
+    def _attended(
+        self,
+        place: int,
+        residual: Tensor,
+        query: Tensor,
+        cache: KVCache,
+        plan: Plan,
+        last: list[int] | None = None,
+        tail: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what the queries see in the cache of layer `place`, of all rows, or of `tail` rows of
+        each sequence from last[b] on."""
+        batch = len(plan.base)
+        rows = len(query) // batch
         if last is not None:
-            if rows > 1:
-                kept = torch.tensor([b * rows + row for b, row in enumerate(last)], device=tokens.device)
-                query, residual = query[kept], residual[kept]
-            rows = 1
-            ends = [start + row for start, row in zip(plan.base, last, strict=True)]
-            plan = plan_rows(ends, 1, device=cache.store.device, dtype=cache.store.dtype)
+            if rows > tail:
+                kept = torch.tensor([b * rows + row + i for b, row in enumerate(last) for i in range(tail)])
+                query, residual = query[kept.to(query.device)], residual[kept.to(query.device)]
+            rows = tail
+            starts = [start + row for start, row in zip(plan.base, last, strict=True)]
+            plan = plan_rows(starts, tail, device=cache.store.device, dtype=cache.store.dtype)
         plan = plan.within(self.window, cache.store.dtype).without(cache.skipped, cache.store.dtype)
-        return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
+        return residual, attend(query.unflatten(0, (batch, rows)), cache, place, plan, self.dim**-0.5)
 
     def rows_at(
         self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None

@@ -1,0 +1,152 @@
+"""Drafting by one pass of a head: all positions of a block at once, and a chain or tree of what stands there."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specctl import kernels
+from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
+from specctl.decoding.state import DecodeState
+from specctl.drafters.feature.layer import FeatureReader, begun_at
+from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best
+
+Transitions = tuple[list[Any], list[Any], list[Any]]
+"""Transitions from the candidates of each level to those of the next, by sequence and level, as lists: the candidates
+[C] as draft tokens; and behind each candidate of the level before (behind the root, at the first) the log probabilities
+of the likeliest and their places among the candidates [C][c]."""
+
+
+class ParallelDrafter(Shaped, FeatureReader):
+    """A drafter whose pass gives a distribution for each of the next `depths` tokens.
+
+    Attributes:
+        depths: tokens that one pass drafts.
+        ids: [Vd] target ids of the draft vocabulary; None = the target's own.
+    """
+
+    depths: int
+    ids: Tensor | None
+    _to_target: Sequence[int]
+
+    @abstractmethod
+    def block(self, state: DecodeState, depth: int) -> Tensor:
+        """Logits [B, depth, Vd] of the tokens behind every sequence's last one, for which the memory is up to date."""
+
+    @abstractmethod
+    def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
+        """Hidden states [L, W, depths, H] of the blocks that begin at `slots` [L][W] of the sequences in `live`."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft vocabulary logits [..., Vd] of hidden states [..., H]."""
+
+    def following(self, logits: Tensor, before: Tensor) -> Tensor:
+        """Logits [..., Vd] of tokens behind those of `before` [...], where a head has a say in that."""
+        return logits
+
+    def propose(self, state: DecodeState, budget: int) -> DraftTree:
+        """A chain or tree from the last committed token, never deeper than a sequence has room for."""
+        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
+        chain = self.shape.chain or bool(state.exact_rows)
+        shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
+        rooms, floor = [row.room for row in state.rows], shape.floor
+        growing, logits = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
+        if logits is None:
+            return empty_draft(state.batch, state.device)
+        if chain:
+            chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
+            return DraftTree.from_chains(chains, state.device, q=self.rows(state, chains, logits))
+        chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
+        return best(growing, rooms, shape.nodes, state.device, self.rows(state, chains, logits))
+
+    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+        growing, _ = self._grow(state, budget, self.shape, pays)
+        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+
+    def _grow(
+        self, state: DecodeState, budget: int, shape: TreeShape, pays: Pays
+    ) -> tuple[list[GrowingTree], Tensor | None]:
+        """Trees of candidates, and the block's logits [B, depth, Vd]; None where there is no room for any."""
+        self.advance(state)
+        growing = [GrowingTree() for _ in state.rows]
+        depth = min(shape.depth, self.depths, max(row.room for row in state.rows), budget)
+        if depth <= 0:
+            return growing, None
+        logits = self.block(state, depth)
+        known = self.transitions(state, logits, shape.children)
+        ranks: list[list[int]] = [[] for _ in growing]  # of every node, its place among the candidates of its level
+        for step in range(depth):
+            if step and not pays([tree.joint[tree.frontier(1)[0]] for tree in growing]):
+                break
+            for tree, rank, candidates, gains, likeliest in zip(growing, ranks, *known, strict=True):
+                for node in dict.fromkeys(tree.frontier(shape.width)) if step else [-1]:
+                    before = rank[node] if node >= 0 else 0
+                    chosen = likeliest[step][before]
+                    rank += chosen
+                    tree.add(node, gains[step][before], [self._to_target[candidates[step][i]] for i in chosen])
+        return growing, logits
+
+    def transitions(self, state: DecodeState, logits: Tensor, children: int) -> Transitions:
+        """The likeliest `children` of each level of a block's logits [B, depth, Vd], whatever stands before them."""
+        batch, depth, vocabulary = logits.shape
+        many = min(children, vocabulary)
+        logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
+        places = torch.arange(many).expand(batch, depth, many, -1)
+        return index.tolist(), logprob.unsqueeze(2).expand(-1, -1, many, -1).tolist(), places.tolist()
+
+    def rows(self, state: DecodeState, chains: list[list[int]], logits: Tensor) -> ChainRows:
+        """The rows that chains were chosen from."""
+        return ChainRows(logits.unbind(1), self.ids)
+
+    def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
+        """Rows at the positions of `spans`, of blocks that begin behind earlier positions; none is deeper than a block.
+
+        The block that begins at slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of
+        the block at slot j − 2 − k.
+        """
+        children = self.children(state)[: self.depths]
+        kind: dict[str, Any] = {"ids": self.ids, "children": children, "inner": self.shape.width}
+        depths = min(depths, self.depths)
+        self.advance(state)
+        asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
+        self.cover(state, asked)
+        live = [b for b, span in enumerate(spans) if span]
+        if not live:
+            return [Score(span, **kind) for span in spans]
+        slots = begun_at([spans[b] for b in live], depths)
+        hidden = self.blocks_at(state, live, slots, depths)
+        rows = []
+        for k in range(depths):
+            part = slice(depths - 1 - k, hidden.shape[1] - k)
+            texts = [state.rows[b].ids for b in live]
+            said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
+            rows.append(self.following(self.logits(hidden[:, part, k]), torch.tensor(said, device=state.device)))
+        found = dict(zip(live, torch.stack(rows, 1), strict=True))
+        return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
+
+
+def hidden_context(at: Tensor, span: int, skipped: list[range], own: bool) -> Tensor:
+    """[L, W, span] bool: slots that a block which begins at slot `at` [L, W] may not look at: those behind its own, its
+    own unless `own`, and those that are skipped."""
+    slots = torch.arange(span, device=at.device)
+    hidden = slots > at[..., None] if own else slots >= at[..., None]
+    for row, gone in enumerate(skipped):
+        hidden[row, :, gone.start : gone.stop] = True
+    return hidden
+
+
+def block_mask(context: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
+    """[L, 1, W·S, span + W·S] that is added to scores: of the context no row sees what is True in `context`
+    [L, W, S, span], and within its own block row s sees what is True in `inside` [S, S]."""
+    many, width = context.shape[:2]
+    blocks = torch.eye(width, dtype=torch.bool, device=context.device)
+    others = ~torch.kron(blocks, inside).expand(many, -1, -1)
+    mask = torch.cat((context.flatten(1, 2), others), -1)[:, None]
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
