@@ -45,7 +45,7 @@ class Family:
         objective: what the recipe's `auto` is.
         is_lm: a language model by itself: it also learns from any text, and writes whole steps of reasoning.
         adaptable: projections of its module that a LoRA adapter may update.
-        options: keys of the recipe's section `drafter` that no other family has.
+        options: keys of the recipe's section `drafter` that not every family has.
         learning: None = it does not learn along a stream.
     """
 
@@ -63,6 +63,7 @@ class Family:
     learning: Learning | None = None
 
 
+NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "sliding_window")
 ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -78,8 +79,16 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         unrolls=True,
         adaptable=("fc", *LAYER, "lm_head"),
-        options=("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "sliding_window"),
+        options=(*NORMS, "norm_output"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
+    ),
+    "peagle": Family(
+        "specctl.drafters.peagle.drafter",
+        rates=ONE_LAYER,
+        strides=False,  # how many positions go on to each depth is the family's own
+        adaptable=("fc", *LAYER, "lm_head"),
+        options=NORMS,
+        learning=Learning(adam=6e-5, epochs=2, clip=0.5),
     ),
     "dflash": Family(
         "specctl.drafters.dflash.drafter",

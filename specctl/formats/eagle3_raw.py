@@ -38,10 +38,10 @@ METHODS = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The directory of a head. CheckpointError where its reader could not feed it."""
-    taps = tuple(head.architecture["taps"])
-    if to == "eagle" and taps != facts.default_taps:  # the reference code taps fixed layers: it has no key for others
+    tapped = tuple(head.architecture["taps"])
+    if to == "eagle" and tapped != facts.default_taps:  # the reference code taps fixed layers: it has no key for others
         raise CheckpointError(
-            f"the head taps hidden_states {list(taps)}, the reference code always {list(facts.default_taps)}",
+            f"the head taps hidden_states {list(tapped)}, the reference code always {list(facts.default_taps)}",
             hint="--to vllm or --to sglang can serve it",
         )
     check_taps(head, facts, count=3)
@@ -60,8 +60,8 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         **window_keys(head),
         "draft_vocab_size": head.architecture["draft_vocab_size"],
     }
-    if taps != facts.default_taps:
-        config |= {LAYERS: list(taps), "eagle_config": {LAYERS: [tap - 1 for tap in taps]}}
+    if tapped != facts.default_taps:
+        config |= {LAYERS: list(tapped), "eagle_config": {LAYERS: [tap - 1 for tap in tapped]}}
     return Files(config, without_mapping_of_all(head))
 
 
@@ -99,7 +99,7 @@ def claims(found: Foreign) -> bool:
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
     """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
-    return read_parts(found, found.config, _taps(found, facts), facts)
+    return read_parts(found, found.config, taps(found, facts), facts)
 
 
 def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
@@ -177,7 +177,7 @@ def _window(found: Foreign, config: Mapping[str, Any]) -> dict[str, int]:
     return {WINDOW: window}
 
 
-def _taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:
+def taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:
     """The tapped hidden_states, from whichever of the two keys is there."""
     llama.check_types(found, found.config)
     outer = found.config.get(LAYERS)

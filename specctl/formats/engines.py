@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specctl.formats.head import Serving, TargetFacts
 
@@ -92,15 +94,24 @@ def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
     )
 
 
-def serving(engine: str, method: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
-    """The command line that serves the target with the drafter at `place`; a note where the engine would refuse it."""
+def serving(
+    engine: str,
+    method: str,
+    place: Path,
+    facts: TargetFacts,
+    tokens: int,
+    options: Mapping[str, Any] | None = None,
+) -> Serving:
+    """The command line that serves the target with the drafter at `place`, for vLLM with further `options` of its
+    speculative configuration; a note where the engine would refuse it."""
     note = refusal(engine, method, facts)
     if note is not None:
         return Serving([], [note])
     target, head = shlex.quote(facts.name), shlex.quote(str(place))
     revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
     if engine == "vllm":
-        spec = json.dumps({"method": method, "model": str(place), "num_speculative_tokens": tokens})
+        known = {"method": method, "model": str(place), "num_speculative_tokens": tokens}
+        spec = json.dumps({**known, **(options or {})})
         runner, notes = ("VLLM_USE_V2_MODEL_RUNNER=1 ", [V2_RUNNER]) if method == "dspark" else ("", [])
         return Serving([f"{runner}vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"], notes)
     # DFlash's block has the anchor in it, DSpark's none that does not draft.

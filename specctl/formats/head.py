@@ -32,11 +32,11 @@ class Head:
     notes: tuple[str, ...] = ()
 
     def drafted(self, wanted: int) -> int:
-        """Tokens that it drafts a round where `wanted` are asked for: one a head, no more; a block always whole."""
+        """Tokens that it drafts a round where `wanted` are asked for: one a head or depth at most; a block is whole."""
         shape = self.architecture
         if "block_size" in shape:
             return int(shape["block_size"]) - (not shape["sample_from_anchor"])
-        return min(wanted, int(shape.get("draft_heads", wanted)))
+        return min(wanted, int(shape.get("draft_heads", shape.get("depths", wanted))))
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,11 @@ class FormatModule(Protocol):
 
 
 FORMATS: dict[str, Format] = {
-    "speculators": Format("specctl.formats.speculators", ("eagle3", "dflash"), ("speculators",)),
+    "speculators": Format("specctl.formats.speculators", ("eagle3", "peagle", "dflash"), ("speculators",)),
     "dflash": Format("specctl.formats.dflash", ("dflash",), ("vllm", "sglang")),
     "hydra": Format("specctl.formats.hydra", ("hydra",), ("hydra",)),
     "medusa": Format("specctl.formats.medusa", ("medusa",), ("vllm", "medusa")),
+    "peagle": Format("specctl.formats.peagle", ("peagle",), ("vllm",)),
     "eagle3": Format("specctl.formats.eagle3_raw", ("eagle3",), ("vllm", "sglang", "eagle")),
     "eagle": Format("specctl.formats.eagle1", ("eagle",), ("vllm", "sglang", "eagle")),
     "hf": Format("specctl.formats.hf", ("lm",), ("vllm", "sglang", "hf")),

@@ -15,17 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from specctl.errors import CheckpointError
-from specctl.formats import dflash, eagle3_raw, engines, llama
+from specctl.formats import dflash, eagle3_raw, engines, llama, peagle
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
+TYPES = ("eagle3", "peagle", "dflash", "dspark")
 LAYER = "transformer_layer_config"
 BLOCK_LAYERS = "aux_hidden_state_layer_ids"
 VERIFIER_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")
 OWN_MASK = "vLLM reads the head's mask embedding here, the package itself the target's row of mask_token_id"
+
+UNREAD_NORM = (
+    "vLLM 0.32 passes over fc_norm in this format's P-EAGLE heads and would draft with another head: "
+    "--to vllm writes files that it serves"
+)
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
@@ -42,8 +48,14 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         eagle3_raw.LAYERS: list(head.architecture["taps"]),
         **_layer_keys(head, facts, layer),
     }
-    tensors = eagle3_raw.without_mapping_of_all(head)
-    return Files(config, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()})
+    if head.family == "peagle":
+        config |= {
+            "architectures": ["PEagleSpeculator"],
+            **_proposal("peagle", facts, tokens),
+            "mask_token_id": head.architecture["mask_token_id"],
+            LAYER: layer | peagle.layer_keys(head),
+        }
+    return Files(config, peagle.tensors(head))
 
 
 def _proposal(algorithm: str, facts: TargetFacts, tokens: int) -> dict[str, Any]:
@@ -105,10 +117,10 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A head of the types eagle3, dflash, dspark. CheckpointError where ours cannot represent it."""
+    """A head of one of the `TYPES`. CheckpointError where ours cannot represent it."""
     config, kind = found.config, found.config.get(TYPE)
-    if kind not in ("eagle3", "dflash", "dspark"):
-        raise found.refuse(TYPE, repr(kind), "only eagle3, dflash and dspark can be imported in this format")
+    if kind not in TYPES:
+        raise found.refuse(TYPE, repr(kind), f"of this format's types {', '.join(TYPES)} can be imported")
     if kind == "eagle3" and "norm_before_residual" not in config:
         right = "true or false, written out: vLLM takes a missing one for true, the package for false"
         raise found.refuse("norm_before_residual", "missing", right)
@@ -118,12 +130,16 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     kept = {name: tensor for name, tensor in found.tensors.items() if name not in VERIFIER_COPIES}
     found = found.renamed(kept)
     llama.check_types(found, config)
-    if kind != "eagle3":
+    if kind in ("dflash", "dspark"):
         return _read_block(found, layer, facts)
     # Flags among the layer's keys do not count: vLLM overwrites them, the package reads its own.
     flags = {key: config.get(key) for key in (*NORMS, "use_aux_norm", "target_hidden_size")}
     taps = tuple(config.get(eagle3_raw.LAYERS) or facts.default_taps)
-    return eagle3_raw.read_parts(found, {**layer, **flags, "eagle_config": None}, taps, facts)
+    layer = {**layer, **flags, "eagle_config": None}
+    if kind == "peagle":
+        more = {key: config[key] for key in ("mask_token_id", "speculators_config") if key in config}
+        return peagle.read_parts(found, layer | more, taps, facts)
+    return eagle3_raw.read_parts(found, layer, taps, facts)
 
 
 def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> Head:
@@ -150,9 +166,12 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
 
 def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
     """vLLM's command lines: the target with the head, and the head, which names its target."""
-    block = head.family == "dflash"
+    block, parallel = head.family == "dflash", head.family == "peagle"
+    if parallel and head.architecture.get("fc_norm"):
+        return Serving([], [UNREAD_NORM])
     method = dflash.METHODS["vllm", dflash.has_markov(head)] if block else "eagle3"
-    found = engines.serving("vllm", method, place, facts, tokens)
+    options = {"parallel_drafting": True} if parallel else None
+    found = engines.serving("vllm", method, place, facts, tokens, options)
     # vLLM refuses a verifier that is a local path when such a directory is served by itself.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")

@@ -40,12 +40,12 @@ class DrafterRecipe(Section):
     markov_rank: NonNegativeInt | None = None  # dflash: of the head that ties a block's tokens; 0 = none, None = 32
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
-    # eagle3: the norms of EAGLE-3.1
+    # eagle3, peagle: the norms of EAGLE-3.1
     fc_norm: bool | None = None  # of every tapped state, before they are fused; None = unless norm_before_fc
     norm_before_fc: bool = False  # of all of them side by side, instead
     norm_before_residual: bool = False  # the layer's residual stream begins behind its norm
-    norm_output: bool | None = None  # a draft step feeds the next one behind the final norm; None = yes
-    sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # eagle3: tokens that a position looks back at
+    norm_output: bool | None = None  # eagle3: a draft step feeds the next one behind the final norm; None = yes
+    sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # of eagle3, peagle: positions looked back at
 
     @model_validator(mode="after")
     def _one_norm_before_fc(self) -> DrafterRecipe:
@@ -257,11 +257,10 @@ class TrainRecipe(WriterRecipe):
         if not FAMILIES[self.arch].is_lm and (self.corpus or self.pretrain != PretrainRecipe()):
             free = listed([name for name, family in FAMILIES.items() if family.is_lm])
             raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
-        for name, family in FAMILIES.items():
-            values = {key: getattr(self.drafter, key) for key in family.options}
-            others = [f"drafter.{key}" for key, value in values.items() if value is not None and value is not False]
-            if others and name != self.arch:
-                raise ValueError(f"{', '.join(others)}: an option of {name} heads, not of {self.arch}")
+        for key in {key for family in FAMILIES.values() for key in family.options} - {*FAMILIES[self.arch].options}:
+            if getattr(self.drafter, key) not in (None, False):
+                owners = listed([name for name, family in FAMILIES.items() if key in family.options])
+                raise ValueError(f"drafter.{key}: an option of {owners} heads, not of {self.arch}")
         family = FAMILIES[self.arch]
         if self.features.mode == "server" and (family.trainee is None or (self.distillation == "ce" and family.is_lm)):
             raise ValueError(f"features.mode server: {self.arch} under this objective learns from texts alone")

@@ -31,6 +31,8 @@ from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choo
 PASS_TOKENS = {"cpu": 1, "cuda": 16_384}
 SHARD_BYTES = 2**27
 HEAD_ROWS = 512  # rows of logits at a time
+# Fractions of the powers of roots of x³ = x + 1 and of the golden ratio: their multiples fill [0, 1) evenly.
+SPREAD = (0.6180339887498949, 0.5698402909980532, 0.7548776662466927)
 
 
 class FeatureStore:
@@ -248,6 +250,11 @@ def slot_batch(
         for example, (first, _), count in zip(examples, query_ranges, queries, strict=True)
     ]  # the last slot of a response has nothing to predict at step 1
     later_rows = [row for rows in later for row in rows]
+    draws = [
+        ((row - first) * SPREAD[0] + example.index * SPREAD[1] + phase * SPREAD[2]) % 1
+        for example, (first, _), rows in zip(examples, query_ranges, later, strict=True)
+        for row in rows
+    ]
     device = features[0].taps.device
     teacher = torch.cat([f.teacher for f in features])
     best = torch.cat([f.best for f in features]).long()
@@ -266,4 +273,5 @@ def slot_batch(
         later_layout=Layout(
             slot_ranges, ranges([len(rows) for rows in later]), [at[row] for row in later_rows], device
         ),
+        draws=torch.tensor(draws),
     )

@@ -39,6 +39,8 @@ def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
     """Rows of the drafter's layers for every response position: of the training-time test, or of blocks."""
     if block := getattr(getattr(drafter, "config", None), "block_size", 0):
         return block / ttt_stride(recipe, target)
+    if shares := getattr(drafter, "shares", None):
+        return float(sum(shares()))
     again = recipe.ttt_steps - 1 if FAMILIES[recipe.arch].unrolls else 0
     return 1 + again / ttt_stride(recipe, target)
 

@@ -15,7 +15,7 @@ from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.variants import VARIANTS
 
-FAMILIES = ["eagle", "eagle3", "dflash", "hydra", "medusa", "lm"]
+FAMILIES = ["eagle", "eagle3", "peagle", "dflash", "hydra", "medusa", "lm"]
 SIZES = ((40, 12), (33, 20), (31, 3))
 EAGLE31 = {f"eagle3 as {name}": VARIANTS[name] for name in ("paper", "speculators")}
 
@@ -25,7 +25,7 @@ class Lesson:
 
     def __init__(self, target, arch, drafter=None, **options):
         torch.manual_seed(1)
-        sizes = {"vocab_size": 256} if arch in ("eagle3", "dflash", "hydra", "medusa") else {}
+        sizes = {"vocab_size": 256} if arch in ("eagle3", "peagle", "dflash", "hydra", "medusa") else {}
         sizes |= {"hidden_size": 48, "num_layers": 1} if arch == "lm" else {}
         recipe = TrainRecipe(arch=arch, ttt_steps=2, drafter=DrafterRecipe(**sizes, **drafter or {}), **options)
         family = pool.trainable(arch)
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_module(target, arch):
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("arch", ["eagle", "eagle3", "dflash", "hydra", "medusa"])
+@pytest.mark.parametrize("arch", ["eagle", "eagle3", "peagle", "dflash", "hydra", "medusa"])
 def test_distributions_that_are_made_once(target, arch):
     """The same losses and gradients as from the teacher's states, without a product for every member and depth."""
     lesson = Lesson(target, arch)

@@ -12,9 +12,11 @@ from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.hydra.drafter import HydraDrafter
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.tree import TreeShape
 from tests.drafters.test_depth_drafter import built
 from tests.drafters.test_dflash import block_head
+from tests.drafters.test_peagle import peagle_head
 from tests.drafters.test_stacked import SHAPE, eagle3_head, eagle_drafter
 from tests.lossless.drafters import own_weights
 
@@ -32,6 +34,7 @@ MAKE = {
     "eagle3": lambda target, own: Eagle3Drafter(eagle3_head(target, 0), target, SHAPE),
     "eagle3 tree": lambda target, own: Eagle3Drafter(eagle3_head(target, 0), target, TREE),
     "eagle": lambda target, own: eagle_drafter(target, 0),
+    "peagle": lambda target, own: PEagleDrafter(peagle_head(target), target, SHAPE),
     "dflash": lambda target, own: BlockDrafter(block_head(target, block_size=4, num_layers=1), target, SHAPE),
     "hydra": lambda target, own: HydraDrafter(built(target, "hydra"), target, SHAPE),
     "lm": lambda target, own: LMDrafter(own, target, ChainShape(3, 0.0, False)),
@@ -79,11 +82,13 @@ def test_sink_and_window_are_read(cached, end, read):
 def test_behind_is_what_is_read(target, prompts, own, name, monkeypatch):
     drafter = MAKE[name](target, own)
     layer = drafter if name == "lm" else getattr(drafter, "prefix", drafter)
-    part, method = {"lm": (getattr(drafter, "model", None), "forward"), "dflash": (layer, "_read")}.get(
-        name, (layer, "_layer")
-    )
+    lm = getattr(drafter, "model", None)
+    part, method, count = {  # features [N, F], or tokens [B, T], or [B][≤ T]
+        "lm": (lm, "forward", torch.numel),
+        "dflash": (layer, "_read", len),
+        "peagle": (layer, "_draft", lambda tokens: sum(map(len, tokens))),
+    }.get(name, (layer, "_layer", torch.numel))
     rows, real = [], getattr(part, method)
-    count = len if name == "dflash" else torch.numel  # features [N, F], or tokens [B, T]
     monkeypatch.setattr(part, method, lambda read, *args: (rows.append(count(read)), real(read, *args))[1])
 
     def ask(state):
@@ -116,7 +121,7 @@ def test_an_lm_reads_as_transformers_does(target, prompts, own):
     assert min(since[0]) > SINK
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3 tree", "eagle", "dflash", "hydra"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 tree", "eagle", "peagle", "dflash", "hydra"])
 @pytest.mark.parametrize("reach", [3, 9])
 def test_what_is_skipped_is_not_seen(target, prompts, own, name, reach):
     """Drafts and scores are those of a head that has read everything and is then shown sink and window alone. The rows

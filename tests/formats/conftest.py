@@ -19,6 +19,7 @@ from specctl.drafters.eagle.head import EagleHead
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature.head import HeadConfig
 from specctl.drafters.lm.model import LM
+from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
 
 STEPS = 4
@@ -50,6 +51,11 @@ def modules(target, family, **options):
         config = shape(target, kind=Eagle3Config, **options)
         ids = torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values
         return randomised(Eagle3Head(config, ids))
+    if family == "peagle":
+        block = dict(num_layers=options.pop("layers", 2), depths=STEPS + 1, mask_token_id=9)
+        config = shape(target, kind=functools.partial(PEagleConfig, **block), **options)
+        ids = torch.randperm(target.vocab_size)[: config.draft_vocab_size].sort().values
+        return randomised(PEagleHead(config, ids))
     if family == "eagle":
         return randomised(EagleHead(shape(target, taps=(target.num_layers,), **options)))
     if family == "lm":

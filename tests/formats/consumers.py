@@ -26,7 +26,9 @@ class Layer:
         self.heads, self.kv = config["num_attention_heads"], config["num_key_value_heads"]
         self.dim, self.eps = config["head_dim"], config["rms_norm_eps"]
         self.inv_freq = config["rope_theta"] ** -(torch.arange(0, self.dim, 2).float() / self.dim)
-        sliding = config.get("layer_types") == ["sliding_attention"]  # vLLM's LlamaAttention goes by this key alone
+        sliding = set(config.get("layer_types") or []) == {
+            "sliding_attention"
+        }  # vLLM's LlamaAttention goes by it alone
         self.window = config["sliding_window"] if sliding else None
         self.keys, self.values = torch.empty(0, self.kv, self.dim), torch.empty(0, self.kv, self.dim)
 
@@ -120,6 +122,43 @@ def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
         if step < len(forced):
             tokens, positions = torch.tensor([forced[step]]), positions[-1:] + 1
     return torch.stack(rows)
+
+
+def peagle(directory, model, committed, forced):
+    """vLLM's llama_eagle3.py under parallel_drafting: one pass over the committed tokens and masks. It takes the mask
+    token from the outer keys, and in the speculators' files does not see `fc_norm`. `forced` is not looked at."""
+    config, tensors = config_and_tensors(directory)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    mask = config["mask_token_id"]
+    if "speculators_model_type" in config:
+        assert config["speculators_model_type"] == "peagle"
+        config = {**speculators_in_vllm(config), "fc_norm": False, "norm_output": False}
+    assert not config["tie_word_embeddings"] and "fc.bias" not in tensors
+    hidden, embedding = states(model, committed)
+    embedding = tensors.get("embed_tokens.weight", embedding)
+    layers = [Layer(config, tensors, f"layers.{place}.") for place in range(config["num_hidden_layers"])]
+    taps = torch.cat([hidden[i] for i in vllm_layers(config, len(hidden) - 1)], -1)
+    masks = len(forced)
+    taps = torch.cat((taps, tensors["mask_hidden"].view(1, -1).expand(masks, -1)))
+    if config.get("norm_before_fc"):
+        taps = layers[0].norm(taps, tensors["input_norm.weight"])
+    if config.get("fc_norm"):
+        chunks = taps.chunk(sum(name.startswith("fc_norm.") for name in tensors), -1)
+        taps = torch.cat([layers[0].norm(c, tensors[f"fc_norm.{i}.weight"]) for i, c in enumerate(chunks)], -1)
+    x = taps @ tensors["fc.weight"].T
+    tokens = torch.tensor([*committed[1:], *[mask] * masks])
+    positions = torch.arange(len(tokens))
+    for place, layer in enumerate(layers):
+        residual = x
+        if place == 0:
+            normed = layer.norm(x, layer.get("hidden_norm"))
+            residual = normed if config.get("norm_before_residual") else x
+            inputs = torch.cat((layer.norm(embedding[tokens], layer.get("input_layernorm")), normed), -1)
+        else:
+            inputs = layer.norm(x, layer.get("input_layernorm"))
+        x = layer.run(inputs, residual, positions)
+    rows = layers[0].norm(x[len(committed) - 2 :], tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+    return torch.stack([spread(row, tensors.get("d2t"), config) for row in rows])
 
 
 def spread(logits, d2t, config):

@@ -69,6 +69,41 @@ def test_eagle31_as_an_engine_computes_it(make, ours, model, text, tmp_path, to,
     assert (found - plain).nan_to_num().abs().amax(-1).max() > 0.01, "the option changes nothing"
 
 
+PEAGLE = {
+    "plain": {"draft_vocab": 300},
+    "whole vocabulary": {"taps": CUSTOM, "layers": 1},
+    "norms": {"draft_vocab": 300, "norm_before_fc": True, "norm_before_residual": True, "layers": 3},
+    "fc_norm": {"draft_vocab": 300, "fc_norm": True},
+    "window": {"draft_vocab": 300, "sliding_window": 64},
+    "embedding": {"draft_vocab": 300, "own_embedding": True},
+}
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+@pytest.mark.parametrize("options", PEAGLE.values(), ids=PEAGLE)
+def test_peagle_as_vllm_computes_it(make, ours, model, text, tmp_path, to, options):
+    """All depths in one pass, with the stand-in for tapped states; or no command, where vLLM would miss a norm."""
+    drafter = make("peagle", **options)
+    result = export(drafter, to, tmp_path / "out", tokens=STEPS)
+    assert result.max_difference < 1e-4
+    if to == "speculators" and "fc_norm" in options:
+        assert (result.commands, "passes over fc_norm" in result.notes[0]) == ([], True)
+        return
+    found = drafted(consumers.peagle, tmp_path / "out", model, text)
+    assert_same(found, ours(drafter))
+    assert (found[0] - found[1]).nan_to_num().abs().max() > 0.01, "negative control: depths differ"
+    (command, *_) = result.commands
+    spec = json.loads(command.split("--speculative-config ")[1].strip("'"))
+    assert (spec["method"], spec["parallel_drafting"], spec["num_speculative_tokens"]) == ("eagle3", True, STEPS)
+
+
+def test_peagle_drafts_no_deeper_than_it_was_trained(make, tmp_path):
+    result = export(make("peagle", draft_vocab=300), "vllm", tmp_path / "out", tokens=STEPS + 5)
+    assert f'"num_speculative_tokens": {STEPS + 1}' in result.commands[0]
+    with pytest.raises(UsageError, match="sglang"):
+        export(make("peagle", draft_vocab=300), "sglang", tmp_path / "two")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_reference_code_knows_no_option(make, tmp_path, variant):
     drafter = make("eagle3", draft_vocab=64, **VARIANTS[variant])
@@ -365,6 +400,7 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
     [
         ("eagle3", {"draft_vocab": 64}),
         *(("eagle3", {"draft_vocab": 64, **VARIANTS[name]}) for name in ("paper", "speculators")),
+        *(("peagle", options) for options in PEAGLE.values()),
         ("dflash", {}),
         ("dflash", {"draft_vocab": 64, "rank": 8}),
         *((family, {}) for family in ("eagle", "lm", "medusa", "hydra")),

@@ -22,6 +22,8 @@ from tests.formats.conftest import CUSTOM, STEPS, export, import_head
 FORMATS = [
     *(("eagle3", to, "eagle3") for to in ("vllm", "sglang")),
     ("eagle3", "speculators", "speculators"),
+    ("peagle", "vllm", "peagle"),
+    ("peagle", "speculators", "speculators"),
     *(("eagle", to, "eagle") for to in ("vllm", "sglang", "eagle")),
     *((family, family, family) for family in ("medusa", "hydra")),
     ("medusa", "vllm", "medusa"),
@@ -299,6 +301,47 @@ def test_an_eagle1_head_has_no_norms(head, target, tmp_path):
     place = head("eagle", change=setting(norm_output=True))
     with pytest.raises(CheckpointError, match=r"config\.json: norm_output is True"):
         import_head(place, target, tmp_path / "drafter")
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+@pytest.mark.parametrize("options", [{"own_embedding": True}, {"sliding_window": 64, "layers": 3}, {"fc_norm": True}])
+def test_peagle_comes_back_as_it_went(head, make, target, tmp_path, to, options):
+    options = {"draft_vocab": 300, **options}
+    import_head(head("peagle", to, **options), target, tmp_path / "drafter")
+    before, after = checkpoint.load(make("peagle", **options)), checkpoint.load(tmp_path / "drafter")
+    assert before.tensors.keys() == after.tensors.keys()
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    architecture = after.config["architecture"]
+    changed = {key for key, value in before.config["architecture"].items() if architecture.get(key) != value}
+    assert changed <= {"max_position_embeddings"}
+
+
+def engines_names(config, tensors):
+    """What vLLM's own classes save: a prefix, a norm of features in every layer, and the older key of the token."""
+    config["pard_token"] = config.pop("mask_token_id")
+    tensors["layers.1.hidden_norm.weight"] = torch.ones(config["hidden_size"])
+
+
+def test_peagle_by_other_names(head, make, target, tmp_path):
+    import_head(head("peagle", change=engines_names, draft_vocab=300), target, tmp_path / "drafter")
+    assert checkpoint.load(tmp_path / "drafter").config["architecture"]["mask_token_id"] == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda config, tensors: config.pop("mask_token_id"), "mask_token_id"),
+        (lambda config, tensors: config.update(mask_token_id=10**6), "mask_token_id"),
+        (lambda config, tensors: config.update(num_hidden_layers=3), "layers.2"),
+        (lambda config, tensors: config.update(num_hidden_layers=1), "layers.1"),
+        (lambda config, tensors: config.update(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (lambda config, tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 5)), "mask_hidden"),
+    ],
+)
+def test_a_peagle_head_that_is_none_is_refused(head, target, tmp_path, change, key):
+    with pytest.raises(CheckpointError, match=key):
+        import_head(head("peagle", change=change, draft_vocab=300), target, tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])

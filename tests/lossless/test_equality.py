@@ -64,7 +64,7 @@ def random_eagle(target, shape):
 
 
 def random_heads(name, target, **drafting):
-    """Hydra or Medusa heads that start as the target's own, which guess a token right now and then."""
+    """Heads that start as the target's own, which guess a token right now and then."""
     torch.manual_seed(0)
     module = pool.family(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
     return pool.family(name).drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
@@ -117,6 +117,8 @@ DRAFTERS = {
     "eagle3 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0)),
     "dflash chain": lambda target, texts: random_block(target, width=1, children=1),
     "dflash tree": lambda target, texts: random_block(target, width=2, nodes=9, children=2),
+    "peagle chain": lambda target, texts: random_heads("peagle", target, width=1, children=1),
+    "peagle tree": lambda target, texts: random_heads("peagle", target, width=2, nodes=9, children=2),
     "hydra": lambda target, texts: random_heads("hydra", target),
     "hydra tree": lambda target, texts: random_heads("hydra", target, width=3, nodes=20, children=3),
     "medusa": lambda target, texts: random_heads("medusa", target),
@@ -212,7 +214,7 @@ def assert_counts(one):
 
 
 EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "dflash chain"]
-EXACTLY += ["hydra", "eagle3 + suffix"]
+EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -320,6 +322,7 @@ def test_shrinking_batch(target, prompts, plain):
         "trees",
         "eagle3 tree",
         "dflash tree",
+        "peagle tree",
         "hydra tree",
         "medusa",
         "eagle3 + suffix",
@@ -376,7 +379,7 @@ def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
 
 
 @pytest.mark.parametrize(
-    "name", ["lm itself", "eagle3 chain", "eagle3 tree", "dflash tree", "hydra", "eagle3 + suffix"]
+    "name", ["lm itself", "eagle3 chain", "eagle3 tree", "dflash tree", "peagle tree", "hydra", "eagle3 + suffix"]
 )
 def test_waking_up_in_a_batch_with_finished_rows(target, prompts, name, monkeypatch):
     """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""

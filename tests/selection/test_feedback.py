@@ -63,6 +63,7 @@ def drafters(target, prompts):
         "eagle3": eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 4, 1, 0.0)),
         "eagle": trained(target, "eagle", chain),
         "dflash": trained(target, "dflash", chain, block_size=4, num_layers=1, markov_rank=8),
+        "peagle": trained(target, "peagle", chain, num_layers=2),
         "hydra": trained(target, "hydra", chain, draft_heads=3),
         "medusa": trained(target, "medusa", chain, draft_heads=3, vocab_size=2000),
         "lm": LMDrafter(own, target, ChainShape(5, 0.0, False)),

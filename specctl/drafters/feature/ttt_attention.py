@@ -17,8 +17,9 @@ so memory stays linear in its length.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -63,6 +64,11 @@ class Layout:
         """The layout of blocks of `height` rows in the places of single ones: all of a block look at the same slots."""
         rows = [(height * first, height * end) for first, end in self.rows]
         return Layout(self.slots, rows, [slot for slot in self.at for _ in range(height)], self.device)
+
+    def of_rows(self, kept: list[int]) -> Layout:
+        """The layout of some of the query rows, by their places, ascending."""
+        sizes = [bisect_left(kept, end) - bisect_left(kept, first) for first, end in self.rows]
+        return replace(self, rows=ranges(sizes), at=[self.at[row] for row in kept])
 
     @cached_property
     def blocks(self) -> list[_Block]:

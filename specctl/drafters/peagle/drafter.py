@@ -1,0 +1,163 @@
+"""Drafting with a P-EAGLE head (Hui et al. 2026, arXiv 2602.01469): the pass that reads what was committed also drafts,
+as its last rows are those of all depths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.decoding.cache import KVCache
+from specctl.decoding.plan import plan_rows
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.drafters.feature.fusion import FusedInput, fusion_shape
+from specctl.drafters.feature.head import mask_token, restored
+from specctl.drafters.feature.layer import FeatureMemory, last_slots, own_features
+from specctl.drafters.feature.parallel import ParallelDrafter, block_mask, hidden_context
+from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
+from specctl.drafters.peagle.layer import UpperPass
+from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.recipe import DraftingRecipe, TrainRecipe
+
+LAYERS = 1
+
+
+class PEagleDrafter(ParallelDrafter, FusedInput):
+    """Inference of a `PEagleHead`. What it carries from round to round is the output at all depths of a draft."""
+
+    def __init__(self, head: PEagleHead, target: Target, shape: TreeShape):
+        FusedInput.__init__(self, head, head.midlayer, target)
+        self.shape, self.depths, self.mask_token = shape, head.config.depths, head.config.mask_token_id
+        self.layers, self.reach, self.width = head.config.num_layers, head.config.depths, head.config.hidden_size
+        self.size = self.depths * self.width
+        self.fuse(head, head.embedding(target.model.embedding).detach().to(self.device))
+        self.upper = [UpperPass(head, layer, target) for layer in head.upper]
+        self.mask_hidden = head.mask_hidden.detach().to(self.device, self.dtype).flatten()
+        self.ids = head.draft_ids.to(self.device)
+        self._to_target = self.ids.tolist()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(hidden.flatten(0, -2))).unflatten(0, hidden.shape[:-1])
+
+    def block(self, state: DecodeState, depth: int) -> Tensor:
+        return self.logits(self.current(state).hidden.view(state.batch, self.depths, -1)[:, :depth])
+
+    def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
+        assert state.features is not None
+        tokens = [state.rows[b].ids[slots.start + 1 : slots.stop + 1]]
+        features = own_features(state.features[b, slots.start : slots.stop], state, self.taps)
+        memory.hidden[b] = self._draft(tokens, features, memory.cache.sequence(b), [slots.start])[0]
+
+    def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
+        features, starts = last_slots(state, width, self.taps)
+        memory.cache.filled(starts)
+        tokens = [
+            row.ids[start + 1 : end + 1] for row, start, end in zip(state.rows, starts, state.cached, strict=True)
+        ]
+        memory.hidden = self._draft(tokens, features, memory.cache, starts)
+
+    def _draft(self, tokens: list[list[int]], tapped: Tensor, cache: KVCache, starts: list[int]) -> Tensor:
+        """The output [B, K·H] at all K depths behind the last of `tokens` [B][≤ T], whose first ones stand at slots
+        `starts`. `tapped` [B·T, F] has their states, and any others where a sequence has fewer than T of them."""
+        batch, masks = len(tokens), self.depths - 1
+        counts = [len(row) for row in tokens]
+        width = len(tapped) // batch + masks
+        said = torch.tensor([row + [self.mask_token] * (width - len(row)) for row in tokens], device=self.device)
+        known = F.pad(tapped.unflatten(0, (batch, -1)), (0, 0, 0, masks))
+        unknown = torch.arange(width, device=self.device) >= torch.tensor(counts, device=self.device)[:, None]
+        features = self.feature(torch.where(unknown[..., None], self.mask_hidden, known).flatten(0, 1))
+        plan = plan_rows(starts, width, device=self.device, dtype=cache.store.dtype)
+        table = self._rope_for(cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        last = [max(count - 1, 0) for count in counts]
+        x, pairs, query = self._project(said.flatten(), features, table)
+        for place, leave in enumerate([self._leave, *(layer.leave for layer in self.upper)]):
+            if place:
+                pairs, query = self.upper[place - 1].project(x, table)
+            cache.write(place, pairs, plan)
+            top = place + 1 == self.layers
+            x = leave(*self._attended(place, x, query, cache, plan, last if top else None, self.depths))
+        return x.view(batch, -1)
+
+    def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
+        assert state.features is not None
+        cache, device = self.current(state).cache, state.device
+        at, index = torch.tensor(slots, device=device), torch.tensor(live, device=device)
+        many, width = at.shape
+        end = int(at.max()) + 1
+        positions = (at[..., None] + torch.arange(depths, device=device)).clamp_max(cache.capacity - 1)
+        table = self._rope_for(cache.capacity).rows(positions.flatten(), self.heads + self.kv_heads, self.kv_heads)
+        context = hidden_context(at, end, [cache.skipped[b] for b in live], own=False).unsqueeze(2)
+        if self.window is not None:
+            context = context | (torch.arange(end, device=device) <= positions[..., None] - self.window)
+        inside = torch.ones(depths, depths, dtype=torch.bool, device=device).tril()
+        mask = block_mask(context.expand(-1, -1, depths, -1), inside, state.dtype)
+        tokens = torch.full((many, width, depths), self.mask_token, device=device)
+        tokens[..., 0] = torch.tensor(
+            [[state.rows[b].ids[s + 1] for s in part] for b, part in zip(live, slots, strict=True)], device=device
+        )
+        features = self.mask_hidden.repeat(many, width, depths, 1)
+        features[:, :, 0] = own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps).view(
+            many, width, -1
+        )
+
+        def attended(place: int, pairs: Tensor, query: Tensor) -> Tensor:
+            own, query = (x.unflatten(0, (many, -1)).transpose(1, 2) for x in (pairs, query))
+            keys = torch.cat((cache.keys[place][index, :, :end], own[:, : self.kv_heads]), 2)
+            values = torch.cat((cache.values[place][index, :, :end], own[:, self.kv_heads :]), 2)
+            out = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
+            )
+            return out.transpose(1, 2).flatten(0, 1).flatten(1)
+
+        x, pairs, query = self._project(tokens.flatten(), self.feature(features.flatten(0, 2)), table)
+        x = self._leave(x, attended(0, pairs, query))
+        for place, layer in enumerate(self.upper, 1):
+            x = layer.leave(x, attended(place, *layer.project(x, table)))
+        return x.view(many, width, depths, -1)
+
+
+def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state as it is stored: its names are those of the published checkpoints."""
+    return state
+
+
+def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> PEagleHead:
+    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    return restored(PEagleHead, config, tensors, PEagleConfig)
+
+
+def drafter(head: PEagleHead, target: Target, drafting: DraftingRecipe) -> PEagleDrafter:
+    """Inference of `head`."""
+    return PEagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
+
+
+def config(head: PEagleHead, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint; `target` is `Target.identity`."""
+    return {"family": "peagle", "architecture": head.config.to_dict(), "target": target}
+
+
+def prepare(head: PEagleHead, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    head.decay, head.objective = recipe.ttt_decay, recipe.distillation
+
+
+def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> PEagleHead:
+    """A head for `target` that starts from it."""
+    shape = architecture(recipe, target)
+    head = PEagleHead(shape, torch.tensor(frequent(shape.draft_vocab_size)))
+    head.initialise(target)
+    return head
+
+
+def architecture(recipe: TrainRecipe, target: Target) -> PEagleConfig:
+    """Shaped by the recipe; what it leaves out follows the target's own layers."""
+    return PEagleConfig(
+        **fusion_shape(recipe.drafter, target),
+        num_layers=recipe.drafter.num_layers or LAYERS,
+        depths=max(recipe.ttt_steps, 2),
+        mask_token_id=mask_token(target),
+    )

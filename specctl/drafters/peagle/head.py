@@ -1,0 +1,190 @@
+"""The P-EAGLE head as a trainable module: all draft depths in one pass (Hui et al. 2026, arXiv 2602.01469).
+
+A draft is a row of depth 0, which is EAGLE-3's (the target's features g_i and the token x_{i+1}), and behind it a row
+for every further depth, of which nothing is known: a mask token, and a learnt stand-in for the tapped states. The row
+of anchor slot i and depth d stands at position i + d and predicts x_{i+2+d}. It attends the rows of depth 0 up to its
+anchor, and those of its own draft up to itself.
+
+Depth d is trained from a share max(0.7^d, 0.2) of the anchors, each of which has been trained at all depths before
+(COD sampling, §3): deep rows are many, and the first ones decide how long drafts are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from specctl.decoding.target import Target
+from specctl.drafters.blueprint import CONFIG, Count, misfit
+from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
+from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.ttt_attention import Layout, attention
+from specctl.drafters.lora import product_of
+
+KEPT, LEAST = 0.7, 0.2
+"""Share of a depth's anchors that go on to the next one, and the least share of all anchors at any depth (COD)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleConfig(FusionConfig):
+    """Shape of a P-EAGLE head.
+
+    Attributes:
+        num_layers: the first reads [token; feature], the others what the one before made of it.
+        depths: tokens that are trained, and drafted, in one pass.
+        mask_token_id: the token that stands in the rows behind the first.
+        own_embedding: tokens are embedded by a table of the head's own, not by the target's.
+    """
+
+    num_layers: Count
+    depths: Annotated[int, Field(strict=True, ge=2, le=64)]
+    mask_token_id: Annotated[int, Field(strict=True, ge=0)]
+    own_embedding: Flag = False
+
+    def check(self, target: Target) -> None:
+        super().check(target)
+        if self.mask_token_id >= self.vocab_size:
+            beyond = f"is {self.mask_token_id}, the vocabulary has {self.vocab_size} tokens"
+            raise misfit(CONFIG, "architecture.mask_token_id", beyond)
+
+
+class UpperLayer(HeadLayer):
+    """A decoder layer over the output of the one below."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class PEagleHead(FusionHead):
+    """Parameters carry EAGLE-3's names, and `mask_hidden`, the upper layers' `layers.1.*` and so on, and `embed_tokens`
+    where tokens have an embedding of the head's own."""
+
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig, draft_ids: Tensor | None = None):
+        super().__init__(config, draft_ids)
+        self.steps = config.depths
+        self.layers = nn.ModuleDict({str(place): UpperLayer(config) for place in range(1, config.num_layers)})
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps) * config.hidden_size))
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+
+    @property
+    def upper(self) -> list[UpperLayer]:
+        """The layers behind the first."""
+        return [layer for layer in self.layers.values() if isinstance(layer, UpperLayer)]
+
+    def embedding(self, own: Tensor) -> Tensor:
+        """[V, H] of the tokens, given the target's `own`."""
+        return own if self.embed_tokens is None else self.embed_tokens.weight
+
+    def shares(self) -> list[float]:
+        """Shares of the response's anchors that train each depth."""
+        return [1.0, *(max(KEPT**depth, LEAST) for depth in range(1, self.steps))]
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of the drafts that begin at the batch's response slots.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
+
+        Returns:
+            As `DraftHead.sums`.
+        """
+        first, embedding = self.midlayer, self.embedding(embedding)
+        features = self.feature(torch.cat((batch.features, self.mask_hidden.view(1, -1).to(batch.features.dtype))))
+        masks = torch.full((1,), self.config.mask_token_id, device=features.device)
+        tokens = F.embedding(torch.cat((batch.key_tokens, masks)), embedding).float()
+        normed = first.hidden_norm(features)
+        residual = normed.float() if self.config.norm_before_residual else features
+        inputs = torch.cat((first.input_layernorm(tokens), normed), -1)
+        rollouts = Rollouts(batch, self.shares()[1:], [self.within_window(batch.layout, k) for k in range(self.steps)])
+        # Row M of what goes in stands for every masked row: they differ by their positions alone.
+        place = rollouts.spread(len(batch.features))
+        run = partial(checkpoint, _layer, use_reentrant=False) if self.gradient_checkpointing else _layer
+        x = run(first, residual[place], inputs[place], rollouts, not self.upper)
+        for layer in self.upper:
+            x = run(layer, x, layer.input_layernorm(x), rollouts, layer is self.upper[-1])
+        losses = self.distil(
+            product_of(self.lm_head, self.norm(x)),
+            rollouts.asked,
+            range(self.steps),
+            batch,
+            self.teacher(batch, target_head),
+        )
+        return self.sums(losses, [len(rows) for rows in rollouts.asked])
+
+
+class Rollouts:
+    """The rows of a batch's drafts: M of depth 0, one for every slot, then those of each further depth.
+
+    Attributes:
+        asked: of each depth, which of the N response slots are trained [n_d]; ascending, and among those of the depth
+            before.
+        answers: the rows of depth 0 that are trained [N], among the M.
+        positions: [M + Σ n_d] of all rows in their documents.
+        before: of each further depth, where its n_d anchors are among those of the depths from 1 to itself.
+        whole: what every slot attends.
+        layouts: of each depth, what its anchors attend of depth 0.
+    """
+
+    def __init__(self, batch: SlotBatch, shares: list[float], layouts: list[Layout]):
+        count, device = len(batch.query_rows), batch.query_rows.device
+        going = batch.later_rows
+        draws = torch.zeros(len(going)) if batch.draws is None else batch.draws
+        self.asked = [torch.arange(count, device=device)]
+        self.layouts = [layouts[0]]
+        for share, layout in zip(shares, layouts[1:], strict=True):
+            rows = going[(draws < share).to(device)]
+            self.asked.append(rows)
+            self.layouts.append(layout.of_rows(rows.tolist()))
+        self.answers = batch.query_rows
+        anchors = [batch.key_positions[batch.query_rows[rows]] + d for d, rows in enumerate(self.asked) if d]
+        self.positions = torch.cat((batch.key_positions, *anchors))
+        self.before = [
+            [torch.searchsorted(self.asked[before], rows) for before in range(1, depth)] + [slice(None)]
+            for depth, rows in enumerate(self.asked)
+            if depth
+        ]
+        slots = [stop - start for start, stop in layouts[0].slots]
+        whole = Layout(layouts[0].slots, layouts[0].slots, [at for size in slots for at in range(size)], device)
+        self.whole = replace(whole, window=layouts[0].window)
+
+    def spread(self, slots: int) -> Tensor:
+        """[M + Σ n_d] of every row, where its input stands: a slot's own, or the one behind them all."""
+        masked = sum(len(rows) for rows in self.asked[1:])
+        return torch.cat((torch.arange(slots), torch.full((masked,), slots))).to(self.positions.device)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Rows [M + Σ n_d, ...] of depth 0, and of each further one."""
+        deeper = [len(rows) for rows in self.asked[1:]]
+        return list(x.split([len(x) - sum(deeper), *deeper]))
+
+
+def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollouts, last: bool) -> Tensor:
+    """A layer's output over all rows; of the `last` one those that are trained, [N + Σ n_d, H]."""
+    projections, config = layer.self_attn, layer.config
+    shape = (-1, config.num_kv_heads, config.head_dim)
+    keys = rollouts.split(layer.rope(projections.k_proj(inputs).view(shape), rollouts.positions))
+    values = rollouts.split(projections.v_proj(inputs).view(shape))
+    layout, positions = rollouts.whole, rollouts.positions
+    if last:
+        layout = rollouts.layouts[0]
+        kept = torch.cat((rollouts.answers, torch.arange(len(keys[0]), len(inputs), device=inputs.device)))
+        residual, inputs, positions = residual[kept], inputs[kept], positions[kept]
+    query = layer.rope(projections.q_proj(inputs).view(-1, config.num_heads, config.head_dim), positions)
+    parts = rollouts.split(query)
+    seen = [attention(parts[0], keys[0], values[0], [], [], layout)]
+    for depth, before in enumerate(rollouts.before, 1):
+        own_keys = [key[rows] for key, rows in zip(keys[1:], before, strict=False)]
+        own_values = [value[rows] for value, rows in zip(values[1:], before, strict=False)]
+        seen.append(attention(parts[depth], keys[0], values[0], own_keys, own_values, rollouts.layouts[depth]))
+    return layer.leave(residual, torch.cat(seen))
