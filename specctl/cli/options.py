@@ -110,7 +110,7 @@ FLAGS: dict[str, Flag] = {
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
     "arch": Flag(("arch",), str, f"Drafter family: {listed([*FAMILIES])}."),
     "each": Flag(("each",), bool, "One drafter per domain, into one directory, instead of one for the mixture."),
-    "init": Flag(("init",), Path, "Drafter to start from: fine-tunes it to the domain.", metavar="DIR"),
+    "init": Flag(("init",), Path, "Drafter to start from, fine-tuned (train-drafter: or auto).", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
     "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
     "drafters": Flag(

@@ -15,13 +15,14 @@ from specctl import progress
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields, output, table
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.reporting.tables import text
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, TrainRecipe
     from specctl.training.estimate import Texts
 
+AUTO = Path("auto")  # in the place of a drafter to start from: a generalist, where one is at hand
 PROMPT_TOKENS = 128  # assumed of prompts that nobody has rendered yet
 PROMPT_SAMPLE = 200  # records whose prompts are measured
 FLAGS = (
@@ -44,6 +45,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     from specctl.cli import plan
 
     check_data(recipe)
+    if recipe.init == AUTO:
+        recipe = begun_anywhere(recipe)
     if recipe.init is not None:
         recipe = started(recipe, recipe.init)
     general = recipe.first_stage()
@@ -84,6 +87,27 @@ def check_data(recipe: TrainRecipe) -> None:
             plan.check_label(domain)
     else:
         plan.check_data(recipe.data)
+
+
+def begun_anywhere(recipe: TrainRecipe) -> TrainRecipe:
+    """The recipe with the generalist that `init=auto` finds; without any start where there is none.
+
+    Raises RecipeError where an adapter is asked for and there is nothing to adapt.
+    """
+    from specctl.drafters import checkpoint
+
+    place = recipe.output_dir or Path("drafters")
+    places = dict.fromkeys([place if recipe.each else recipe.output.parent, Path("drafters")])
+    found = checkpoint.generalist(list(places), recipe.arch, recipe.target.name, recipe.output)
+    if found is not None:
+        progress.log(f"init=auto: training starts from {found}")
+        return recipe.model_copy(update={"init": found})
+    looked = f"no generalist (a drafter of several domains) of arch {recipe.arch} for target {recipe.target.name} in "
+    looked += " or ".join(map(str, places))
+    if recipe.lora.enabled:
+        raise RecipeError(f"init=auto: {looked}, and an adapter needs one", hint="name it: --init DIR")
+    progress.log(f"init=auto: {looked}: a new head is trained")
+    return recipe.model_copy(update={"init": None})
 
 
 def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:

@@ -285,3 +285,21 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def generalist(places: list[Path], family: str, target: str, output: Path) -> Path | None:
+    """The drafter right below one of `places` that was trained on most domains, two at least, of a family and for the
+    target of a name; of several the one that saw most tokens. Adapters and `output` do not count; None = there is none.
+    """
+    found: dict[Path, tuple[int, int]] = {}
+    for directory in sorted(path.parent for place in places for path in place.glob(f"*/{CONFIG}")):
+        try:
+            config, info = read_json(directory / CONFIG), read_info(directory)
+        except CheckpointError:  # a neighbour that is no drafter, or not whole
+            continue
+        made_for, domains = config.get("target"), info.get("domain")
+        fits = config.get("family") == family and isinstance(made_for, dict) and made_for.get("name") == target
+        count = len(domains) if isinstance(domains, list) else 0
+        if fits and count > 1 and "lora" not in config and directory.resolve() != output.resolve():
+            found[directory] = count, info.get("train_tokens") or 0
+    return max(found, key=lambda directory: found[directory]) if found else None

@@ -153,7 +153,7 @@ class TrainRecipe(WriterRecipe):
     arch: Arch = DEFAULT
     each: bool = False
     drafter: DrafterRecipe = DrafterRecipe()
-    init: LocalPath | None = None  # drafter directory to start from; its sizes and draft vocabulary are kept
+    init: LocalPath | None = None  # drafter to start from, its sizes and draft vocabulary kept; auto: a generalist
     lora: LoraRecipe = LoraRecipe()
     distilled: LocalPath | None = None  # distilled data; None = ./distilled/<domain>, of several domains all
     corpus: LocalPath | None = None  # general text to train on (lm) instead of distilled data

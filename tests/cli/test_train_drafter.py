@@ -160,3 +160,39 @@ def test_the_architecture_is_that_of_the_drafter_it_starts_from(specctl, calls, 
     (tmp_path / "d/config.json").write_text("{}")
     done = specctl("train-drafter", "--init", "d")
     assert done.code == 4 and 'lacks "family"' in done.err
+
+
+def drafter(place, domains, family="eagle3", target="builtin", tokens=1, **config):
+    place.mkdir(parents=True)
+    shape = {"family": family, "architecture": {}, "target": {"name": target}, **config}
+    (place / "config.json").write_text(json.dumps(shape))
+    (place / "drafter.json").write_text(json.dumps({"domain": domains, "train_tokens": tokens}))
+    (place / "model.safetensors").write_bytes(b"")
+
+
+def test_auto_starts_from_the_generalist_at_hand(specctl, calls, distilled, tmp_path):
+    """Not from a specialist, an adapter, another family's or target's head, or a directory that is no drafter."""
+    distilled(tmp_path / "distilled/sql")
+    place = tmp_path / "drafters"
+    drafter(place / "math", ["math"])
+    drafter(place / "two", ["math", "sql"], tokens=5)
+    drafter(place / "few", ["math", "code"], tokens=4)
+    drafter(place / "adapter", ["a", "b", "c"], lora={})
+    drafter(place / "other", ["a", "b", "c"], family="hydra")
+    drafter(place / "strange", ["a", "b", "c"], target="other")
+    (place / "broken").mkdir()
+    (place / "broken/config.json").write_text("{")
+    done = specctl("train-drafter", "--init", "auto")
+    assert done.code == 0, done.err
+    assert str(calls[0][1].init) == "drafters/two" and "starts from drafters/two" in done.err
+    assert specctl("train-drafter", "--init", "auto", "--arch", "hydra").code == 0
+    assert str(calls[1][1].init) == "drafters/other"
+
+
+def test_auto_without_a_generalist(specctl, calls, distilled, tmp_path):
+    """A new head, said aloud; an adapter of nothing is refused."""
+    distilled(tmp_path / "distilled/sql")
+    done = specctl("train-drafter", "--init", "auto")
+    assert done.code == 0 and calls[0][1].init is None and "a new head is trained" in done.err
+    done = specctl("train-drafter", "--init", "auto", "--lora")
+    assert done.code == 2 and "an adapter needs one" in done.err and len(calls) == 1
