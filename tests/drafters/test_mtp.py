@@ -261,7 +261,7 @@ def test_names_there_and_back(native, kind):
     """Whatever is trained goes back under the names it came from."""
     place, _, head = native
     held = layouts.find(place)
-    written = layouts.theirs(head.config.layout, head.state_dict())
+    written = layouts.theirs(layouts.LAYOUTS[head.config.layout], head.state_dict())
     assert written.keys() == held.files.keys()
     for name, tensor in written.items():
         assert torch.equal(tensor, load_file(held.files[name])[name].float()), name

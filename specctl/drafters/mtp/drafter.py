@@ -121,7 +121,8 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> MtpConfig:
     """The shape of a target's layer. CheckpointError where the target's sizes are not its own."""
     own = vars(head_config(DrafterRecipe(), target))
-    normed = LAYOUTS[layer.layout].normed if recipe.normed_features is None else recipe.normed_features
+    usual = getattr(target.config, layouts.NORMED, LAYOUTS[layer.layout].normed)
+    normed = usual if recipe.normed_features is None else recipe.normed_features
     shape = MtpConfig(
         **own | {"taps": (target.num_layers,)},
         layout=layer.layout,  # type: ignore[arg-type]  # a key of LAYOUTS

@@ -67,6 +67,8 @@ LAYOUTS = {
         normed=True,
     ),
 }  # fmt: skip
+NORMED = "mtp_normed_features"  # key of config.json: the side of the final norm that our own exports were trained on
+FINAL_NORM = "model.norm.weight"  # of the target, in its files
 DEEPSEEK = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm)\.")
 FOREIGN = {
     "experts": "a mixture of experts",
@@ -94,7 +96,7 @@ class NativeLayer:
                     found[name] = weights.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {name} cannot be read: {error}", "copy the target again") from error
-        return ours(self.layout, found)
+        return ours(LAYOUTS[self.layout], found, self.target)
 
 
 def kind_of(names: Iterable[str]) -> str | None:
@@ -103,15 +105,16 @@ def kind_of(names: Iterable[str]) -> str | None:
     return next((kind for kind, one in LAYOUTS.items() if any(n.startswith(one.prefix) for n in known)), None)
 
 
-def ours(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a layout under the names of `MtpHead`, and its `fc`. CheckpointError for a name of no layer."""
-    found = {_our_name(kind, name): tensor for name, tensor in tensors.items()}
-    return _turned(found, "fc.weight") if LAYOUTS[kind].state_first else found
+def ours(layout: MtpLayout, tensors: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
+    """The layer's tensors among those of a `target` under the names of `MtpHead`, its `fc` as there. CheckpointError
+    where there are several layers."""
+    mine = {name: tensor for name, tensor in tensors.items() if name.startswith(layout.prefix)}
+    found = {_our_name(layout, name, target): tensor for name, tensor in mine.items()}
+    return _turned(found, "fc.weight") if layout.state_first else found
 
 
-def theirs(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def theirs(layout: MtpLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of an `MtpHead` under the names of a layout; what is the target's own is left out."""
-    layout = LAYOUTS[kind]
     weights = {name: tensor for name, tensor in tensors.items() if name != "target_norm"}
     if layout.state_first:
         weights = _turned(weights, "fc.weight")
@@ -148,7 +151,7 @@ def find(target: str, revision: str | None = None) -> NativeLayer:
     shapes = {}
     for name, file in files.items():
         with safe_open(file, framework="pt") as weights:
-            shapes[_our_name(kind, name, target)] = tuple(weights.get_slice(name).get_shape())
+            shapes[_our_name(LAYOUTS[kind], name, target)] = tuple(weights.get_slice(name).get_shape())
     return NativeLayer(target, kind, files, shapes)
 
 
@@ -189,8 +192,7 @@ def _names(file: Path) -> list[str]:
         return list(weights.keys())
 
 
-def _our_name(kind: str, name: str, target: str = "") -> str:
-    layout = LAYOUTS[kind]
+def _our_name(layout: MtpLayout, name: str, target: str) -> str:
     if not name.startswith(layout.first) or (layout.first == layout.prefix and re.match(r"mtp\.layers\.[1-9]", name)):
         raise CheckpointError(f"target {target}: {name}: it has more than one MTP layer, ours is one", WHICH)
     rest = name.removeprefix(layout.first)
