@@ -41,6 +41,9 @@ class Family:
             steps. Muon: measured at hidden size 256.
         cpu_tokens: response tokens after which training on a CPU ends, whatever the size of the data; None = `epochs`.
         unrolls: training runs several draft steps one after the other (training-time test).
+        steps, decay: of these, where the recipe names none (`ttt_steps`, `ttt_decay`).
+        requires: a function of a `TargetRecipe` that raises where the target lacks what the family is made of, as far
+            as its files are on this machine; None = it is made for any target.
         strides: whether the steps beyond the first leave positions out, as they have no weights of their own to learn.
         objective: what the recipe's `auto` is.
         is_lm: a language model by itself: it also learns from any text, and writes whole steps of reasoning.
@@ -55,6 +58,9 @@ class Family:
     rates: Mapping[str, float] = field(default_factory=dict)
     cpu_tokens: int | None = 700_000  # what heads of the built-in target need: 6 minutes on 2 cores
     unrolls: bool = False
+    steps: int = 6
+    decay: float = 0.8
+    requires: str | None = None
     strides: bool = True
     objective: str = "soft_ce"
     is_lm: bool = False
@@ -96,6 +102,19 @@ FAMILIES: dict[str, Family] = {
         adaptable=("fc", *LAYER),
         options=("block_size", "markov_rank"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5),
+    ),
+    "mtp": Family(
+        "specctl.drafters.mtp.drafter",
+        epochs=3,
+        rates={"adamw": 5e-5, "muon": 1.25e-4},  # FastMTP's, and half of a new layer's: this one has been trained
+        cpu_tokens=None,
+        unrolls=True,
+        steps=3,  # FastMTP's, and its weights
+        decay=0.6,
+        requires="specctl.drafters.mtp.layouts:check",
+        adaptable=("fc", *LAYER),
+        options=("normed_features",),
+        learning=Learning(adam=3e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "hydra": Family(
         "specctl.drafters.hydra.drafter",

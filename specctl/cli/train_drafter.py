@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pkgutil
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -49,6 +50,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         recipe = begun_anywhere(recipe)
     if recipe.init is not None:
         recipe = started(recipe, recipe.init)
+    else:
+        check_target(recipe)
     general = recipe.first_stage()
     recipes = (recipe if general is None else recipe.second_stage(general)).one_each()
     if general is not None and not (general.output / "config.json").is_file():  # one that is there serves again
@@ -89,6 +92,14 @@ def check_data(recipe: TrainRecipe) -> None:
         plan.check_data(recipe.data)
 
 
+def check_target(recipe: TrainRecipe) -> None:
+    """The target has what a new drafter of the family is made of. CheckpointError where it does not."""
+    from specctl.families import FAMILIES
+
+    if (requires := FAMILIES[recipe.arch].requires) is not None:
+        pkgutil.resolve_name(requires)(recipe.target)
+
+
 def begun_anywhere(recipe: TrainRecipe) -> TrainRecipe:
     """The recipe with the generalist that `init=auto` finds; without any start where there is none.
 
@@ -122,7 +133,7 @@ def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
     family = checkpoint.family(init)
     if family not in FAMILIES:
         raise CheckpointError(f"init: {init} is of the unknown family {family!r}", hint=", ".join(FAMILIES))
-    return recipe.model_copy(update={"arch": family})
+    return recipe.model_copy().of_family(family)
 
 
 def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
 from specctl.errors import UsageError
-from specctl.formats import foreign, registry, roundtrip
+from specctl.formats import foreign, registry, roundtrip, stitched
 from specctl.formats.head import Files, Head, TargetFacts
 from specctl.recipe import ExportRecipe
 from specctl.runs import Run, atomic_write, to_json
@@ -97,6 +97,8 @@ def check_free(place: Path, overwrite: bool) -> None:
 
 
 def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code: bool) -> None:
+    if files.base is not None:
+        return stitched.write(files.base, directory, files.tensors, files.config)
     tensors = checkpoint.separate(files.tensors)
     if files.weights.endswith(".safetensors"):
         save_file(tensors, directory / files.weights, metadata={"format": "pt"})  # transformers asks for it

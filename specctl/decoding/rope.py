@@ -58,6 +58,11 @@ class Rope:
         return wide
 
     @staticmethod
+    def at_start(table: tuple[Tensor, Tensor]) -> Tensor:
+        """[N] bool, the rows of a table at position 0: at one radian a position no other has a sine of 0."""
+        return table[1][:, 0, 0] == 0
+
+    @staticmethod
     def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         """x: [N, heads, D]; a table of one row serves all N."""
         cos, sin = table

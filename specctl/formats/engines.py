@@ -69,6 +69,8 @@ _SGLANG_DSPARK = _SGLANG_DFLASH | _names("BailingMoeV3ForCausalLM DeepseekV4ForC
 _WITHOUT = {
     ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
     ("vllm", "dflash"): lambda name: name in _VLLM_WITHOUT_EAGLE3,  # they ask for the same interface
+    ("vllm", "mtp"): lambda name: name != "MiMoForCausalLM",  # of the targets whose layer ours can be
+    ("sglang", "NEXTN"): lambda name: name != "MiMoForCausalLM",
     ("vllm", "dspark"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
     ("sglang", "EAGLE3"): lambda name: name not in _SGLANG_EAGLE3,
     ("sglang", "EAGLE"): lambda name: name not in _SGLANG_EAGLE,
@@ -76,7 +78,7 @@ _WITHOUT = {
     ("sglang", "DSPARK"): lambda name: name not in _SGLANG_DSPARK,
 }
 """Engine and its name of a method → whether it refuses a target of this architecture."""
-_HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
+_HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP", "nextn": "MTP"}
 V2_RUNNER = "vLLM 0.32 drafts with DSpark heads in its V2 model runner alone, which VLLM_USE_V2_MODEL_RUNNER=1 asks for"
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specctl.drafters.mtp import layouts
 from specctl.errors import CheckpointError, UsageError, brief
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
@@ -58,13 +61,19 @@ def read(directory: str | Path) -> Foreign:
             raise CheckpointError(f"{file} is no regular file", hint="a head is config.json and weights")
     if not files:
         raise CheckpointError(f"no weights in {root}", hint=f"expected {', '.join(WEIGHTS)}")
+    wanted = _of_layer if layouts.kind_of(name for file in files for name in _names(file)) else None
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= _tensors(file)
+        tensors |= _tensors(file, wanted)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise CheckpointError(f"{files[0]}: {name} holds values that are not finite", hint="download it again")
     return Foreign(config, tensors, files[0])
+
+
+def _of_layer(name: str) -> bool:
+    """Whether a tensor of a whole target with an MTP layer belongs to that, of which alone the values are read."""
+    return name == layouts.FINAL_NORM or layouts.kind_of([name]) is not None
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -79,12 +88,31 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _names(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file; none of a pickle, which would have to be loaded for them."""
+    if file.suffix != ".safetensors":
+        return []
+    with _safetensors(file), safe_open(file, framework="pt") as weights:
+        return list(weights.keys())
+
+
+@contextmanager
+def _safetensors(file: Path) -> Iterator[None]:
+    """Raise CheckpointError where what is within cannot read `file`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is not a safetensors file: {error}", hint="download it again") from error
+
+
+def _tensors(file: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
+    """The tensors in a file; with `wanted` those of such names alone."""
     if file.suffix == ".safetensors":
-        try:
-            return load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} is not a safetensors file: {error}", hint="download it again") from error
+        with _safetensors(file):
+            if wanted is None:
+                return load_file(file)
+            with safe_open(file, framework="pt") as weights:
+                return {name: weights.get_tensor(name) for name in filter(wanted, weights.keys())}
     found = unpickled(file)
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise CheckpointError(f"{file} does not hold named tensors", hint="it has to be a state dict")

@@ -42,13 +42,18 @@ class Head:
 @dataclass(frozen=True)
 class Files:
     """A directory to be written: config.json, one file of weights, the target's tokenizer where it needs one, and what
-    engines look for in further files, by their names."""
+    engines look for in further files, by their names.
+
+    With `base` it is that directory of a model, in which `tensors` take the place of its own, and `config` the place of
+    some keys.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     weights: str = "model.safetensors"
     tokenizer: bool = False
     pickles: dict[str, dict[str, Any]] = field(default_factory=dict)
+    base: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,11 @@ class TargetFacts:
             f"target {self.name} has no {EMBEDDING} in safetensors, of which the head's files need a copy",
             hint="name a copy of the target that has: --target",
         )
+
+    @property
+    def config(self) -> Any:
+        """`text_config` under the name that a `Target` has it by: families shape heads by either."""
+        return self.text_config
 
     @property
     def default_taps(self) -> tuple[int, ...]:

@@ -53,7 +53,8 @@ class FormatModule(Protocol):
 
 
 FORMATS: dict[str, Format] = {
-    "speculators": Format("specctl.formats.speculators", ("eagle3", "peagle", "dflash"), ("speculators",)),
+    "speculators": Format("specctl.formats.speculators", ("eagle3", "peagle", "dflash", "mtp"), ("speculators",)),
+    "mtp": Format("specctl.formats.mtp", ("mtp",), ("vllm", "sglang")),
     "dflash": Format("specctl.formats.dflash", ("dflash",), ("vllm", "sglang")),
     "hydra": Format("specctl.formats.hydra", ("hydra",), ("hydra",)),
     "medusa": Format("specctl.formats.medusa", ("medusa",), ("vllm", "medusa")),

@@ -6,25 +6,34 @@ By default the package trains heads with three of EAGLE-3.1's norms (all but `fc
 Of block-parallel heads (types dflash and dspark) `block_size` counts the anchor in any case; layers without a window
 see the whole block, whatever `sliding_window_non_causal` says, but vLLM's dflash runs them causally unless it is true.
 The package itself masks by the target's row of `mask_token_id`.
+
+MTP layers are those of targets with tensors `mtp.*`, under names of the package's own; `speculators stitch-mtp` writes
+them back into the target. Its layer of a dense target is Qwen3's.
 """
 
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specctl.drafters.mtp import layouts
+from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
-from specctl.formats import dflash, eagle3_raw, engines, llama, peagle
+from specctl.formats import dflash, eagle3_raw, engines, llama, mtp, peagle
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, Serving, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
-TYPES = ("eagle3", "peagle", "dflash", "dspark")
+TYPES = ("eagle3", "peagle", "dflash", "dspark", "mtp")
 LAYER = "transformer_layer_config"
 BLOCK_LAYERS = "aux_hidden_state_layer_ids"
+MTP_LAYOUT = replace(
+    LAYOUTS["mimo"], prefix="mtp_layers.", first="mtp_layers.0.", state_first=False, normed=LAYOUTS["qwen"].normed
+)
 VERIFIER_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")
 OWN_MASK = "vLLM reads the head's mask embedding here, the package itself the target's row of mask_token_id"
 
@@ -36,6 +45,8 @@ UNREAD_NORM = (
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The directory of a head that is to draft `tokens` a round."""
+    if head.family == "mtp":
+        return _write_mtp(head, facts, tokens)
     eagle3_raw.check_taps(head, facts)
     if head.family == "dflash":
         return _write_block(head, facts, tokens)
@@ -56,6 +67,40 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
             LAYER: layer | peagle.layer_keys(head),
         }
     return Files(config, peagle.tensors(head))
+
+
+def _write_mtp(head: Head, facts: TargetFacts, tokens: int) -> Files:
+    """A target's own layer. CheckpointError where the package's is another one."""
+    shape, kind = head.architecture, facts.text_config.model_type
+    wrong = {
+        f"is of layout {shape['layout']}, not of a target with tensors mtp.*": shape["layout"] != "qwen",
+        f"belongs to a target of model type {kind}, not qwen3": kind != "qwen3",
+        "has no norms of queries and keys": not shape["qk_norm"],
+        "has biases": shape["qkv_bias"],
+        "reads the state before the final norm (normed_features), for which there is no key": not shape[
+            "normed_features"
+        ],
+    }
+    if reasons := [why for why, it_is in wrong.items() if it_is]:
+        raise CheckpointError(
+            f"speculators {VERSION} has no place for this MTP layer, which {reasons[0]}", "--to vllm writes the target"
+        )
+    config = {
+        "architectures": ["MTPDraftModel"],
+        **_proposal("mtp", facts, tokens),
+        "num_nextn_predict_layers": 1,
+        LAYER: facts.text_config.to_diff_dict(),
+    }
+    return Files(config, layouts.theirs(MTP_LAYOUT, head.tensors))
+
+
+def _read_mtp(found: Foreign, facts: TargetFacts) -> Head:
+    tensors = {n: t for n, t in found.tensors.items() if n not in ("embed_tokens.weight", "lm_head.weight")}
+    for name in tensors:
+        if not name.startswith(MTP_LAYOUT.prefix):
+            raise found.refuse(name, "unknown", f"an MTP layer's tensors are {MTP_LAYOUT.first}*", where=found.file)
+    held = layouts.ours(MTP_LAYOUT, tensors, str(found.file.parent))
+    return mtp.read_layer(found, "qwen", held, MTP_LAYOUT.normed, facts)
 
 
 def _proposal(algorithm: str, facts: TargetFacts, tokens: int) -> dict[str, Any]:
@@ -130,6 +175,8 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     kept = {name: tensor for name, tensor in found.tensors.items() if name not in VERIFIER_COPIES}
     found = found.renamed(kept)
     llama.check_types(found, config)
+    if kind == "mtp":
+        return _read_mtp(found, facts)
     if kind in ("dflash", "dspark"):
         return _read_block(found, layer, facts)
     # Flags among the layer's keys do not count: vLLM overwrites them, the package reads its own.
@@ -165,7 +212,10 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
 
 
 def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
-    """vLLM's command lines: the target with the head, and the head, which names its target."""
+    """vLLM's command lines: the target with the head, and the head, which names its target. Of an MTP layer the
+    package's own, which puts it into the target."""
+    if head.family == "mtp":
+        return Serving([f"speculators stitch-mtp {shlex.quote(str(place))} {shlex.quote(facts.name)}"])
     block, parallel = head.family == "dflash", head.family == "peagle"
     if parallel and head.architecture.get("fc_norm"):
         return Serving([], [UNREAD_NORM])

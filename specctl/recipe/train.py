@@ -46,6 +46,7 @@ class DrafterRecipe(Section):
     norm_before_residual: bool = False  # the layer's residual stream begins behind its norm
     norm_output: bool | None = None  # eagle3: a draft step feeds the next one behind the final norm; None = yes
     sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # of eagle3, peagle: positions looked back at
+    normed_features: bool | None = None  # mtp: reads the target behind its final norm; None = as vLLM feeds it
 
     @model_validator(mode="after")
     def _one_norm_before_fc(self) -> DrafterRecipe:
@@ -160,9 +161,9 @@ class TrainRecipe(WriterRecipe):
     distill: FirstDataRecipe = FirstDataRecipe()
     pretrain: PretrainRecipe = PretrainRecipe()
     objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv", "lk_lambda"] = "auto"
-    ttt_steps: PositiveInt = 6  # steps of the training-time test: train about as deep as the drafts are
+    ttt_steps: PositiveInt = 6  # of the training-time test: train about as deep as the drafts are; mtp: 3
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
-    ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth, as a share of the one before it
+    ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth, as a share of that before; mtp: 0.6
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # hydra; its paper takes 0.2, for ten epochs at 7B
     optimizer: OptimizerRecipe = OptimizerRecipe()
     epochs: PositiveInt | None = None
@@ -194,6 +195,19 @@ class TrainRecipe(WriterRecipe):
         if "zero_stage" in self.model_fields_set and stage != self.zero_stage:
             raise ValueError(f"zero_stage {self.zero_stage} contradicts deepspeed.zero_optimization.stage {stage}")
         self.zero_stage = stage
+        return self
+
+    @model_validator(mode="after")
+    def _unrolled_as_the_family(self) -> TrainRecipe:
+        return self.of_family(self.arch)
+
+    def of_family(self, arch: str) -> TrainRecipe:
+        """This recipe, changed to a family, whose steps and weights it takes where it names none."""
+        family = FAMILIES[arch]
+        defaults = {"arch": arch, "ttt_steps": family.steps, "ttt_decay": family.decay}
+        for key, value in defaults.items():
+            if key == "arch" or key not in self.model_fields_set:
+                vars(self)[key] = value  # which leaves it unnamed
         return self
 
     @property

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from specctl.cli.train_drafter import show
+from tests.toys import mtp
 
 
 @dataclass
@@ -49,6 +50,22 @@ def test_it_distils_first_and_says_so(specctl, calls):
     assert (first.data.domain, first.data.limit, first.data.seed) == (["math"], 7, 5)
     assert first.output == calls[1][1].sources[0] == Path("distilled/math")
     assert "distilling" in done.err
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_target_without_what_a_family_is_made_of_is_refused_first(specctl, calls, tmp_path, dry):
+    """Before thousands of responses are distilled for it, and before anything is written."""
+    done = specctl("train-drafter", "--arch", "mtp", *dry)
+    assert done.code == 4 and "target builtin has no MTP layer" in done.err and "model.mtp_layers.*" in done.err
+    assert not calls and not list(tmp_path.iterdir())
+
+
+def test_a_plan_for_a_targets_own_layer(specctl, calls, tmp_path):
+    native = mtp.write(tmp_path / "native", "mimo")
+    done = specctl("train-drafter", "--arch", "mtp", "--target", native, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert done.json["estimate"]["drafter_parameters"] > 800_000
+    assert done.json["recipe"]["ttt_steps"] == 3
 
 
 def test_data_that_is_there_is_used(specctl, calls, distilled, tmp_path):

@@ -76,7 +76,7 @@ def several(tmp_path_factory, tiny, copy):
     return place / "run", made, found, document
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "peagle", "dflash", "hydra", "medusa"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "peagle", "dflash", "mtp", "hydra", "medusa"])
 def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads, family):
     made = recipe(prompts, heads(family), tiny, algo=["ogd", "opt-ensemble", "osd"], baselines=["vanilla"])
     found, _ = learnt(tmp_path / "run", made, tiny)
@@ -89,7 +89,7 @@ def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads,
         assert moved.keys() == start.keys() and any(not torch.equal(moved[key], start[key]) for key in start)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "peagle", "dflash", "hydra", "medusa"])
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "peagle", "dflash", "mtp", "hydra", "medusa"])
 def test_every_family_drafts_beside_what_was_said(tmp_path, prompts, tiny, heads, family, monkeypatch):
     """A head that nobody trained, where rows and levels cost nothing: it and the store change no text."""
     free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)

@@ -28,8 +28,10 @@ from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM
+from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
+from tests.toys import mtp
 
 HOT = Sampling(1.0, 0, 1.0)
 FILTERED = Sampling(0.8, 40, 0.9)
@@ -93,6 +95,12 @@ def eagle1(target, shape):
     return drafter
 
 
+def own_layer(target, shape, layout, **options):
+    drafter = MtpDrafter(mtp.head(target, layout, **options), target, shape)
+    drafter.head.bias = target.model.head.bias
+    return drafter
+
+
 def small_lm(target, proposal):
     """The target's own weights, disturbed."""
     model = load_model(target.name, device=target.device, dtype=torch.float32)
@@ -110,6 +118,8 @@ MADE = {
     "eagle3.1": lambda target: eagle3(target, SHAPES["tree"], **EAGLE31),
     "eagle3.1 as in its paper": lambda target: eagle3(target, SHAPES["chain"], **PAPER),
     "eagle": lambda target: eagle1(target, SHAPES["tree"]),
+    "mtp chain": lambda target: own_layer(target, SHAPES["chain"], "mimo", bias=True),
+    "mtp tree": lambda target: own_layer(target, SHAPES["tree"], "qwen", qk_norm=True),
     "lm": lambda target: small_lm(target, "deterministic"),
     "lm sampled": lambda target: small_lm(target, "sampled"),
 }

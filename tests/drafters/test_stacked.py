@@ -14,11 +14,13 @@ from specctl.drafters.eagle3 import drafter as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.feature.stacked import Stacked, teams
 from specctl.drafters.lora import Adapter, LowRank
+from specctl.drafters.mtp import drafter as mtp
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.tree import TreeShape
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.drafters.test_lora import random_adapter
+from tests.toys import mtp as mtp_layers
 
 SHAPE = TreeShape(3, 1, 3, 1, 0.0)
 
@@ -48,8 +50,12 @@ def eagle_drafter(target, seed):
     return eagle.EagleDrafter(disturbed(head), target, SHAPE)
 
 
+def mtp_drafter(target, seed):
+    return mtp.MtpDrafter(mtp_layers.head(target, bias=True, qk_norm=True, seed=seed), target, SHAPE)
+
+
 @pytest.mark.parametrize("dtype,tolerance", [("fp32", 1e-4), ("bf16", 0.12)])
-@pytest.mark.parametrize("make", [eagle3_drafter, eagle_drafter])
+@pytest.mark.parametrize("make", [eagle3_drafter, eagle_drafter, mtp_drafter])
 def test_stacked_is_one_by_one(target, prompts, make, dtype, tolerance, monkeypatch):
     """In a ragged batch with an empty span, more than once, while heads are at different places of the text; and the
     heads, whose weights are views now, still say the same. bf16 as on a GPU, unpacked."""
@@ -94,11 +100,15 @@ def test_who_is_scored_together(target):
     assert teams([*pool[:1], *pool[2:], adapted]) == [[0], [1], [2], [3], [4]]  # products with updates are no stack
 
 
-@pytest.mark.parametrize("family", [eagle3, eagle])
+@pytest.mark.parametrize("family", [eagle3, eagle, mtp])
 def test_adapters_are_one_forward_of_their_base(target, prompts, family):
     """The scores are those of merged heads, also of adapters of other ranks or fewer projections and of the base; all
     together take the memory of the base and of their updates."""
-    head = eagle3_head(target, 0) if family is eagle3 else eagle.build(TrainRecipe(), target, lambda size: range(size))
+    head = {
+        eagle3: lambda: eagle3_head(target, 0),
+        eagle: lambda: eagle.build(TrainRecipe(), target, lambda size: range(size)),
+        mtp: lambda: mtp_layers.head(target),
+    }[family]()
     config, state_dict = family.config(head, target.identity), family.published(head.state_dict())
     adapters = []
     adaptable = FAMILIES[config["family"]].adaptable
@@ -132,4 +142,4 @@ def test_adapters_are_one_forward_of_their_base(target, prompts, family):
     parts = [vars(head)[name] for head in pool for name in ("qkv", "o", "gate_up", "down", "fc")]
     updates = {t.untyped_storage() for part in parts if isinstance(part, LowRank) for t in (part.down, part.up)}
     bases = {id(part.base if isinstance(part, LowRank) else part) for part in parts}
-    assert len(bases) == 5 and len({storage.data_ptr() for storage in updates}) == 2 * (5 if family is eagle3 else 4)
+    assert len(bases) == 5 and len({storage.data_ptr() for storage in updates}) == 2 * (4 if family is eagle else 5)

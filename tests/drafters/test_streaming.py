@@ -12,6 +12,7 @@ from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.hydra.drafter import HydraDrafter
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.tree import TreeShape
 from tests.drafters.test_depth_drafter import built
@@ -19,6 +20,7 @@ from tests.drafters.test_dflash import block_head
 from tests.drafters.test_peagle import peagle_head
 from tests.drafters.test_stacked import SHAPE, eagle3_head, eagle_drafter
 from tests.lossless.drafters import own_weights
+from tests.toys import mtp
 
 SINK, WINDOW = 2, 6
 NARROW = CatchUp(SINK, WINDOW)
@@ -35,6 +37,7 @@ MAKE = {
     "eagle3 tree": lambda target, own: Eagle3Drafter(eagle3_head(target, 0), target, TREE),
     "eagle": lambda target, own: eagle_drafter(target, 0),
     "peagle": lambda target, own: PEagleDrafter(peagle_head(target), target, SHAPE),
+    "mtp": lambda target, own: MtpDrafter(mtp.head(target), target, SHAPE),
     "dflash": lambda target, own: BlockDrafter(block_head(target, block_size=4, num_layers=1), target, SHAPE),
     "hydra": lambda target, own: HydraDrafter(built(target, "hydra"), target, SHAPE),
     "lm": lambda target, own: LMDrafter(own, target, ChainShape(3, 0.0, False)),
@@ -121,7 +124,7 @@ def test_an_lm_reads_as_transformers_does(target, prompts, own):
     assert min(since[0]) > SINK
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3 tree", "eagle", "peagle", "dflash", "hydra"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3 tree", "eagle", "peagle", "mtp", "dflash", "hydra"])
 @pytest.mark.parametrize("reach", [3, 9])
 def test_what_is_skipped_is_not_seen(target, prompts, own, name, reach):
     """Drafts and scores are those of a head that has read everything and is then shown sink and window alone. The rows

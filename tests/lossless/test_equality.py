@@ -21,12 +21,14 @@ from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, full_tree, own_weights, perfect, ragged
+from tests.toys import mtp
 
 NEW = 20
 HOT = Sampling(1.0, 0, 1.0)
@@ -61,6 +63,10 @@ def random_eagle3(target, shape, **options):
 def random_eagle(target, shape):
     torch.manual_seed(0)
     return eagle.EagleDrafter(eagle.build(TrainRecipe(arch="eagle"), target, None), target, shape)
+
+
+def random_mtp(target, shape, layout="mimo", **options):
+    return MtpDrafter(mtp.head(target, layout, **options), target, shape)
 
 
 def random_heads(name, target, **drafting):
@@ -126,10 +132,13 @@ DRAFTERS = {
     "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
     "eagle3.1 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0), **EAGLE31),
     "eagle3.1 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0), **EAGLE31),
+    "mtp chain": lambda target, texts: random_mtp(target, TreeShape(4, 1, 4, 1, 0.0), bias=True),
+    "mtp tree": lambda target, texts: random_mtp(target, TreeShape(3, 2, 7, 2, 0.0), "qwen", qk_norm=True),
     "lm + lookup": lambda target, texts: hybrid(
         LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)), Lookup()
     ),
     "eagle3 + suffix": lambda target, texts: hybrid(random_eagle3(target, TreeShape(4, 2, 7, 2, 0.0)), Suffix()),
+    "mtp + suffix": lambda target, texts: hybrid(random_mtp(target, TreeShape(4, 2, 7, 2, 0.0)), Suffix()),
     "dflash + lookup": lambda target, texts: hybrid(random_block(target, width=2, nodes=9, children=2), Lookup()),
     "hydra + retrieval": lambda target, texts: hybrid(
         random_heads("hydra", target), Suffix(corpus=Datastore.of(misprinted(text) for text in texts))
@@ -214,7 +223,7 @@ def assert_counts(one):
 
 
 EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "dflash chain"]
-EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix"]
+EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix", "mtp chain"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -379,7 +388,8 @@ def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
 
 
 @pytest.mark.parametrize(
-    "name", ["lm itself", "eagle3 chain", "eagle3 tree", "dflash tree", "peagle tree", "hydra", "eagle3 + suffix"]
+    "name",
+    ["lm itself", "eagle3 chain", "eagle3 tree", "dflash tree", "peagle tree", "hydra", "mtp tree", "eagle3 + suffix"],
 )
 def test_waking_up_in_a_batch_with_finished_rows(target, prompts, name, monkeypatch):
     """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""

@@ -14,6 +14,7 @@ from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM
 from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
+from tests.toys import mtp
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name", "Say hi."]
 TIMES = {"elapsed_s", "tokens_per_s", "decode_s", "learn_s", "swap_s", "store_s", "prefill_s"}
@@ -33,7 +34,8 @@ def write_head(place, target, family, seed=0):
     torch.manual_seed(seed)
     own = pool.trainable(family)
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size))
-    head = own.build(recipe, target, lambda size: list(range(size)))
+    random_layer = family == "mtp"  # the target has none
+    head = mtp.head(target) if random_layer else own.build(recipe, target, lambda size: list(range(size)))
     return save(place, target, own, head)
 
 

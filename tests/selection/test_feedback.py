@@ -15,6 +15,7 @@ from specctl.drafters.eagle3 import drafter as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
@@ -25,6 +26,7 @@ from specctl.selection.feedback import Scorer
 from specctl.selection.game.losses import beyond_the_end, realised_length
 from specctl.selection.recorded.trace import LEAF
 from tests.lossless.drafters import own_weights, ragged
+from tests.toys import mtp
 
 DEPTH = 5
 SEED = 3
@@ -62,6 +64,7 @@ def drafters(target, prompts):
     return {
         "eagle3": eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 4, 1, 0.0)),
         "eagle": trained(target, "eagle", chain),
+        "mtp": MtpDrafter(mtp.head(target), target, TreeShape(4, 1, 4, 1, 0.0)),
         "dflash": trained(target, "dflash", chain, block_size=4, num_layers=1, markov_rank=8),
         "peagle": trained(target, "peagle", chain, num_layers=2),
         "hydra": trained(target, "hydra", chain, draft_heads=3),

@@ -18,7 +18,7 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
 
     The times of the files say nothing: a copy has others, and a file written over in place may keep its own.
     """
-    directory = _directory(name, revision)
+    directory = model_directory(name, revision)
     files = weight_files(directory) if directory is not None else []
     if not files:
         return None
@@ -53,8 +53,8 @@ def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
     return {**kept, "target": {"weights": here["weights"], **there}}
 
 
-def _directory(name: str, revision: str | None) -> Path | None:
-    """The directory of a target that was loaded; None where there is none."""
+def model_directory(name: str, revision: str | None) -> Path | None:
+    """The directory of a target that was loaded, or is in the cache; None where there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     from specctl.decoding.models.loading import is_hub_id, location

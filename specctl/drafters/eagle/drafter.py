@@ -29,9 +29,7 @@ class EagleDrafter(FeatureDrafter):
         # The token's half of the fusion depends on the token alone: tabulate it.
         self.token_part = (self.embedding.to(self.dtype) @ token.T).float()
         self.fc = DraftLinear(feature)
-        shift = target.squash.shift
-        bias = None if shift is None else shift.to(self.dtype)
-        self.head, self.scale = DraftLinear(target.head_weight.to(self.dtype), bias), target.squash.scale
+        self.head, self.scale = self.vocabulary_head(target)
 
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float()

@@ -140,14 +140,14 @@ class SlotBatch:
 
 
 class HeadAttention(nn.Module):
-    """Projections of grouped-query attention over inputs of `width`."""
+    """Projections of grouped-query attention over inputs of `width`; `bias`: of queries, keys and values."""
 
-    def __init__(self, config: HeadConfig, width: int):
+    def __init__(self, config: HeadConfig, width: int, bias: bool = False):
         super().__init__()
         dim = config.head_dim
-        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=False)
+        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=False)
 
 
@@ -163,14 +163,17 @@ class HeadMLP(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer without the norm before its attention, which is where the families differ."""
+    """A decoder layer without the norm before its attention, which is where the families differ.
+
+    `attention`: projections that are more than `HeadAttention`'s.
+    """
 
     inv_freq: Tensor
 
-    def __init__(self, config: HeadConfig, width: int):
+    def __init__(self, config: HeadConfig, width: int, attention: HeadAttention | None = None):
         super().__init__()
         self.config = config
-        self.self_attn = HeadAttention(config, width)
+        self.self_attn = HeadAttention(config, width) if attention is None else attention
         self.mlp = HeadMLP(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim

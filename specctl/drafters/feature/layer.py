@@ -42,6 +42,12 @@ class HeadWeights:
         self._parts[product] = [(self._names[id(module)], module.out_features) for module in modules]
         return product
 
+    def vocabulary_head(self, target: Target) -> tuple[DraftLinear, float]:
+        """The target's own as a product, and the factor of its inputs. A cap would not change the order of tokens."""
+        shift = target.squash.shift
+        bias = None if shift is None else shift.to(self.dtype)
+        return DraftLinear(target.head_weight.to(self.dtype), bias), target.squash.scale
+
     def rms_norm(self, module: nn.RMSNorm) -> RMSNorm:
         assert module.eps is not None
         return RMSNorm(module.weight.detach().to(self.device), module.eps, self.dtype)

@@ -1,0 +1,1 @@
+"""Family `mtp`: the target's own layer for multi-token prediction, fine-tuned (FastMTP)."""

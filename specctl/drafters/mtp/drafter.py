@@ -1,0 +1,141 @@
+"""Drafting with the target's own MTP layer, again and again with one layer (FastMTP, arXiv 2509.18362)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specctl.decoding.models.layers import RMSNorm
+from specctl.decoding.rope import Rope
+from specctl.decoding.target import Target
+from specctl.drafters.feature.drafter import FeatureDrafter
+from specctl.drafters.feature.head import head_config, restored
+from specctl.drafters.mtp import layouts
+from specctl.drafters.mtp.head import MtpConfig, MtpHead
+from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
+from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.errors import CheckpointError, RecipeError
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+
+UNSEEN = -1  # in the place of a token whose embedding is zero
+
+
+class MtpDrafter(FeatureDrafter):
+    """Inference of an `MtpHead`. The states that it keeps are behind its norm, where its vocabulary head reads them."""
+
+    def __init__(self, head: MtpHead, target: Target, shape: TreeShape):
+        super().__init__(head, head.layer, target, shape)
+        attention: Any = head.layer.self_attn
+        self.blind_start = head.config.blind_start
+        self.token_norm, self.hidden_norm = self.rms_norm(head.token_norm), self.rms_norm(head.hidden_norm)
+        self.input_norm, self.norm = self.rms_norm(head.layer.input_layernorm), self.rms_norm(head.norm)
+        self.fc = self.linear(head.fc)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if head.config.qk_norm:
+            self.q_norm, self.k_norm = self.rms_norm(attention.q_norm), self.rms_norm(attention.k_norm)
+        unnorm = head.unnorm
+        self.unnorm = None if unnorm is None else unnorm.to(self.device)
+        self.head, self.scale = self.vocabulary_head(target)
+
+    def feature(self, tapped: Tensor) -> Tensor:
+        return tapped.float() if self.unnorm is None else tapped.float() * self.unnorm
+
+    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self.token_norm(F.embedding(tokens.clamp_min(0), self.embedding).float())
+        if self.blind_start:
+            embedded = embedded.masked_fill((tokens == UNSEEN)[:, None], 0)
+        x = self.fc(torch.cat((embedded, self.hidden_norm(features)), -1)).float()
+        return x, self.input_norm(x)
+
+    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        if self.blind_start:
+            tokens = tokens.masked_fill(Rope.at_start(table), UNSEEN)
+        residual, inputs = self.enter(tokens, features)
+        heads, kv = self.heads, self.kv_heads
+        qkv = self.qkv(inputs).view(len(tokens), heads + 2 * kv, self.dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = qkv.split((heads, kv, kv), 1)
+            normed = [norm(part.float().flatten(0, 1)) for norm, part in ((self.q_norm, q), (self.k_norm, k))]
+            qkv = torch.cat((*(part.view(len(tokens), -1, self.dim) for part in normed), v), 1)
+        qkv = Rope.rotate(qkv, table)
+        return residual, qkv[:, heads:], qkv[:, :heads]
+
+    def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        return self.norm(super()._leave(residual, attended)).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head((hidden * self.scale).to(self.dtype))
+
+
+def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The module's state as it is stored: under our names; `layouts.theirs` has the target's."""
+    return state
+
+
+def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
+    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    return restored(MtpHead, config, tensors, MtpConfig)
+
+
+def drafter(head: MtpHead, target: Target, drafting: DraftingRecipe) -> MtpDrafter:
+    """Inference of `head`."""
+    return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device)))
+
+
+def config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint; `target` is `Target.identity`."""
+    return {"family": "mtp", "architecture": head.config.to_dict(), "target": target}
+
+
+def prepare(head: MtpHead, recipe: TrainRecipe) -> None:
+    """The training options of a recipe."""
+    head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.distillation
+
+
+def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MtpHead:
+    """The layer in the files of the target that `recipe` names.
+
+    Raises RecipeError where the recipe asks for other sizes than it has, CheckpointError where there is none.
+    """
+    if recipe.drafter != DrafterRecipe(normed_features=recipe.drafter.normed_features):
+        raise RecipeError("an mtp drafter is the target's own layer: it has its sizes", "leave them out, or use eagle3")
+    layer = layouts.find(recipe.target.name, recipe.target.revision)
+    layouts.check_computable(layer, target.config)
+    shape = architecture(layer, recipe.drafter, target)
+    if target.device.type == "meta":  # an estimate
+        return MtpHead(shape)
+    tensors = {name: tensor.float() for name, tensor in layer.tensors().items()}
+    if not shape.normed_features:
+        assert target.norm_weight is not None  # of every model type that is supported
+        tensors["target_norm"] = target.norm_weight.float().cpu()
+    head = MtpHead(shape)
+    head.load_state_dict(tensors)
+    return head
+
+
+def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> MtpConfig:
+    """The shape of a target's layer. CheckpointError where the target's sizes are not its own."""
+    own = vars(head_config(DrafterRecipe(), target))
+    usual = getattr(target.config, layouts.NORMED, LAYOUTS[layer.layout].normed)
+    normed = usual if recipe.normed_features is None else recipe.normed_features
+    shape = MtpConfig(
+        **own | {"taps": (target.num_layers,)},
+        layout=layer.layout,  # type: ignore[arg-type]  # a key of LAYOUTS
+        qkv_bias="layer.self_attn.q_proj.bias" in layer.shapes,
+        qk_norm="layer.self_attn.q_norm.weight" in layer.shapes,
+        normed_features=normed,
+    )
+    with torch.device("meta"):
+        called = {name: tuple(tensor.shape) for name, tensor in MtpHead(shape).named_parameters()}
+    for name in called.keys() | layer.shapes.keys():
+        if called.get(name) != layer.shapes.get(name):
+            sizes = (
+                f"{layer.shapes.get(name, 'missing')}, config.json of the target calls for {called.get(name, 'none')}"
+            )
+            raise CheckpointError(f"target {layer.target}: its MTP layer: {name} is {sizes}", layouts.WHICH)
+    return shape

@@ -1,0 +1,172 @@
+"""A target's own MTP layer as a trainable module (DeepSeek-V3, arXiv 2412.19437, §2.2; FastMTP, arXiv 2509.18362).
+
+Slot i holds the target's last hidden state h_i and the token x_{i+1}:
+
+    r = W [RMSNorm(E x_{i+1}) ; RMSNorm(h_i)],    g_i = RMSNorm(Layer(r)),    logits of x_{i+2} = head(g_i)
+
+The layer is a decoder layer of the target, E and head are the target's, frozen. FastMTP has one layer draft several
+tokens: step k + 1 is fed g of step k in the place of h, and the true token; losses of step k weigh 0.6^k. The later
+steps attend as drafts do (training-time test): the keys of step 0, made from the target's states, and their own.
+
+Where the layer reads the state before the target's final norm (`normed_features` false, as vLLM feeds MiMo's), the tap
+behind it is divided by that norm's weight: RMSNorm(h_i) does not see by how much h_i is scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.ttt_attention import Layout
+from specctl.drafters.feature.ttt_attention import attention as ttt_attention
+
+Flag = Annotated[bool, Field(strict=True)]
+
+
+@dataclass(frozen=True)
+class MtpConfig(HeadConfig):
+    """Shape of an MTP layer.
+
+    Attributes:
+        layout: whose names the tensors have in the target's files (`layouts.LAYOUTS`).
+        qkv_bias: the projections of queries, keys and values have biases, as Qwen2's.
+        qk_norm: queries and keys have norms, as Qwen3's.
+        normed_features: h_i is the target's state behind its final norm, not before it.
+    """
+
+    layout: Literal["mimo", "qwen"]
+    qkv_bias: Flag
+    qk_norm: Flag
+    normed_features: Flag
+
+    @property
+    def blind_start(self) -> bool:
+        """Whether the token of slot 0 is not looked at: MiMo's layer gets zeros for its embedding."""
+        return self.layout == "mimo"
+
+
+class MtpAttention(HeadAttention):
+    q_norm: nn.RMSNorm | None
+    k_norm: nn.RMSNorm | None
+
+    def __init__(self, config: MtpConfig):
+        super().__init__(config, config.hidden_size, config.qkv_bias)
+        dim, eps = config.head_dim, config.rms_norm_eps
+        self.q_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(dim, eps) if config.qk_norm else None
+
+
+class MtpLayer(HeadLayer):
+    def __init__(self, config: MtpConfig):
+        super().__init__(config, config.hidden_size, MtpAttention(config))
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def heads(self, x: Tensor, positions: Tensor, projection: nn.Module, norm: nn.RMSNorm | None) -> Tensor:
+        """Queries or keys [n, heads, D] of layer inputs [n, H], normed and rotated."""
+        split = projection(x).view(len(x), -1, self.config.head_dim)
+        return self.rope(split if norm is None else norm(split.float()), positions)
+
+    def key_and_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, H]."""
+        attention = cast(MtpAttention, self.self_attn)
+        value = attention.v_proj(x).view(len(x), -1, self.config.head_dim)
+        return self.heads(x, positions, attention.k_proj, attention.k_norm).to(value.dtype), value
+
+
+class MtpHead(DraftHead):
+    """Parameters have names of their own; `layouts` knows those of the targets. `fc` reads the embedding first."""
+
+    config: MtpConfig
+    target_norm: Tensor | None
+
+    def __init__(self, config: MtpConfig):
+        super().__init__(config, stored=False)
+        self.gradient_checkpointing = False
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.token_norm = nn.RMSNorm(size, eps)
+        self.hidden_norm = nn.RMSNorm(size, eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layer = MtpLayer(config)
+        self.norm = nn.RMSNorm(size, eps)
+        self.register_buffer("target_norm", None if config.normed_features else torch.ones(size))
+
+    @property
+    def unnorm(self) -> Tensor | None:
+        """[H] factors that take the weight of the target's final norm off its states; None where it belongs there. A
+        channel of weight 0 is lost."""
+        weight = self.target_norm
+        return None if weight is None else torch.where(weight == 0, 0, 1 / weight).float()
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of `steps` recursive steps over the response slots of a batch.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [V, H] the target's (frozen) vocabulary head.
+
+        Returns:
+            As `DraftHead.sums`. Where only some rows go on (`later_rows`), the later steps weigh accordingly less.
+        """
+        layer = self.layer
+        step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
+        embedded = self.token_norm(F.embedding(batch.key_tokens, embedding).float())
+        if self.config.blind_start:
+            embedded = embedded.masked_fill((batch.key_positions == 0)[:, None], 0)
+        hidden = batch.features.float()
+        if (unnorm := self.unnorm) is not None:
+            hidden = hidden * unnorm
+        entered = self._enter(embedded, hidden)
+        key, value = layer.key_and_value(layer.input_layernorm(entered), batch.key_positions)
+        own: list[tuple[Tensor, Tensor]] = []
+        rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
+        x, positions = entered[slots], batch.key_positions[slots]
+        outputs, asked = [], []
+        for k in range(self.steps):
+            if k:
+                if k == 1:
+                    rows, layout = batch.later_rows, batch.later_layout
+                    x, slots, positions = x[rows], slots[rows], positions[rows]
+                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
+                x = self._enter(embedded[(slots + k).clamp_max(len(embedded) - 1)], x)
+            x, own = step(k, x, positions, key, value, own, layout)
+            outputs.append(x)
+            asked.append(rows)
+        x = torch.cat(outputs) * self.squash.scale  # a cap would not change the order of tokens
+        product = x, target_head, self.squash.shift
+        losses = self.distil(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
+        return self.sums(losses, [len(part) for part in asked])
+
+    def _enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """The layer's residual stream [n, H] fp32 from normed embeddings and states, each [n, H]."""
+        return self.fc(torch.cat((embedded, self.hidden_norm(hidden)), -1)).float()
+
+    def _step(
+        self,
+        k: int,
+        x: Tensor,
+        positions: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+        layout: Layout,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The layer at step k, for rows x [n, H] that begin at `positions` [n]; `own` are keys and values of their
+        steps 1 … k−1.
+
+        Returns (its output behind its norm, which is what is fed back; `own` of steps 1 … k).
+        """
+        layer, attention = self.layer, cast(MtpAttention, self.layer.self_attn)
+        inputs = layer.input_layernorm(x)
+        if k:
+            own = [*own, layer.key_and_value(inputs, positions + k)]
+        query = layer.heads(inputs, positions + k, attention.q_proj, attention.q_norm).to(value.dtype)
+        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
+        return self.norm(layer.leave(x, out)).float(), own

@@ -1,0 +1,90 @@
+"""A target with a fine-tuned MTP layer of its own: the target's whole directory, as vLLM and SGLang load it.
+
+The layer's tensors stand in the target's files under the target's names, so an engine is given that directory as the
+target, and drafts with what is in it. Both feed MiMo's layer the target's last state, vLLM before the final norm and
+SGLang behind it; a layer that was trained for the other side is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from specctl.decoding.models.identity import model_directory
+from specctl.decoding.target import Target
+from specctl.drafters.mtp import layouts
+from specctl.drafters.mtp.drafter import architecture
+from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
+from specctl.errors import CheckpointError
+from specctl.formats import engines
+from specctl.formats.foreign import Foreign
+from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.recipe import DrafterRecipe
+
+METHODS = {"vllm": "mtp", "sglang": "NEXTN"}
+
+
+def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
+    """The target's directory with the head's tensors in it. CheckpointError where an engine would compute otherwise."""
+    shape, layout = head.architecture, LAYOUTS[head.architecture["layout"]]
+    if shape["layout"] == "mimo":
+        if not shape["qkv_bias"] or shape["qk_norm"]:
+            raise CheckpointError(
+                f"{engines.VERSIONS[to]} runs MiMo's MTP layer as Qwen2's: with biases, without q_norm"
+            )
+        if shape["normed_features"] != (to == "sglang"):
+            side, other = ("behind", "true") if to == "sglang" else ("before", "false")
+            raise CheckpointError(
+                f"{engines.VERSIONS[to]} feeds MiMo's MTP layer the target's state {side} the final norm; this one was "
+                f"trained on the other",
+                hint=f"train it with drafter.normed_features={other}",
+            )
+    base = model_directory(facts.name, facts.revision)
+    if base is None:
+        raise CheckpointError(f"target {facts.name} is not on this machine", f"hf download {facts.name}")
+    return Files({layouts.NORMED: shape["normed_features"]}, layouts.theirs(layout, head.tensors), base=base)
+
+
+def claims(found: Foreign) -> bool:
+    return layouts.kind_of(found.tensors) is not None
+
+
+def read(found: Foreign, facts: TargetFacts) -> Head:
+    """The layer in a target's directory. CheckpointError where ours cannot be it."""
+    kind = layouts.kind_of(found.tensors)
+    if kind is None:
+        raise found.refuse("tensors", ", ".join(sorted(found.tensors)[:3]), layouts.WHICH, where=found.file)
+    place, normed = str(found.file.parent), found.config.get(layouts.NORMED, LAYOUTS[kind].normed)
+    if not isinstance(normed, bool):
+        raise found.refuse(layouts.NORMED, normed, "true or false")
+    return read_layer(found, kind, layouts.ours(LAYOUTS[kind], found.tensors, place), normed, facts)
+
+
+def read_layer(found: Foreign, kind: str, tensors: dict, normed: bool, facts: TargetFacts) -> Head:
+    """A head of a layout from the layer's `tensors`, which have our names. CheckpointError where ours cannot be it."""
+    native = NativeLayer(str(found.file.parent), kind, {}, {name: tuple(t.shape) for name, t in tensors.items()})
+    layouts.check_computable(native, facts.text_config)
+    shape = architecture(native, DrafterRecipe(normed_features=normed), cast(Target, facts))
+    if not normed:
+        norm = found.tensors.get(layouts.FINAL_NORM)
+        if norm is None or tuple(norm.shape) != (facts.hidden_size,):
+            what = "missing" if norm is None else f"of shape {list(norm.shape)}"
+            raise found.refuse(layouts.FINAL_NORM, what, "the directory of a whole target", where=found.file)
+        tensors = tensors | {"target_norm": norm}
+    return Head("mtp", shape.to_dict(), tensors)
+
+
+def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+    """The command line of an engine, whose target is the directory itself."""
+    note = engines.refusal(to, METHODS[to], facts)
+    if note is not None:
+        return Serving([], [note])
+    code = " --trust-remote-code" if getattr(facts.text_config, "auto_map", None) else ""
+    found = engines.serving(to, METHODS[to], place, replace(facts, name=str(place), revision=None), tokens)
+    if to == "vllm":
+        spec = json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
+        return Serving([f"vllm serve {shlex.quote(str(place))}{code} --speculative-config {shlex.quote(spec)}"])
+    return Serving([command + code for command in found.commands])

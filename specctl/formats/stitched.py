@@ -1,0 +1,78 @@
+"""A model's directory in which some tensors have been exchanged: whole, as engines load it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specctl.drafters import checkpoint
+from specctl.errors import CheckpointError
+from specctl.runs import atomic_write, to_json
+
+CONFIG = "config.json"
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # which would still hold the tensors of before
+
+
+def write(source: Path, place: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Fill `place` with the files of the model in `source`, `tensors` in the place of its own of these names.
+
+    Files of weights that hold none of them are hard links, where the file system has these: they take no room. The
+    others, and all that people may edit, are copies. `config`: keys of config.json that change.
+
+    Raises CheckpointError where the model lacks one of the tensors, or has it in another shape.
+    """
+    left = set(tensors)
+    for file in sorted(source.iterdir()):
+        if not file.is_file() or file.suffix in OTHER_WEIGHTS:
+            continue
+        if file.suffix != ".safetensors":
+            shutil.copy(file, place / file.name)
+            continue
+        held = _held(file, tensors)
+        if held:
+            _exchange(file, place / file.name, {name: tensors[name] for name in held})
+            left -= held
+        else:
+            _link(file, place / file.name)
+    if left:
+        raise CheckpointError(f"{source} has no tensor {min(left)}", "name the target that the drafter was made from")
+    if config:
+        known = json.loads((place / CONFIG).read_bytes())
+        atomic_write(place / CONFIG, to_json({**known, **config}, indent=2) + "\n")
+
+
+def _held(file: Path, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Names among `tensors` that a file has. CheckpointError for one of another shape."""
+    try:
+        with safe_open(file, framework="pt") as weights:
+            found = tensors.keys() & set(weights.keys())
+            for name in found:
+                if (shape := weights.get_slice(name).get_shape()) != list(tensors[name].shape):
+                    raise CheckpointError(
+                        f"{file}: {name} has shape {shape}, the drafter's {list(tensors[name].shape)}"
+                    )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is not a safetensors file: {error}", "copy the target again") from error
+    return found
+
+
+def _exchange(file: Path, to: Path, tensors: Mapping[str, Tensor]) -> None:
+    with safe_open(file, framework="pt") as weights:
+        metadata = weights.metadata()
+    # In the drafter's own precision: engines round what they load to the target's.
+    save_file(checkpoint.separate({**load_file(file), **tensors}), to, metadata=metadata)
+
+
+def _link(file: Path, to: Path) -> None:
+    try:
+        os.link(file.resolve(), to)
+    except OSError:  # another file system, or one without links
+        shutil.copy(file, to)

@@ -1,0 +1,329 @@
+"""A target's own MTP layer: read from its files, computed as engines do, drafting and training with one arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.drafters.feature.mixture import Mixture
+from specctl.drafters.mtp import drafter as mtp
+from specctl.drafters.mtp import layouts
+from specctl.drafters.mtp.drafter import MtpDrafter
+from specctl.drafters.tree import TreeShape
+from specctl.errors import CheckpointError, RecipeError
+from specctl.recipe import DrafterRecipe, TargetRecipe, TrainRecipe
+from specctl.training.example import Example
+from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
+from tests.drafters.test_eagle3_head import run as checkpointed
+from tests.toys import mtp as toys
+
+CHAIN = TreeShape(STEPS, 1, STEPS, 1, 0.0)
+KINDS = {
+    "mimo": ("qwen2", "mimo", {"bias": True}),
+    "mimo as sglang": ("qwen2", "mimo", {"bias": True}),
+    "qwen": ("qwen3", "qwen", {"qk_norm": True}),
+    "plain": ("llama", "qwen", {}),
+}
+NORMED = {"mimo as sglang": True}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def native(kind, tiny_directory, tmp_path_factory):
+    """The directory of a tiny target with an MTP layer, that target, and the layer as a module."""
+    model, layout, options = KINDS[kind]
+    place = toys.write(
+        tmp_path_factory.mktemp("native"), layout, tiny_directory(model), shards=kind == "qwen", **options
+    )
+    target = load_target(place, device="cpu", dtype="fp32")
+    return place, target, built(target, place, normed_features=NORMED.get(kind))
+
+
+def built(target, place, **drafter):
+    recipe = TrainRecipe(arch="mtp", target=TargetRecipe(name=place), drafter=DrafterRecipe(**drafter))
+    head = mtp.build(recipe, target, None)
+    mtp.prepare(head, recipe)
+    return head
+
+
+@pytest.fixture(scope="module")
+def examples(native, prompts):
+    target = native[1]
+    texts = [
+        decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0]
+        for p, n in zip(prompts, (7, 11), strict=False)
+    ]
+    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
+
+
+def norm(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x, positions, theta):
+    """[n, heads, D], as engines rotate (neox)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] * theta ** (-torch.arange(half) / half)
+    low, high = x.split(half, -1)
+    return torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), -1)
+
+
+def engine(place, target, layout, ids, following, *, before_norm):
+    """Logits of an engine's draft steps behind `ids`, fed `following`; from the names in the target's files alone.
+
+    Written from vLLM's mimo_mtp.py (`layout` mimo) and qwen3_next_mtp.py: positions are those of the states, the first
+    pass runs over the whole text, each later one over one token, and is fed the output of the one before it.
+    """
+    config = json.loads((Path(place) / "config.json").read_text())
+    files = [load_file(file) for file in Path(place).glob("*.safetensors")]
+    weights = {name: tensor.float() for part in files for name, tensor in part.items()}
+    token, hidden, fc, final, first, inside = toys.NAMES[layout]
+    eps, theta = config["rms_norm_eps"], config["rope_parameters"]["rope_theta"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights.get("lm_head.weight", embedding)
+
+    def weight(name):
+        return weights[f"{first}{name}.weight"]
+
+    def linear(x, name):
+        return F.linear(x, weight(inside + name), weights.get(f"{first}{inside}{name}.bias"))
+
+    def split(x, name, positions, norms):
+        x = linear(x, f"self_attn.{name}_proj").view(
+            len(x), -1, config.get("head_dim") or config["hidden_size"] // heads
+        )
+        if norms and f"{first}{inside}self_attn.{name}_norm.weight" in weights:
+            x = norm(x, weight(f"{inside}self_attn.{name}_norm"), eps)
+        return rotated(x, positions, theta) if norms else x
+
+    keys, values = [], []
+
+    def layer(tokens, states, positions):
+        embedded = embedding[tokens]
+        if layout == "mimo":
+            embedded = torch.where((positions == 0)[:, None], 0, embedded)
+        parts = [norm(embedded, weight(token), eps), norm(states, weight(hidden), eps)]
+        x = F.linear(torch.cat(parts[::-1] if layout == "mimo" else parts, -1), weight(fc))
+        inputs = norm(x, weight(inside + "input_layernorm"), eps)
+        query = split(inputs, "q", positions, True)
+        keys.append(split(inputs, "k", positions, True))
+        values.append(split(inputs, "v", positions, False))
+        key, value = (torch.cat(one).repeat_interleave(heads // kv, 1) for one in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.arange(len(key)) > positions[:, None], float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+        x = x + linear(out, "self_attn.o_proj")
+        inner = norm(x, weight(inside + "post_attention_layernorm"), eps)
+        x = x + linear(F.silu(linear(inner, "mlp.gate_proj")) * linear(inner, "mlp.up_proj"), "mlp.down_proj")
+        return norm(x, weight(final), eps)
+
+    states = states_of(place, ids, before_norm)[: len(ids) - 1]
+    output = layer(torch.tensor(ids[1:]), states, torch.arange(len(ids) - 1))
+    found = [output[-1] @ head.T]
+    for step, one in enumerate(following):
+        output = layer(torch.tensor([one]), output[-1:], torch.tensor([len(ids) - 1 + step]))
+        found.append(output[-1] @ head.T)
+    return found
+
+
+def states_of(place, ids, before_norm):
+    """The target's last states by `transformers`, before its final norm or behind it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    kept = []
+    model.model.norm.register_forward_hook(lambda module, inputs, output: kept.extend((inputs[0], output)))
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    return kept[0 if before_norm else 1][0]
+
+
+def test_every_draft_step_is_the_engines(kind, native, examples):
+    """Catches halves of the projection in the wrong order, a forgotten norm or bias, a position that is off, the state
+    on the wrong side of the final norm, and an embedding at position 0 that should be zero."""
+    place, target, head = native
+    drafter = MtpDrafter(head, target, CHAIN)
+    for example in examples:
+        committed = example.tokens[: example.prompt_length + 2]
+        following = example.tokens[len(committed) :]
+        theirs = engine(
+            place, target, KINDS[kind][1], committed, following[: STEPS - 1], before_norm=kind == "mimo"
+        )  # fmt: skip
+        found = forced(drafter, target, committed, following)
+        assert len(found) == STEPS == len(theirs)
+        for step in range(STEPS):
+            torch.testing.assert_close(found[step], theirs[step], atol=2e-3, rtol=1e-3)
+        assert (found[0] - found[1]).abs().max() > 0.1
+
+
+def test_the_other_side_of_the_norm_is_told_apart(native, kind, examples):
+    """Negative control of the above."""
+    place, target, head = native
+    committed = examples[0].tokens[: examples[0].prompt_length + 2]
+    first = forced(MtpDrafter(head, target, CHAIN), target, committed, examples[0].tokens[len(committed) :])[0]
+    other = engine(place, target, KINDS[kind][1], committed, [], before_norm=kind != "mimo")[0]
+    assert (first - other).abs().max() > 0.05
+
+
+def test_every_step_of_training_equals_drafting(native, examples):
+    _, target, head = native
+    seen = training_logits(head, target, examples)
+    drafter = MtpDrafter(head, target, CHAIN)
+    offset = 0
+    for example in examples:
+        for slot in range(example.response_length - 1):
+            committed = example.tokens[: example.prompt_length + slot + 1]
+            for step, logits in enumerate(forced(drafter, target, committed, example.tokens[len(committed) :])):
+                torch.testing.assert_close(logits, seen[step][offset + slot], atol=1e-3, rtol=1e-3)
+        offset += example.response_length - 1
+
+
+def test_score_is_what_was_drafted(native, examples):
+    """At every committed position and depth, as `select` and `online` ask for it."""
+    _, target, head = native
+    seen = training_logits(head, target, examples[1:])
+    compared = 0
+    for score in scored(MtpDrafter(head, target, CHAIN), target, examples[1], STEPS):
+        for k in range(STEPS):
+            for place, position in enumerate(score.positions):
+                row = position - 2 - k - (examples[1].prompt_length - 1)
+                if row >= 0 and row in seen[k]:
+                    torch.testing.assert_close(score.logits[k, place], seen[k][row], atol=1e-3, rtol=1e-3)
+                    compared += 1
+    assert compared > 3 * len(seen[0]) // 2
+
+
+@pytest.mark.parametrize("shape", [TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0)], ids=["comb", "wide"])
+def test_lossless_in_ragged_batches(native, prompts, shape):
+    _, target, head = native
+    drafter, fixed = MtpDrafter(head, target, shape), dict(sampling=GREEDY, max_new_tokens=20)
+    plain = [decode(target, [text], seeds=[0], **fixed)[0].output_ids for text in prompts]
+    assert plain == [one.output_ids for one in decode(target, prompts, seeds=[0] * 3, drafter=drafter, **fixed)]
+
+
+def test_a_text_that_begins_with_its_draft(native):
+    """A prompt of one token: slot 0 is the first that a round fills, and the first that drafts."""
+    _, target, head = native
+    drafter, fixed = MtpDrafter(head, target, CHAIN), dict(sampling=GREEDY, max_new_tokens=12, seeds=[0])
+    plain = decode(target, [[7]], **fixed)[0].output_ids
+    assert decode(target, [[7]], drafter=drafter, **fixed)[0].output_ids == plain
+
+
+def test_a_mixture_of_one_is_the_head(native, prompts):
+    _, target, head = native
+    shape, fixed = TreeShape(4, 2, 6, 2, 0.0), dict(sampling=GREEDY, max_new_tokens=8, seeds=[0])
+    found = []
+    for drafter in (MtpDrafter(head, target, shape), Mixture([MtpDrafter(head, target, shape)], [1.0])):
+        drafts = []
+        decode(
+            target, [prompts[0]], drafter=drafter, **fixed,
+            on_round=lambda state, draft, verdict, drafts=drafts: drafts.append(draft.tokens.tolist()),
+        )  # fmt: skip
+        found.append(drafts)
+    assert found[0] and found[0] == found[1]
+
+
+def test_checkpointed_layers_have_the_same_gradients(native, examples):
+    from specctl.training.features import FeatureStore, slot_batch
+
+    _, target, head = native
+    store = FeatureStore(target, head.taps)
+    batch = slot_batch(examples, store.get(examples), STEPS, head.t2d, 2)
+    inputs = batch, target.model.embedding, target.head_weight
+    (losses, gradients, kept), (theirs, expected, more) = (checkpointed(head, inputs, on) for on in (True, False))
+    head.gradient_checkpointing = False
+    head.zero_grad(set_to_none=True)
+    torch.testing.assert_close(losses[0], theirs[0])
+    for name in expected:
+        torch.testing.assert_close(gradients[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert kept < more and gradients.keys() >= {"fc.weight", "norm.weight", "layer.self_attn.q_proj.weight"}
+
+
+def test_a_checkpoint_holds_the_layer(native, tmp_path):
+    _, target, head = native
+    back = mtp.restore(mtp.config(head, target.identity), mtp.published(head.state_dict()))
+    assert back.config == head.config
+    assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), head.state_dict().values(), strict=True))
+
+
+def test_names_there_and_back(native, kind):
+    """Whatever is trained goes back under the names it came from."""
+    place, _, head = native
+    held = layouts.find(place)
+    written = layouts.theirs(layouts.LAYOUTS[head.config.layout], head.state_dict())
+    assert written.keys() == held.files.keys()
+    for name, tensor in written.items():
+        assert torch.equal(tensor, load_file(held.files[name])[name].float()), name
+
+
+def test_what_it_takes_where_nothing_is_named():
+    """FastMTP's: three steps, weights 0.6^k; a recipe that names others has them, and another family its own."""
+    recipe = TrainRecipe(arch="mtp")
+    assert (recipe.ttt_steps, recipe.ttt_decay, recipe.distillation) == (3, 0.6, "soft_ce")
+    assert TrainRecipe(arch="mtp", ttt_steps=5).ttt_steps == 5
+    assert TrainRecipe().ttt_steps == 6 == TrainRecipe(arch="mtp").of_family("eagle3").ttt_steps
+    assert TrainRecipe(ttt_decay=0.9).of_family("mtp").ttt_decay == 0.9
+    assert "ttt_steps" not in recipe.model_fields_set
+
+
+def rewritten(place, to, change):
+    """A copy of a directory whose tensors are changed."""
+    import shutil
+
+    shutil.copytree(place, to)
+    file = to / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return str(to)
+
+
+REFUSED = {
+    "no MTP layer (tensors mtp.* or model.mtp_layers.*)": lambda t: {n: x for n, x in t.items() if "mtp" not in n},
+    "DeepSeek's layout": lambda t: (
+        {n: x for n, x in t.items() if "mtp" not in n} | {"model.layers.3.eh_proj.weight": torch.zeros(2)}
+    ),
+    "a mixture of experts": lambda t: t | {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2)},
+    "multi-head latent attention": lambda t: t | {"mtp.layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(2)},
+    "more than one MTP layer": lambda t: t | {"mtp.layers.1.mlp.up_proj.weight": torch.zeros(2)},
+    "gated attention": lambda t: {
+        n: torch.cat((x, x)) if n.startswith("mtp") and "q_proj" in n else x for n, x in t.items()
+    },
+    "layer.mlp.up_proj.weight is": lambda t: {
+        n: x[1:] if n.startswith("mtp") and "up_" in n else x for n, x in t.items()
+    },
+    "layer.self_attn.sinks is": lambda t: t | {"mtp.layers.0.self_attn.sinks": torch.zeros(4)},
+    "norm.weight is missing": lambda t: {n: x for n, x in t.items() if n != "mtp.norm.weight"},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_cannot_be_is_refused_by_name(what, tiny_directory, tmp_path):
+    place = toys.write(tmp_path / "whole", "qwen", tiny_directory("llama"))
+    target = load_target(place, device="cpu", dtype="fp32")
+    built(target, place)
+    broken = rewritten(place, tmp_path / "broken", REFUSED[what])
+    with pytest.raises(CheckpointError) as caught:
+        built(target, broken)
+    assert what in caught.value.message and str(broken) in caught.value.message
+
+
+def test_other_sizes_than_its_own_are_refused(tiny_directory, tmp_path):
+    place = toys.write(tmp_path / "whole", "qwen", tiny_directory("llama"))
+    with pytest.raises(RecipeError, match="has its sizes"):
+        built(load_target(place, device="cpu", dtype="fp32"), place, num_heads=2)
+
+
+def test_a_scaled_rotation_is_refused(tiny_directory, tmp_path):
+    place = toys.write(tmp_path / "scaled", "qwen", tiny_directory("llama3-rope"))
+    with pytest.raises(CheckpointError, match="scaled or partial RoPE \\(llama3\\)"):
+        layouts.check(TargetRecipe(name=place))
