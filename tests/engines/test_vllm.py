@@ -8,6 +8,7 @@ norm off) would answer the same text, which is why the counts are compared.
 import copy
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ import pytest
 
 from specctl.commands import export as exporting
 from specctl.decoding.loop import decode
-from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
 from specctl.distillation.generate import distill
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
@@ -37,6 +38,7 @@ from specctl.recipe import (
 from specctl.runs import Run
 from specctl.training import loop
 from tests.lossless.drafters import own_weights
+from tests.toys import mtp
 
 ROOT = Path(__file__).parents[2]
 PLACE = Path(os.environ.get("SPECCTL_VLLM") or ROOT / ".venv-vllm")
@@ -70,9 +72,13 @@ def prompts(target):
 
 @pytest.fixture(scope="module")
 def responses(target, tmp_path_factory):
-    place = tmp_path_factory.mktemp("distilled")
+    return distilled(target, MEASURED, tmp_path_factory.mktemp("distilled"))
+
+
+def distilled(target, named, place):
+    """A directory of short responses of a target, which is loaded and `named`."""
     recipe = DistillRecipe(
-        target=MEASURED,
+        target=named,
         data=DataRecipe(domain=["sql"], limit=120),
         sampling=SamplingRecipe(max_new_tokens=32),
         batch_size=120,
@@ -83,10 +89,10 @@ def responses(target, tmp_path_factory):
     return place / "sql"
 
 
-def trained(family, target, responses, place, **options):
+def trained(family, responses, place, target=MEASURED, **options):
     """A drafter of a few steps: some of its drafts are accepted, many are not."""
     recipe = TrainRecipe(
-        target=MEASURED,
+        target=target,
         arch=family,
         distilled=responses,
         drafter=DrafterRecipe(**options),
@@ -136,10 +142,11 @@ def here(directory, target, prompts, tokens):
 def served(commands, prompts, place):
     """The counts of vLLM with the configuration that the export's command line gives it."""
     command = commands[0]
-    speculative = json.loads(command.split("--speculative-config ")[1].strip("'"))
+    words = shlex.split(command)
+    model, speculative = words[words.index("serve") + 1], json.loads(words[-1])
     if speculative["method"] == "dspark":  # our Markov head chooses among the likeliest tokens only
         speculative["dspark_draft_topk"] = CANDIDATES
-    job = {"target": str(builtin_path()), "speculative": speculative, "prompts": prompts, "max_tokens": NEW}
+    job = {"target": model, "speculative": speculative, "prompts": prompts, "max_tokens": NEW}
     (place / "job.json").write_text(json.dumps(job))
     runner = {}
     if command.startswith("VLLM_USE_V2_MODEL_RUNNER=1 "):
@@ -187,7 +194,7 @@ def test_vllm_drafts_what_is_drafted_here(name, target, prompts, responses, tmp_
     if family == "lm":
         drafter = disturbed(target, tmp_path / "drafter")
     else:
-        drafter = trained(family, target, responses, tmp_path / "drafter", **HEADS[name])
+        drafter = trained(family, responses, tmp_path / "drafter", **HEADS[name])
     result = exporting.export(ExportRecipe(drafter=drafter, to="vllm", output_dir=tmp_path / "out", check=True))
     theirs = served(result.commands, prompts, tmp_path)
     ours = here(drafter, target, prompts, result.tokens)
@@ -200,3 +207,21 @@ def test_vllm_drafts_what_is_drafted_here(name, target, prompts, responses, tmp_
     assert 0 < sum(ours.accepted_at) < ours.drafted
     if family in ("eagle3", "peagle", "dflash"):  # negative control: the counts tell heads apart
         assert here(earlier(drafter, tmp_path / "earlier"), target, prompts, result.tokens) != theirs
+
+
+def test_vllm_drafts_with_a_fine_tuned_mtp_layer(prompts, tmp_path):
+    """Which it finds in the exported directory of the target. Counts tell on which side of the final norm it reads."""
+    native = TargetRecipe(name=mtp.as_mimo(tmp_path / "native"), dtype="fp32", device="cpu")
+    target = load_target(**native.loading)
+    # Its tokenizer is loaded by another class, so the data is its own.
+    data = distilled(target, native, tmp_path)
+    drafter = trained("mtp", data, tmp_path / "drafter", target=native)
+    result = exporting.export(ExportRecipe(drafter=drafter, to="vllm", output_dir=tmp_path / "out", check=True))
+    theirs = served(result.commands, prompts, tmp_path)
+    assert here(drafter, target, prompts, result.tokens) == theirs
+    assert 0 < sum(theirs.accepted_at) < theirs.drafted
+    found = checkpoint.load(drafter)
+    other = found.config | {"architecture": found.config["architecture"] | {"normed_features": True}}
+    tensors = {name: tensor for name, tensor in found.tensors.items() if name != "target_norm"}
+    behind = checkpoint.save(tmp_path / "behind", config=other, tensors=tensors, info={})
+    assert here(behind, target, prompts, result.tokens) != theirs

@@ -84,3 +84,19 @@ def write(place, layout, source=None, *, shards=False, **options):
     (place / "model.safetensors.index.json").write_text(json.dumps(index))
     assert not os.path.exists(place / "model.safetensors")
     return str(place)
+
+
+def as_mimo(place):
+    """The built-in target in Qwen2's shape, with biases of zero, and a random MTP layer: what engines take for MiMo."""
+    shaped = Path(place).with_name(Path(place).name + "-qwen2")
+    shutil.copytree(builtin_path(), shaped)
+    config = json.loads((shaped / "config.json").read_text())
+    for key in ("attention_bias", "mlp_bias", "head_dim", "pretraining_tp"):
+        del config[key]
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    (shaped / "config.json").write_text(json.dumps(config))
+    weights = load_file(shaped / "model.safetensors")
+    projections = [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]
+    biases = {name.replace(".weight", ".bias"): torch.zeros_like(weights[name][:, 0]) for name in projections}
+    save_file(weights | biases, shaped / "model.safetensors", metadata={"format": "pt"})
+    return write(place, "mimo", shaped, bias=True)
