@@ -135,5 +135,5 @@ def test_drafters_by_name_exist():
 
 def test_help_lists_families():
     text = " ".join(CliRunner().invoke(app, ["train-drafter", "--help"], env={"COLUMNS": "200"}).output.split())
-    assert "eagle3, eagle, dflash, mtp, hydra, medusa, lm or retrieval" in text
+    assert "eagle3, eagle, peagle, dflash, mtp, hydra, medusa, lm or retrieval" in text
     assert families.listed(["lm"]) == "lm"
