@@ -271,7 +271,8 @@ class TrainRecipe(WriterRecipe):
         if not FAMILIES[self.arch].is_lm and (self.corpus or self.pretrain != PretrainRecipe()):
             free = listed([name for name, family in FAMILIES.items() if family.is_lm])
             raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
-        for key in {key for family in FAMILIES.values() for key in family.options} - {*FAMILIES[self.arch].options}:
+        options = {key for family in FAMILIES.values() for key in family.options}
+        for key in sorted(options - {*FAMILIES[self.arch].options}):
             if getattr(self.drafter, key) not in (None, False):
                 owners = listed([name for name, family in FAMILIES.items() if key in family.options])
                 raise ValueError(f"drafter.{key}: an option of {owners} heads, not of {self.arch}")
