@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 SHARED = [
     "test_parity.py",
     "test_rows.py",
+    "test_triton_rows.py",
     "test_uniform.py",
     "test_verify.py",
     "test_panorama.py",
@@ -29,9 +30,11 @@ def run(*argv, **environment):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE)
 
 
-def test_backend_does_what_the_reference_says():
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_backend_does_what_the_reference_says(marked):
     """`-k triton` selects by the backend's name; were nothing selected, pytest would exit with 5."""
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *SHARED, TRITON_INTERPRET="1")
+    selected = "-k", "triton", "-m", marked
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *selected, *SHARED, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -46,10 +49,11 @@ class Promise:
 
 KERNELS = {  # those that pass over rows are wide; several programs at once hide each other's waiting
     "_uniform_kernel": Promise(8),
-    "_argmax_kernel": Promise(4, wide=True),
-    "_cut_kernel": Promise(1, stack=136),
+    "_argmax_kernel": Promise(8, wide=True),
+    "_first_kernel": Promise(8),
     "_blocks_kernel": Promise(4, wide=True),
-    "_combine_kernel": Promise(8),
+    "_gather_kernel": Promise(2, wide=True),
+    "_rows_kernel": Promise(2, wide=True),
     "_sample_kernel": Promise(8),
     "_tiles_kernel": Promise(3, wide=True),
     "_merge_kernel": Promise(8),
