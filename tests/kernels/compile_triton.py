@@ -4,6 +4,7 @@ Run by test_triton in a process of its own. Launches go through Triton's own bin
 GPU: pointers and integers that are multiples of 16, integers that are 1. They compile, and compute nothing.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -56,6 +57,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
         "stack": int(used["STACK"]) + int(used["LOCAL"]),  # where spilled registers go, too
         "threads": 32 * compiled.metadata.num_warps,
         "shared": compiled.metadata.shared,
+        "code": hashlib.sha256(compiled.asm["cubin"]).hexdigest(),
         "loads": {str(width): widths.count(width) for width in sorted(set(widths))},  # bits of a load → how many
     }
     print(json.dumps(row))

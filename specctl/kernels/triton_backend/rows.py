@@ -24,7 +24,7 @@ HALVINGS = tl.constexpr(6)
 SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that fp32 has beyond
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "size", "stream"])
 def _uniform_kernel(seed, position, out, length, size, stream, LANES: tl.constexpr):
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = at < size
@@ -43,7 +43,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TILES"])
 def _argmax_kernel(x, stride, top, first, V, TILES, TILE: tl.constexpr, ACC: tl.constexpr):
     """Maximum of every tile and its lowest id. Grid: rows × tiles; one pass, everything else is small."""
     row = tl.program_id(0).to(tl.int64)
@@ -140,7 +140,7 @@ def _highest(
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _blocks_kernel(
     x, stride, inv_temp, peak, total, best, taken, V, NB, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr
 ):
@@ -174,7 +174,7 @@ def _statistics(peak, total, scale, row, NB, LANES: tl.constexpr):
     return top, highest, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _gather_kernel(
     x, stride, inv_temp, temperature, top_k, top_p, peak, total, taken, pivot, candidates, V, NB, STEP,
     ROOM: tl.constexpr, SAMPLE: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -234,7 +234,7 @@ def _gather_kernel(
             group += tl.num_programs(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _rows_kernel(
     x, stride, inv_temp, temperature, top_k, top_p, peak, total, best, taken, pivot, candidates,
     cut, lse, greedy, mass, V, NB, ROOM: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
@@ -325,10 +325,10 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     return Rows(logits, inv_temp, cut, lse, greedy, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _sample_kernel(
     x, stride, inv_temp, cut, lse, greedy, mass, u, out,
-    V: tl.constexpr, NB: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    V, NB, LANES: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(greedy + row)
