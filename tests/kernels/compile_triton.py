@@ -55,6 +55,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
         "kernel": kernel.fn.__name__,
         "registers": int(used["REG"]),
         "stack": int(used["STACK"]) + int(used["LOCAL"]),  # where spilled registers go, too
+        "gathers": next((value for name, value in zip(kernel.arg_names, args, strict=True) if name == "MAPPED"), False),
         "threads": 32 * compiled.metadata.num_warps,
         "shared": compiled.metadata.shared,
         "code": hashlib.sha256(compiled.asm["cubin"]).hexdigest(),

@@ -118,7 +118,7 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     losses = torch.empty(rows, dtype=working(logits[:0]).dtype, device=logits.device)
     _distill_kernel[(rows,)](
         dense, dense.stride(0), teacher, teacher.stride(0), weight.contiguous(), losses, TINY, ETA,
-        vocabulary, objective, tile_of(vocabulary), acc, num_warps=8,
+        vocabulary, objective, tile_of(vocabulary), acc, num_warps=16,
     )  # fmt: skip
     if dense.data_ptr() != logits.data_ptr():
         logits.copy_(dense)
