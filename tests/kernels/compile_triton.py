@@ -1,42 +1,75 @@
-"""Compile every Triton kernel for a GPU that need not be there: V DTYPE CAPABILITY. Prints the kernels' names.
+"""Compile every Triton kernel for a GPU that need not be there: V STRIDE DTYPE CAPABILITY. A JSON line for each.
 
-Run by test_triton in a process of its own. A launch compiles for the arguments it is given and computes nothing.
+Run by test_triton in a process of its own. Launches go through Triton's own binder, which sees what it would see on a
+GPU: pointers and integers that are multiples of 16, integers that are 1. They compile, and compute nothing.
 """
 
+import hashlib
+import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from specctl.kernels import DraftRows, reference, triton_backend
 from specctl.kernels.objectives import OBJECTIVES
 
-TYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
-VOCABULARY, DTYPE, CAPABILITY = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])
+VOCABULARY, STRIDE, DTYPE, CAPABILITY = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    getattr(torch, sys.argv[3]),
+    int(sys.argv[4]),
+)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Absent:
+    """The driver of a GPU that is not there."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
 
 
 def compile_only(kernel, *args, grid, warmup, **options):
-    signature, constants = {}, {}
-    for parameter, value in zip(kernel.params, args, strict=True):
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-    print(kernel.fn.__name__)
+    compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+    used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
+    loads = re.findall(r"\bld\.global\S*?\.(v\d\.)?b(\d+)", compiled.asm["ptx"])
+    widths = [int(bits) * int(vector[1:-1] or 1) if vector else int(bits) for vector, bits in loads]
+    row = {
+        "kernel": kernel.fn.__name__,
+        "registers": int(used["REG"]),
+        "stack": int(used["STACK"]) + int(used["LOCAL"]),  # where spilled registers go, too
+        "gathers": next((value for name, value in zip(kernel.arg_names, args, strict=True) if name == "MAPPED"), False),
+        "threads": 32 * compiled.metadata.num_warps,
+        "shared": compiled.metadata.shared,
+        "code": hashlib.sha256(compiled.asm["cubin"]).hexdigest(),
+        "loads": {str(width): widths.count(width) for width in sorted(set(widths))},  # bits of a load → how many
+    }
+    print(json.dumps(row))
 
 
-JITFunction.run = compile_only
+run, JITFunction.run = JITFunction.run, compile_only
+driver.set_active(Absent())
 torch.Tensor.new_empty = lambda self, *size, **options: self.new_zeros(*size, **options)  # results that are used as ids
 
 count = 3
-x = torch.zeros(count + 1, VOCABULARY, dtype=DTYPE)
+x = torch.zeros(count + 1, STRIDE, dtype=DTYPE)[:, :VOCABULARY]
 ones, zeros = torch.ones(count + 1), torch.zeros(count + 1, dtype=torch.int64)
 tree = torch.zeros(1, count, dtype=torch.int64)
 triton_backend.uniform(zeros[:1], tree, 0)
@@ -46,8 +79,11 @@ triton_backend.sample_rows(rows, ones)
 triton_backend.expand_topk(x, 4)
 triton_backend.walk_tree(zeros[None], tree, tree)
 for rule in reference.RULES:
-    chain = rows, rows.take(torch.arange(count)), tree, torch.tensor([count]), ones[None, :count], ones[None]
+    drafted = rows._replace(logits=x[:count], **{name: getattr(rows, name)[:count] for name in rows._fields[1:]})
+    chain = rows, drafted, tree, torch.tensor([count]), ones[None, :count], ones[None]
     triton_backend.accept_chain(*chain, rule)
 for objective in OBJECTIVES:
-    triton_backend.distill_rows(x, zeros if objective == "ce" else x.float(), ones, objective)
-triton_backend.panorama(rows, [DraftRows(x), DraftRows(x, torch.arange(VOCABULARY), ones)], zeros)
+    teacher = zeros if objective == "ce" else x.float() if x.dtype == torch.bfloat16 else x
+    triton_backend.distill_rows(x, teacher, ones, objective)
+for drafts in ([DraftRows(x)], [DraftRows(x)] * 8, [DraftRows(x), DraftRows(x, torch.arange(VOCABULARY), ones)]):
+    triton_backend.panorama(rows, drafts, zeros)

@@ -122,3 +122,20 @@ def test_no_drafters_no_rows(backend):
         assert got.kl.shape == (0, count) and got.entropy.shape == (count,)
         got = backend.panorama(rows, [DraftRows(torch.zeros(count, 4))] * 2, torch.zeros(count, dtype=torch.int64))
         assert got.accept.shape == (2, count)
+
+
+@pytest.mark.parametrize("vocabulary", [4096, 5003])
+def test_many_drafters_at_once(backend, vocabulary):
+    """More than a program holds in one tile; with and without a draft vocabulary, whose tokens may be missing."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, vocabulary, generator=generator)
+    tokens = torch.tensor([0, vocabulary - 1])
+    p, drafts = rows_of(backend, x, 0.8, 500), []
+    for n in range(8):
+        z = (x + torch.randn(x.shape, generator=generator)).bfloat16()
+        ids = torch.randperm(vocabulary, generator=generator)[: vocabulary // 2]
+        drafts.append(DraftRows(z) if n % 2 else DraftRows(z[:, ids], ids))
+    for some in (drafts, drafts[1::2]):
+        ours, spec = (module.panorama(p, some, tokens) for module in (backend, reference))
+        for name, field in ours._asdict().items():
+            torch.testing.assert_close(field, getattr(spec, name), rtol=1e-4, atol=5e-5, msg=name)

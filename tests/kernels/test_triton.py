@@ -1,8 +1,10 @@
 """The Triton backend: the tests of all backends in Triton's interpreter; its compiler for GPUs that are not here."""
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ HERE = Path(__file__).parent
 SHARED = [
     "test_parity.py",
     "test_rows.py",
+    "test_triton_rows.py",
     "test_uniform.py",
     "test_verify.py",
     "test_panorama.py",
@@ -27,18 +30,103 @@ def run(*argv, **environment):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=HERE)
 
 
-def test_backend_does_what_the_reference_says():
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_backend_does_what_the_reference_says(marked):
     """`-k triton` selects by the backend's name; were nothing selected, pytest would exit with 5."""
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *SHARED, TRITON_INTERPRET="1")
+    selected = "-k", "triton", "-m", marked
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *selected, *SHARED, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@dataclass(frozen=True)
+class Promise:
+    """What compiled code must keep beside having no stack: programs on a multiprocessor at once, 16-byte loads."""
+
+    resident: int
+    wide: bool = False
+
+
+KERNELS = {  # those that pass over rows are wide; several programs at once hide each other's waiting
+    "_uniform_kernel": Promise(8),
+    "_argmax_kernel": Promise(8, wide=True),
+    "_first_kernel": Promise(8),
+    "_blocks_kernel": Promise(4, wide=True),
+    "_gather_kernel": Promise(2, wide=True),
+    "_rows_kernel": Promise(2, wide=True),
+    "_sample_kernel": Promise(8),
+    "_tiles_kernel": Promise(3, wide=True),
+    "_merge_kernel": Promise(8),
+    "_walk_kernel": Promise(8),
+    "_accept_kernel": Promise(8),
+    "_excess_kernel": Promise(3, wide=True),
+    "_next_kernel": Promise(8),
+    "_distill_kernel": Promise(1, wide=True),
+    "_normalise_kernel": Promise(2, wide=True),
+    "_panorama_kernel": Promise(1, wide=True),
+}
+REGISTERS, SHARED_MEMORY = 2**16, {80: 164, 90: 228}  # of a multiprocessor, in all and in KiB by capability
+OTHER = os.environ.get("OTHER_TRITON")  # where pip install --no-deps --target has put another version
+LAYOUTS = [  # vocabulary, distance of rows, dtype; nothing is promised for fp64 and for rows that are not aligned
+    (128256, 128256, "bfloat16"),
+    (128256, 128256, "float32"),
+    (50257, 50257, "bfloat16"),
+    (5000, 5008, "float64"),
+]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "directory", [None, pytest.param(OTHER, marks=pytest.mark.skipif(not OTHER, reason="no other"))]
+)
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_every_kernel_compiles(capability, dtype, tmp_path):
-    """The interpreter accepts what the compiler does not: changing types in a loop, Python objects, bad shapes."""
-    arguments = "128256", dtype, str(capability)
-    done = run(str(HERE / "compile_triton.py"), *arguments, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_every_kernel_compiles(layout, capability, directory, tmp_path):
+    """The interpreter accepts what the compiler does not: changing types in a loop, Python objects, bad shapes.
+
+    Nor does it know registers: code that spills, that leaves a multiprocessor with one program, or that loads logits
+    one by one computes the right thing, several times slower. OTHER_TRITON names a second Triton to compile with.
+    """
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    if directory:
+        environment["PYTHONPATH"] = directory
+    done = run(str(HERE / "compile_triton.py"), *map(str, layout), str(capability), **environment)
     assert done.returncode == 0, done.stderr
-    assert len(set(done.stdout.split())) == 15, done.stdout
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} == KERNELS.keys()
+    _, stride, dtype = layout
+    if dtype != "float64" and stride % 16 == 0:
+        broken = [reason for row in rows for reason in shortcomings(row, capability)]
+        assert not broken, "\n".join(broken)
+
+
+@pytest.mark.slow
+def test_vocabularies_share_code(tmp_path):
+    """A constant V would compile every kernel anew, seconds at the first use; a control: an odd V loads otherwise."""
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    codes = []
+    for vocabulary in ("128256", "129280", "128257"):
+        done = run(str(HERE / "compile_triton.py"), vocabulary, vocabulary, "bfloat16", "90", **environment)
+        assert done.returncode == 0, done.stderr
+        codes.append([json.loads(line)["code"] for line in done.stdout.splitlines()])
+    assert codes[0] == codes[1] != codes[2]
+
+
+def shortcomings(row, capability):
+    """What compiled code lacks of its kernel's promise."""
+    promise = KERNELS[row["kernel"]]
+    registers = promise.resident * row["threads"] * -(-row["registers"] // 8) * 8
+    shared = promise.resident * (row["shared"] + 1024)  # every program has one KiB that is not its own
+    if row["stack"]:
+        yield f"registers lie in memory: {row}"
+    if registers > REGISTERS or shared > 1024 * SHARED_MEMORY[capability]:
+        yield f"less than {promise.resident} programs at once: {row}"
+    if promise.wide and not row["gathers"] and "128" not in row["loads"]:
+        yield f"no load of 16 bytes: {row}"
+
+
+def test_what_compiled_code_lacks_is_seen():
+    fine = {"kernel": "_blocks_kernel", "registers": 64, "stack": 0, "threads": 128, "shared": 0}
+    fine |= {"gathers": False, "loads": {"128": 4}}
+    assert not list(shortcomings(fine, 90))
+    for fault in ({"stack": 8}, {"registers": 129}, {"shared": 2**16}, {"loads": {"16": 32}}):
+        assert len(list(shortcomings(fine | fault, 90))) == 1

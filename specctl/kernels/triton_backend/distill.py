@@ -18,7 +18,7 @@ from .device import precision, tile_of
 @triton.jit
 def _distill_kernel(
     z, z_stride, teacher, t_stride, weight, losses, tiny, eta,
-    OBJECTIVE: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    V, OBJECTIVE: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, TILE)
@@ -118,7 +118,7 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     losses = torch.empty(rows, dtype=working(logits[:0]).dtype, device=logits.device)
     _distill_kernel[(rows,)](
         dense, dense.stride(0), teacher, teacher.stride(0), weight.contiguous(), losses, TINY, ETA,
-        objective, vocabulary, tile_of(vocabulary), acc, num_warps=8,
+        vocabulary, objective, tile_of(vocabulary), acc, num_warps=16,
     )  # fmt: skip
     if dense.data_ptr() != logits.data_ptr():
         logits.copy_(dense)

@@ -12,16 +12,15 @@ from .device import load_logits, precision, row_major, tile_of
 
 
 @triton.jit
-def _best(values, ids, free, NONE: tl.constexpr):
+def _best(values, ids, free, NONE):
     """Maximum over the `free` lanes and the lowest id that holds it; NONE if no lane is free."""
     top = tl.max(tl.where(free, values, float("-inf")), 0)
     return top, tl.min(tl.where(free & (values == top), ids, NONE), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TILES"])
 def _tiles_kernel(
-    x, stride, peak, total, values, indices, K: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr,
-    TILE: tl.constexpr, ACC: tl.constexpr,
+    x, stride, peak, total, values, indices, V, TILES, K: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -40,9 +39,9 @@ def _tiles_kernel(
         free = free & (ids != index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["V", "TILES"])
 def _merge_kernel(
-    peak, total, values, indices, logprob, out, K: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr,
+    peak, total, values, indices, logprob, out, V, TILES, K: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -75,8 +74,8 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices = torch.empty(rows, tiles, k, dtype=torch.int32, device=logits.device)
     index = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     _tiles_kernel[(rows, tiles)](
-        logits, logits.stride(0), peak, total, values, indices, k, vocabulary, tiles, tile, acc
+        logits, logits.stride(0), peak, total, values, indices, vocabulary, tiles, k, tile, acc
     )
     lanes, width = triton.next_power_of_2(tiles), triton.next_power_of_2(tiles * k)
-    _merge_kernel[(rows,)](peak, total, values, indices, logprob, index, k, vocabulary, tiles, lanes, width, acc)
+    _merge_kernel[(rows,)](peak, total, values, indices, logprob, index, vocabulary, tiles, k, lanes, width, acc)
     return logprob, index

@@ -16,28 +16,37 @@ from torch import Tensor
 from ..objectives import TINY
 from ..reference import Panorama
 from ..rows import DraftRows, Rows
-from .device import load_logits, pointers, precision, probability, row_major
+from .device import load_logits, pointers, precision, probability, row_major, tile_of
 
-WIDTH = 1024  # ids at a time
+TOGETHER = 2048  # pairs of a drafter and an id that a program has in hand: one accumulator of each statistic for each
 PROGRAMS = 264  # enough to keep a large GPU busy: with few rows several programs share one
 
 
 @triton.jit
+def _row_of(address, offset, LOGITS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer to a row whose address stands in a table; where it is a multiple of 16 bytes, that must be said."""
+    x = address.to(tl.pointer_type(LOGITS)) + offset
+    return tl.multiple_of(x, 16) if ALIGNED else x
+
+
+@triton.jit(do_not_specialize=["R"])
 def _normalise_kernel(
-    addresses, strides, sizes, inv_temp, lse, best, R, TILE: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr
-):
-    """log Σ exp and argmax of every drafter's rows, in the drafter's own ids."""
+    addresses, strides, sizes, inv_temp, lse, best, R, TILE: tl.constexpr, LOGITS: tl.constexpr,
+    ALIGNED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """log Σ exp and argmax of every drafter's rows, in the drafter's own ids. Grid: rows × drafters; one pass."""
     row = tl.program_id(0).to(tl.int64)
     draft = tl.program_id(1).to(tl.int64)
-    x = tl.load(addresses + draft).to(tl.pointer_type(LOGITS)) + row * tl.load(strides + draft)
-    size = tl.load(sizes + draft)
+    x = _row_of(tl.load(addresses + draft), row * tl.load(strides + draft), LOGITS, ALIGNED)
+    size = tl.load(sizes + draft).to(tl.int32)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
     scale = tl.load(inv_temp + draft * R + row)
     lane = tl.arange(0, TILE)
     peak = tl.full((TILE,), float("-inf"), ACC)
     total = tl.zeros((TILE,), ACC)
-    index = lane.to(tl.int64)
-    start = size * 0
-    while start < size:
+    index = lane
+    for start in range(0, size, TILE):
         ids = start + lane
         score = load_logits(x, ids, ids < size, ACC) * scale
         index = tl.where(score > peak, ids, index)
@@ -45,87 +54,97 @@ def _normalise_kernel(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(peak - base) + tl.exp(score - base)
         peak = higher
-        start += TILE
     highest = tl.max(peak, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     tl.store(lse + draft * R + row, highest + tl.log(tl.sum(total * tl.exp(peak - base), 0)))
-    tl.store(best + draft * R + row, tl.min(tl.where((peak == highest) & (lane < size), index, size), 0))
+    lowest = tl.min(tl.where((peak == highest) & (lane < size), index, size), 0)
+    tl.store(best + draft * R + row, lowest.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "N"])
 def _panorama_kernel(
-    x, stride, inv_temp, cut, lse, greedy, tokens, addresses, maps, strides, q_inv_temp, q_lse, drafts, target, best,
-    floor, R, N, SPLIT: tl.constexpr, LANES: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr,
-    LOGITS: tl.constexpr, ACC: tl.constexpr,
+    x, stride, inv_temp, cut, lse, greedy, tokens, addresses, strides, maps, q_inv_temp, q_lse, drafts, target, best,
+    floor, V, R, N, SPLIT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, MAPPED: tl.constexpr,
+    LOGITS: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Sums over every SPLIT-th tile: of drafters into `drafts` [6, SPLIT, N, R], of p into `target` [3, SPLIT, R]."""
+    """Sums over every SPLIT-th tile: of drafters into `drafts` [5, SPLIT, N, R], of p into `target` [4, SPLIT, R].
+
+    Grid: rows × SPLIT; one pass over the logits of target and drafters. Every lane adds up what it sees, and all are
+    reduced once at the end: reductions in the loop would take more time than the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     p_scalars = (tl.load(inv_temp + row), tl.load(cut + row), tl.load(lse + row), tl.load(greedy + row))
     token = tl.load(tokens + row)
+    x += row * stride
 
     draft = tl.arange(0, LANES)
     active = draft < N
     at = draft.to(tl.int64) * R + row
-    q_offset = row * tl.load(strides + draft, mask=active, other=0)
-    q_base = tl.load(addresses + draft, mask=active, other=0).to(tl.pointer_type(LOGITS)) + q_offset
+    q_address = tl.load(addresses + draft, mask=active, other=0)
+    q_base = _row_of(q_address, row * tl.load(strides + draft, mask=active, other=0), LOGITS, ALIGNED)
     map_address = tl.load(maps + draft, mask=active, other=0)
     has_map = map_address != 0
     map_base = map_address.to(tl.pointer_type(tl.int32))
     q_scale = tl.load(q_inv_temp + at, mask=active, other=1.0)
     q_norm = tl.load(q_lse + at, mask=active, other=0.0)
 
-    accept = tl.zeros((LANES,), ACC)
-    excess = tl.zeros((LANES,), ACC)
-    cross = tl.zeros((LANES,), ACC)
-    reverse = tl.zeros((LANES,), ACC)
-    q_x = tl.zeros((LANES,), ACC)
-    missed = tl.zeros((LANES,), ACC)
-    negentropy = tl.full((), 0.0, ACC)
-    p_x = tl.full((), 0.0, ACC)
-    highest = tl.full((), float("-inf"), ACC)
-    first = tl.full((), V, tl.int32)
-    for begin in range(0, V, WIDTH * SPLIT):
-        ids = begin + split * WIDTH + tl.arange(0, WIDTH)
+    lane = tl.arange(0, WIDTH)
+    excess = tl.zeros((LANES, WIDTH), ACC)
+    cross = tl.zeros((LANES, WIDTH), ACC)
+    reverse = tl.zeros((LANES, WIDTH), ACC)
+    missed = tl.zeros((LANES, WIDTH), ACC)
+    mass = tl.zeros((WIDTH,), ACC)
+    negentropy = tl.zeros((WIDTH,), ACC)
+    peak = tl.full((WIDTH,), float("-inf"), ACC)
+    index = split * WIDTH + lane
+    for begin in range(split * WIDTH, V, WIDTH * SPLIT):
+        ids = begin + lane
         inside = ids < V
-        value = load_logits(x + row * stride, ids, inside, ACC)
-        top = tl.max(value, 0)
-        lowest = tl.min(tl.where((value == top) & inside, ids, V), 0)
-        first = tl.where((top > highest) | ((top == highest) & (lowest < first)), lowest, first)
-        highest = tl.maximum(highest, top)
+        value = load_logits(x, ids, inside, ACC)
+        index = tl.where(value > peak, ids, index)
+        peak = tl.maximum(peak, value)
         p = tl.where(inside, probability(value, ids, *p_scalars), 0.0)
         log_p = tl.maximum(tl.log(p), floor)
-        negentropy += tl.sum(p * log_p, 0)
-        p_x += tl.sum(tl.where(ids == token, p, 0.0), 0)
+        mass += p
+        negentropy += p * log_p
 
-        everywhere = active[:, None] & inside[None, :]
-        mapped = tl.load(map_base[:, None] + ids[None, :], mask=everywhere & has_map[:, None], other=-1)
-        there = tl.where(has_map[:, None], mapped, ids[None, :])
-        known = everywhere & (there >= 0)
-        z = load_logits(q_base[:, None], there, known, ACC)
-        q = tl.where(known, tl.exp(z * q_scale[:, None] - q_norm[:, None]), 0.0)
-        log_q = tl.maximum(tl.log(q), floor)
-        target_p = p[None, :]
-        accept += tl.sum(tl.minimum(target_p, q), 1)
-        excess += tl.sum(tl.maximum(target_p - q, 0.0), 1)
-        cross += tl.sum(target_p * log_q, 1)
-        reverse += tl.sum(q * (log_q - log_p[None, :]), 1)
-        q_x += tl.sum(tl.where(ids[None, :] == token, q, 0.0), 1)
-        missed += tl.sum(tl.where(known, 0.0, target_p), 1)
+        known = active[:, None] & inside[None, :]
+        there = tl.broadcast_to(ids[None, :], (LANES, WIDTH))
+        if MAPPED:
+            mapped = tl.load(map_base[:, None] + there, mask=known & has_map[:, None], other=-1)
+            there = tl.where(has_map[:, None], mapped, there)
+            known = known & (there >= 0)
+            missed += tl.where(known, 0.0, p[None, :])
+        log_q = load_logits(q_base[:, None], there, known, ACC) * q_scale[:, None] - q_norm[:, None]
+        q = tl.where(known, tl.exp(log_q), 0.0)
+        log_q = tl.where(known, tl.maximum(log_q, floor), floor)
+        excess += tl.maximum(p[None, :] - q, 0.0)
+        cross += p[None, :] * log_q
+        reverse += q * (log_q - log_p[None, :])
+
+    there = draft * 0 + token
+    if MAPPED:
+        mapped = tl.load(map_base + token, mask=active & has_map, other=-1)
+        there = tl.where(has_map, mapped, there)
+    known = active & (there >= 0)
+    q_x = tl.where(known, tl.exp(load_logits(q_base, there, known, ACC) * q_scale - q_norm), 0.0)
+    p_x = probability(load_logits(x, token, token >= 0, ACC), token, *p_scalars)
 
     out = drafts + (split * N + draft.to(tl.int64)) * R + row
     field = tl.full((), SPLIT, tl.int64) * N * R
-    tl.store(out, accept, mask=active)
-    tl.store(out + field, excess, mask=active)
-    tl.store(out + 2 * field, cross, mask=active)
-    tl.store(out + 3 * field, reverse, mask=active)
-    tl.store(out + 4 * field, q_x, mask=active)
-    tl.store(out + 5 * field, missed, mask=active)
+    tl.store(out, tl.sum(excess, 1), mask=active)
+    tl.store(out + field, tl.sum(cross, 1), mask=active)
+    tl.store(out + 2 * field, tl.sum(reverse, 1), mask=active)
+    tl.store(out + 3 * field, tl.where(split == 0, q_x, 0.0), mask=active)
+    tl.store(out + 4 * field, tl.sum(missed, 1), mask=active)
     place = target + split * R + row
-    tl.store(place, negentropy)
-    tl.store(place + SPLIT * R, p_x)
-    tl.store(place + 2 * SPLIT * R, highest)
-    tl.store(best + split * R + row, first)
+    highest = tl.max(peak, 0)
+    tl.store(place, tl.sum(mass, 0))
+    tl.store(place + SPLIT * R, tl.sum(negentropy, 0))
+    tl.store(place + 2 * SPLIT * R, tl.where(split == 0, p_x, 0.0))
+    tl.store(place + 3 * SPLIT * R, highest)
+    tl.store(best + split * R + row, tl.min(tl.where((peak == highest) & (index < V), index, V), 0))
 
 
 def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
@@ -135,40 +154,45 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
     if len({x.dtype for x in logits}) > 1:
         logits = [x.float() for x in logits]
     kind = getattr(tl, str(logits[0].dtype).removeprefix("torch.") if logits else "float32")
+    aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 for x in logits)
     maps = [None if draft.ids is None else _inverse(draft.ids, vocabulary) for draft in drafts]
 
-    def table(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    addresses, strides = table([x.data_ptr() for x in logits]), table([x.stride(0) for x in logits])
+    # One copy to the device, from pinned memory: the host does not wait for it.
+    places = [0 if known is None else known.data_ptr() for known in maps]
+    table = [[x.data_ptr() for x in logits], [x.stride(0) for x in logits], [x.shape[1] for x in logits], places]
+    pinned = torch.tensor(table, dtype=torch.int64, pin_memory=device.type == "cuda")
+    addresses, strides, sizes, map_addresses = pinned.to(device, non_blocking=True)
     q_inv_temp, q_lse = p.lse.new_ones(n, rows), p.lse.new_empty(n, rows)
     for row, draft in zip(q_inv_temp, drafts, strict=True):
         if draft.inv_temp is not None:
             row.copy_(draft.inv_temp)
     likeliest = tokens.new_empty(n, rows)
+    tile = tile_of(max((x.shape[1] for x in logits), default=1))
     _normalise_kernel[(rows, n)](
-        addresses, strides, table([x.shape[1] for x in logits]), q_inv_temp, q_lse, likeliest, rows, 4096, kind, acc
+        addresses, strides, sizes, q_inv_temp, q_lse, likeliest, rows, tile, kind, aligned, acc, num_warps=8
     )
 
-    tiles = triton.cdiv(vocabulary, WIDTH)
+    lanes = triton.next_power_of_2(max(n, 1))
+    width = max(64, TOGETHER // lanes)
+    tiles = triton.cdiv(vocabulary, width)
     split = triton.next_power_of_2(min(tiles, triton.cdiv(PROGRAMS, max(rows, 1))))  # few values: each is compiled
-    sums, of_p = p.lse.new_empty(6, split, n, rows), p.lse.new_empty(3, split, rows)
+    sums, of_p = p.lse.new_empty(5, split, n, rows), p.lse.new_empty(4, split, rows)
     firsts = torch.empty(split, rows, dtype=torch.int32, device=device)
     _panorama_kernel[(rows, split)](
-        *pointers(p), tokens.contiguous(), addresses, table([0 if m is None else m.data_ptr() for m in maps]), strides,
-        q_inv_temp, q_lse, sums, of_p, firsts, math.log(TINY), rows, n, split, triton.next_power_of_2(max(n, 1)),
-        vocabulary, WIDTH, kind, acc, num_warps=8,
+        *pointers(p), tokens.contiguous(), addresses, strides, map_addresses, q_inv_temp, q_lse, sums, of_p, firsts,
+        math.log(TINY), vocabulary, rows, n, split, lanes, width, any(m is not None for m in maps), kind, aligned, acc,
+        num_warps=8,
     )  # fmt: skip
 
-    accept, excess, cross, reverse, q_x, missed = sums.sum(1)
-    negentropy, p_x = of_p[:2].sum(1)
-    best = torch.where(of_p[2] == of_p[2].amax(0), firsts, vocabulary).amin(0)
+    excess, cross, reverse, q_x, missed = sums.sum(1)
+    mass, negentropy, p_x = of_p[:3].sum(1)
+    best = torch.where(of_p[3] == of_p[3].amax(0), firsts, vocabulary).amin(0)
     best = torch.where(p.greedy >= 0, p.greedy, best)
     proposed = [best_id if d.ids is None else d.ids[best_id] for best_id, d in zip(likeliest, drafts, strict=True)]
     agree = torch.stack(proposed) == best if drafts else likeliest
     fields = (
-        accept, excess, negentropy - cross, -q_x.clamp_min(TINY).log(), reverse, p_x.expand(n, rows), q_x,
-        agree.to(accept.dtype), missed,
+        (mass - excess).clamp_min(0), excess, negentropy - cross, -q_x.clamp_min(TINY).log(), reverse,
+        p_x.expand(n, rows), q_x, agree.to(excess.dtype), missed,
     )  # fmt: skip
     known = q_lse.isfinite() & p.valid
     entropy = torch.where(p.valid, -negentropy, torch.nan)

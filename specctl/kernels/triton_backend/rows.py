@@ -1,4 +1,9 @@
-"""Random numbers, the scalars of a row, and draws from it. A row is read once, by many programs."""
+"""Random numbers, the scalars of a row, and draws from it.
+
+Many programs read a row once, for maxima and sums of its blocks. With top-k or top-p they read it again, only where
+blocks reach a pivot below the cut, and gather what may lie there: the search for the cut runs on few logits. Its masses
+are integers, so neither the order of the candidates nor the batch changes a bit.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,16 @@ from torch import Tensor
 from ..rows import BLOCK, Rows, working
 from .device import BLOCKS, load_logits, pointers, precision, probability, row_major, search, tile_of
 
+ROOM = 16384  # candidates of a row; where there are more, the row itself is searched
+SAMPLE = 2048  # logits from which the mass of a tail is guessed
+PROGRAMS = 1056  # of a pass that few rows share: eight for every multiprocessor of a large GPU
+UNIT = tl.constexpr(2.0**43)  # of a mass, the largest of which is 1: the sum of 2**20 of them has 63 bits
+NEAR = tl.constexpr(-8.0)  # scores so close to the maximum are candidates, whatever the sample has seen of them
+HALVINGS = tl.constexpr(6)
+SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that fp32 has beyond
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["length", "size", "stream"])
 def _uniform_kernel(seed, position, out, length, size, stream, LANES: tl.constexpr):
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = at < size
@@ -30,166 +43,292 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     return out
 
 
-@triton.jit
-def _argmax_kernel(x, stride, out, V: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr):
+@triton.jit(do_not_specialize=["TILES"])
+def _argmax_kernel(x, stride, top, first, V, TILES, TILE: tl.constexpr, ACC: tl.constexpr):
+    """Maximum of every tile and its lowest id. Grid: rows × tiles; one pass, everything else is small."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, TILE)
-    best = load_logits(x + row * stride, lane, lane < V, ACC)
-    index = lane
-    for start in range(TILE, V, TILE):
-        ids = start + lane
-        value = load_logits(x + row * stride, ids, ids < V, ACC)
-        index = tl.where(value > best, ids, index)
-        best = tl.maximum(best, value)
-    lowest = tl.where((best == tl.max(best, 0)) & (lane < V), index, V)
-    tl.store(out + row, tl.min(lowest, 0).to(tl.int64))
+    tile = tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    value = load_logits(x + row * stride, ids, ids < V, ACC)
+    highest = tl.max(value, 0)
+    tl.store(top + row * TILES + tile, highest)
+    tl.store(first + row * TILES + tile, tl.min(tl.where((value == highest) & (ids < V), ids, V), 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["TILES"])
+def _first_kernel(top, first, out, TILES, LANES: tl.constexpr):
+    """The lowest id among the tiles that hold the maximum. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, LANES)
+    value = tl.load(top + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
+    lowest = tl.argmax(value, 0)  # of equal tiles the first, which has the lowest ids
+    tl.store(out + row, tl.load(first + row * TILES + lowest))
 
 
 def argmax(logits: Tensor) -> Tensor:
     rows = row_major(logits.reshape(-1, logits.shape[-1]))
-    out = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-    vocabulary = rows.shape[1]
-    _argmax_kernel[(len(rows),)](rows, rows.stride(0), out, vocabulary, tile_of(vocabulary), precision(rows))
+    count, vocabulary = rows.shape
+    tile, acc = tile_of(vocabulary), precision(rows)
+    tiles = triton.cdiv(vocabulary, tile)
+    top = torch.empty(count, tiles, dtype=working(rows[:0]).dtype, device=rows.device)
+    first = torch.empty(count, tiles, dtype=torch.int64, device=rows.device)
+    _argmax_kernel[(count, tiles)](rows, rows.stride(0), top, first, vocabulary, tiles, tile, acc)
+    if tiles == 1:
+        return first.view(logits.shape[:-1])
+    out = torch.empty(count, dtype=torch.int64, device=rows.device)
+    _first_kernel[(count,)](top, first, out, tiles, triton.next_power_of_2(tiles), num_warps=1)
     return out.view(logits.shape[:-1])
 
 
 @triton.jit
-def _order(value, INT: tl.constexpr, BITS: tl.constexpr):
-    """Integers in the order of the floats, from their bits; the same function leads back (with the bits as `value`)."""
-    bits = value.to(INT, bitcast=True)
+def _flip(bits):
+    """Bits of a float as an integer in the order of the floats; the same function leads back."""
+    BITS: tl.constexpr = bits.dtype.primitive_bitwidth
     return bits ^ ((bits >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
 
 
 @triton.jit
-def _mass_from(
-    x, inv_temp, least, cut, peak, COUNT: tl.constexpr, INT: tl.constexpr, BITS: tl.constexpr,
-    V: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+def _key(value, SHIFT: tl.constexpr):
+    """Integers in the order of the floats, less the SHIFT lowest bits, which the logits' dtype does not have."""
+    return _flip(value.to(tl.int64 if value.dtype == tl.float64 else tl.int32, bitcast=True)) >> SHIFT
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):
+    """The float of a key."""
+    bits = _flip((key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0).to(key.dtype))
+    return bits.to(tl.float64 if key.dtype == tl.int64 else tl.float32, bitcast=True)
+
+
+@triton.jit
+def _from(
+    source, n, end, least, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """For each of `least` [16]: the number of scores from there on, or their mass by exp(peak), none below `cut`."""
+    """How many of `n` logits have keys from `least` on, or the mass of those whose score reaches `cut`.
+
+    Masses are relative to exp(base), in units of 1 / UNIT: integers, whose sum is the same in any order.
+    """
     lane = tl.arange(0, TILE)
-    total = tl.zeros((16,), ACC)
-    for start in range(0, V, TILE):
-        ids = start + lane
-        scores = load_logits(x, ids, ids < V, ACC) * inv_temp
-        weight = tl.where(scores >= cut, tl.exp(scores - peak), 0.0)
+    total = tl.zeros((TILE,), tl.int64)
+    for start in range(0, n, TILE):
+        value = load_logits(source, start + lane, start + lane < end, ACC)
+        above = (_key(value, SHIFT) >= least) & (start + lane < n)
         if COUNT:
-            weight = tl.where(ids < V, 1.0, 0.0).to(ACC)
-        above = _order(scores, INT, BITS)[:, None] >= least[None, :]
-        total += tl.sum(tl.where(above, weight[:, None], 0.0), 0)
-    return total
+            total += above.to(tl.int64)
+        else:
+            score = value * scale
+            weight = tl.exp(tl.minimum(score - base, 0.0)) * UNIT
+            total += tl.where(above & (score >= cut), weight, 0.0).to(tl.int64)
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def _highest(
-    x, inv_temp, cut, peak, needed, COUNT: tl.constexpr, INT: tl.constexpr, BITS: tl.constexpr,
-    V: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
+    source, n, end, low, high, needed, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
+    TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Highest score at or above which lies `needed` or more; its bits are found four at a time."""
-    sign = tl.full((), 1, INT) << (BITS - 1)
-    digit = tl.arange(0, 16).to(INT)
-    prefix = tl.full((), 0, INT)
-    for step in range(BITS // 4):
-        shift = BITS - 4 - 4 * step
-        least = (prefix | (digit << shift)) ^ sign
-        total = _mass_from(x, inv_temp, least, cut, peak, COUNT, INT, BITS, V, TILE, ACC)
-        best = tl.max(tl.where((total >= needed) & (total > 0), digit, 0), 0)
-        prefix = prefix | (best << shift)
-    return _order(prefix ^ sign, INT, BITS).to(ACC, bitcast=True)
+    """Highest key of low … high from which on there is `needed` or more: interval halving. `low` if there is none.
+
+    Passes over `source`: log2(high − low), at most the bits of the logits' dtype.
+    """
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, without overflow
+        enough = _from(source, n, end, middle, scale, base, cut, COUNT, SHIFT, TILE, ACC) >= needed
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
 
 
-@triton.jit
-def _cut_kernel(
-    x, stride, inv_temp, top_k, top_p, out, INT: tl.constexpr, BITS: tl.constexpr,
-    V: tl.constexpr, TILE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Lowest score that the filters keep. No sort: rows without filters cost nothing, and the host need not know."""
-    row = tl.program_id(0).to(tl.int64)
-    x += row * stride
-    scale = tl.load(inv_temp + row)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
-    cut = tl.full((), float("-inf"), ACC)
-    peak = tl.full((), 0.0, ACC)
-    if k > 0:
-        cut = _highest(x, scale, cut, peak, tl.minimum(k, V).to(ACC), True, INT, BITS, V, TILE, ACC)
-    if p < 1:
-        lane = tl.arange(0, TILE)
-        best = tl.full((TILE,), float("-inf"), ACC)
-        for start in range(0, V, TILE):
-            ids = start + lane
-            best = tl.maximum(best, load_logits(x, ids, ids < V, ACC) * scale)
-        peak = tl.max(best, 0)
-        lowest = _order(tl.full((16,), float("-inf"), ACC), INT, BITS)
-        whole = tl.max(_mass_from(x, scale, lowest, cut, peak, False, INT, BITS, V, TILE, ACC), 0)
-        nucleus = _highest(x, scale, cut, peak, p.to(ACC) * whole, False, INT, BITS, V, TILE, ACC)
-        cut = tl.where(nucleus > cut, nucleus, cut)  # NaN where the row is no distribution
-    tl.store(out + row, cut)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _blocks_kernel(
-    x, stride, inv_temp, cut, peak, total, best,
-    V: tl.constexpr, NB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Maximum, its lowest id, and Σ exp(score − maximum) over the kept tokens, of every run of BLOCK ids."""
+    x, stride, inv_temp, peak, total, best, taken, V, NB, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr
+):
+    """Maximum, its lowest id, and Σ exp(score − that of the maximum) of every run of BLOCK ids.
+
+    Grid: rows × BLOCKS runs; one pass. It also makes the counters of the next kernel zero.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    scores = load_logits(x + row * stride, ids, ids < V, ACC) * tl.load(inv_temp + row)
-    top = tl.max(scores, 1)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.where(scores >= tl.load(cut + row), tl.exp(scores - base[:, None]), 0.0)
+    value = load_logits(x + row * stride, ids, ids < V, ACC)
+    scale = tl.load(inv_temp + row)
+    top = tl.max(value, 1)
+    base = tl.where(top == float("-inf"), 0.0, top * scale)
     at, mask = row * NB + block, block < NB
     tl.store(peak + at, top, mask=mask)
-    tl.store(total + at, tl.sum(mass, 1), mask=mask)
-    tl.store(best + at, block * BLOCK + tl.argmax(scores, 1), mask=mask)
+    tl.store(total + at, tl.sum(tl.exp(value * scale - base[:, None]), 1), mask=mask)
+    tl.store(best + at, block * BLOCK + tl.argmax(value, 1), mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(taken + row, 0)
 
 
 @triton.jit
-def _combine_kernel(
-    temperature, cut, peak, total, best, lse, greedy, mass, NB: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
+def _statistics(peak, total, scale, row, NB, LANES: tl.constexpr):
+    """Maxima of a row's blocks, the score of the highest, and Σ exp(score − highest) of each block."""
     block = tl.arange(0, LANES)
-    at, mask = row * NB + block, block < NB
-    top = tl.load(peak + at, mask=mask, other=float("-inf"))
-    highest = tl.max(top, 0)
+    top = tl.load(peak + row * NB + block, mask=block < NB, other=float("-inf"))
+    highest = tl.max(top, 0) * scale
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    sums = tl.load(total + at, mask=mask, other=0.0) * tl.exp(top - base)
-    whole = tl.sum(sums, 0)
-    tl.store(mass + at, sums / whole, mask=mask)
+    sums = tl.load(total + row * NB + block, mask=block < NB, other=0.0) * tl.exp(top * scale - base)
+    return top, highest, sums
+
+
+@triton.jit(do_not_specialize=["NB"])
+def _gather_kernel(
+    x, stride, inv_temp, temperature, top_k, top_p, peak, total, taken, pivot, candidates, V, NB, STEP,
+    ROOM: tl.constexpr, SAMPLE: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """The logits from a `pivot` on, which is at or (almost always) below the cut, as `candidates` in any order.
+
+    Top-k: the k-th of the blocks' maxima. Top-p: with a tail of half of 1 − top_p below it, as a SAMPLE of the logits
+    has it; the next kernel notices where the tail is too large. Grid: rows × a few programs; reads the blocks whose
+    maximum reaches the pivot.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    k, p = tl.minimum(tl.load(top_k + row), V), tl.load(top_p + row)
+    if ((k > 0) | (p < 1)) & (tl.load(temperature + row) > 0):
+        scale = tl.load(inv_temp + row)
+        top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
+        x += row * stride
+        if k > 0:
+            least = tl.full((), float("-inf"), ACC)
+            if k <= NB:
+                low, high = _key(least, 0), _key(tl.max(top, 0), 0)
+                there = _key(top, 0)
+                while low < high:
+                    middle = (low | high) - ((low ^ high) >> 1)
+                    enough = tl.sum((there >= middle).to(tl.int32), 0) >= k
+                    low = tl.where(enough, middle, low)
+                    high = tl.where(enough, high, middle - 1)
+                least = _value(low, 0)
+        else:
+            lane = tl.arange(0, SAMPLE)
+            ids = lane // 16 * STEP + lane % 16
+            score = load_logits(x, ids, ids < V, ACC) * scale - highest
+            weight = tl.exp(score) * (V / tl.minimum(V, SAMPLE))
+            tail = 0.5 * (1 - p).to(ACC) * tl.sum(sums, 0)
+            low = tl.log(tail / V)  # so much does not lie below, however many there are
+            high = tl.maximum(low, NEAR)
+            for _ in range(HALVINGS):
+                middle = 0.5 * (low + high)
+                fine = tl.sum(tl.where(score < middle, weight, 0.0), 0) <= tail
+                low = tl.where(fine, middle, low)
+                high = tl.where(fine, high, middle)
+            least = (low + highest) / scale
+        group = tl.program_id(1)
+        if group == 0:
+            tl.store(pivot + row, least)
+        while group * BLOCKS < NB:
+            block = group * BLOCKS + tl.arange(0, BLOCKS)
+            reach = tl.load(peak + row * NB + block, mask=block < NB, other=float("-inf")) * scale >= least * scale
+            reach = reach & (block < NB)
+            ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            value = load_logits(x, ids, reach[:, None] & (ids < V), ACC)
+            hit = (value * scale >= least * scale) & reach[:, None] & (ids < V)
+            count = tl.sum(hit.to(tl.int32), 1)
+            start = tl.atomic_add(taken + row + block * 0, count, mask=count > 0, sem="relaxed")
+            at = start[:, None] + tl.cumsum(hit.to(tl.int32), 1) - 1
+            tl.store(candidates + row * ROOM + at, value.to(candidates.dtype.element_ty), mask=hit & (at < ROOM))
+            group += tl.num_programs(1)
+
+
+@triton.jit(do_not_specialize=["NB"])
+def _rows_kernel(
+    x, stride, inv_temp, temperature, top_k, top_p, peak, total, best, taken, pivot, candidates,
+    cut, lse, greedy, mass, V, NB, ROOM: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The fields of a row. With a filter: the exact cut, found among the candidates, and the masses behind it.
+
+    The row itself is searched where candidates are too many, or too few: its passes are as many as a key has bits,
+    out of the cache. Grid: rows; reads candidates, and the blocks whose maximum reaches the cut.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(inv_temp + row)
+    top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
     is_greedy = tl.load(temperature + row) <= 0
     token = tl.load(best + row * NB + tl.argmax(top, 0)).to(tl.int64)
     tl.store(greedy + row, tl.where(is_greedy, token, -1))
-    tl.store(cut + row, tl.where(is_greedy, highest, tl.load(cut + row)))
-    bare = is_greedy | (highest == float("inf")) | (highest == float("-inf"))
-    tl.store(lse + row, tl.where(bare, highest, highest + tl.log(whole)))
+    finite = (highest > float("-inf")) & (highest < float("inf"))
+    k, p = tl.minimum(tl.load(top_k + row), V), tl.load(top_p + row)
+    least = tl.full((), float("-inf"), ACC)
+    lane = tl.arange(0, LANES)
+    if ((k > 0) | (p < 1)) & (is_greedy == 0) & finite:
+        n = tl.load(taken + row)
+        end = tl.cdiv(n, 16) * 16  # where the candidates' memory ends, for loads of 16 bytes
+        low = _key(tl.load(pivot + row), SHIFT)
+        high = _key(tl.max(top, 0), SHIFT)
+        needed = (p.to(tl.float64) * tl.sum(sums.to(tl.float64), 0) * UNIT).to(tl.int64)
+        source, whole_row = candidates + row * ROOM, x + row * stride
+        few = n <= ROOM
+        if few & (k == 0):
+            few = _from(source, n, end, low, scale, highest, least, False, SHIFT, TILE, ACC) >= needed
+        source = tl.where(few, source, whole_row)
+        n, end = tl.where(few, n, V), tl.where(few, end, V)
+        bottom = _key(least, SHIFT)
+        low = tl.where(few, low, bottom)
+        if k > 0:
+            low = _highest(source, n, end, low, high, k, scale, highest, least, True, SHIFT, TILE, ACC)
+            least = _value(low, SHIFT) * scale
+        if p < 1:
+            if k > 0:
+                whole = _from(source, n, end, bottom, scale, highest, least, False, SHIFT, TILE, ACC)
+                needed = (p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
+            needed = tl.maximum(needed, 1)
+            low = _highest(source, n, end, low, high, needed, scale, highest, least, False, SHIFT, TILE, ACC)
+            least = _value(low, SHIFT) * scale
+
+        group = 0
+        while group * BLOCKS < NB:
+            block = group * BLOCKS + tl.arange(0, BLOCKS)
+            reach = tl.load(peak + row * NB + block, mask=block < NB, other=float("-inf")) * scale >= least
+            ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            score = load_logits(x + row * stride, ids, reach[:, None] & (ids < V), ACC) * scale
+            kept = tl.sum(tl.where(score >= least, tl.exp(score - highest), 0.0), 1)
+            tl.store(mass + row * NB + block, kept, mask=block < NB)
+            group += 1
+        tl.debug_barrier()  # what other threads have stored is read
+        sums = tl.load(mass + row * NB + lane, mask=lane < NB, other=0.0)
+    whole = tl.sum(sums, 0)
+    tl.store(mass + row * NB + lane, sums / whole, mask=lane < NB)
+    tl.store(cut + row, tl.where(is_greedy, highest, least))
+    tl.store(lse + row, tl.where(is_greedy | (finite == 0), highest, highest + tl.log(whole)))
 
 
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
-    """As the reference; the logits keep their dtype."""
+    """As the reference; the logits keep their dtype. Three launches, and nothing depends on the filters but time."""
     logits = row_major(logits)
     count, vocabulary = logits.shape
     blocks, acc = triton.cdiv(vocabulary, BLOCK), precision(logits)
     inv_temp = torch.where(temperature <= 0, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
-    cut, lse, greedy = torch.empty_like(inv_temp), torch.empty_like(inv_temp), torch.empty_like(top_k)
+    pivot, cut, lse, greedy = *(torch.empty_like(inv_temp) for _ in range(3)), torch.empty_like(top_k)
     peak, total, mass = (inv_temp.new_empty(count, blocks) for _ in range(3))
-    best = top_k.new_empty(count, blocks, dtype=torch.int32)
-    x, tile = (logits, logits.stride(0), inv_temp), min(tile_of(vocabulary), 2048)
-    kind = (tl.int64, 64) if acc == tl.float64 else (tl.int32, 32)
-    _cut_kernel[(count,)](*x, top_k, top_p, cut, *kind, vocabulary, tile, acc, num_warps=16)
-    several = min(BLOCKS, triton.next_power_of_2(blocks))
-    grid = (count, triton.cdiv(blocks, several))
-    _blocks_kernel[grid](*x, cut, peak, total, best, vocabulary, blocks, several, BLOCK, acc)
-    lanes = triton.next_power_of_2(blocks)
-    _combine_kernel[(count,)](temperature, cut, peak, total, best, lse, greedy, mass, blocks, lanes, acc)
+    best, taken = (top_k.new_empty(count, size, dtype=torch.int32) for size in (blocks, 1))
+    candidates = logits.new_empty(count, ROOM)
+    several, lanes = min(BLOCKS, triton.next_power_of_2(blocks)), triton.next_power_of_2(blocks)
+    groups, few = triton.cdiv(blocks, several), min(8, several)
+    x, statistics = (logits, logits.stride(0), inv_temp), (peak, total)
+    _blocks_kernel[(count, groups)](*x, *statistics, best, taken, vocabulary, blocks, several, BLOCK, acc)
+    filters = temperature, top_k, top_p
+    step = max(16, vocabulary * 16 // SAMPLE // 16 * 16)
+    programs = min(triton.cdiv(blocks, few), max(1, PROGRAMS // max(count, 1)))
+    _gather_kernel[(count, programs)](
+        *x, *filters, *statistics, taken, pivot, candidates, vocabulary, blocks, step,
+        ROOM, SAMPLE, lanes, few, BLOCK, acc, num_warps=8,
+    )  # fmt: skip
+    _rows_kernel[(count,)](
+        *x, *filters, *statistics, best, taken, pivot, candidates, cut, lse, greedy, mass, vocabulary, blocks,
+        ROOM, tile_of(vocabulary), lanes, several, BLOCK, SHIFTS[logits.dtype], acc, num_warps=16,
+    )  # fmt: skip
     return Rows(logits, inv_temp, cut, lse, greedy, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NB"])
 def _sample_kernel(
     x, stride, inv_temp, cut, lse, greedy, mass, u, out,
-    V: tl.constexpr, NB: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    V, NB, LANES: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(greedy + row)

@@ -12,7 +12,7 @@ from ..rows import BLOCK, Rows
 from .device import BLOCKS, load_logits, pointers, precision, probability, search
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _walk_kernel(drawn, tokens, parents, path, accepted, bonus, n, LANES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -53,11 +53,11 @@ def _token_probability(x, stride, inv_temp, cut, lse, greedy, row, token, mask, 
     return probability(value, token, scale, least, tl.load(lse + row, mask=mask, other=0.0), one_hot)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "V"])
 def _accept_kernel(
     px, p_stride, p_inv_temp, p_cut, p_lse, p_greedy, qx, q_stride, q_inv_temp, q_cut, q_lse, q_greedy,
     tokens, count, u_accept, accepted, share, n,
-    V: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
+    V, LANES: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Token rule: how many tokens are accepted. Block rule (WHOLE): the shares; who is accepted is not known yet."""
     row = tl.program_id(0).to(tl.int64)
@@ -87,7 +87,7 @@ def _accept_kernel(
 @triton.jit
 def _difference(
     px, p_stride, p_inv_temp, p_cut, p_lse, p_greedy, qx, q_stride, q_inv_temp, q_cut, q_lse, q_greedy,
-    p_row, q_row, share, ids, V: tl.constexpr, ACC: tl.constexpr,
+    p_row, q_row, share, ids, V, ACC: tl.constexpr,
 ):  # fmt: skip
     """max(share · p − q, 0) of tokens `ids`."""
     p = load_logits(px + p_row * p_stride, ids, ids < V, ACC)
@@ -98,11 +98,11 @@ def _difference(
     return tl.maximum(kept - probability(q, ids, *q_scalars, tl.load(q_greedy + q_row)), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "slots", "NB"])
 def _excess_kernel(
     px, p_stride, p_inv_temp, p_cut, p_lse, p_greedy, qx, q_stride, q_inv_temp, q_cut, q_lse, q_greedy,
     count, accepted, share, excess, n, slots,
-    V: tl.constexpr, NB: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    V, NB, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """Σ max(share · p − q, 0) of every run of BLOCK ids: behind 0 … n − 1 tokens (WHOLE), or behind the accepted."""
@@ -124,11 +124,11 @@ def _excess_kernel(
         tl.store(excess + slot * NB + block, tl.sum(over, 1), mask=block < NB)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "slots", "NB"])
 def _next_kernel(
     px, p_stride, p_inv_temp, p_cut, p_lse, p_greedy, qx, q_stride, q_inv_temp, q_cut, q_lse, q_greedy, p_mass,
     count, u_accept, u_next, accepted, share, excess, out, n, slots,
-    V: tl.constexpr, NB: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    V, NB, LANES: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """The next token; with the block rule (WHOLE) first how many are accepted."""

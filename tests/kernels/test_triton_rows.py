@@ -1,0 +1,109 @@
+"""The ways in which Triton finds a cut, all of them exact, and a maximum that many programs look for."""
+
+import os
+
+import pytest
+import torch
+
+from specctl.kernels import reference
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_triton")
+FILTERS = [
+    (1.0, 0, 0.9),
+    (0.7, 50, 1.0),
+    (0.0, 3, 0.5),
+    (1.5, 0, 0.999),
+    (0.3, 10**6, 0.8),
+    (1.0, 7, 1e-9),
+    (1.0, 1, 1.0),
+]
+
+
+@pytest.fixture
+def rows():
+    from specctl.kernels.triton_backend import rows
+
+    return rows
+
+
+def filters():
+    """Temperature, top-k and top-p of a row each."""
+    return tuple(torch.tensor(column) for column in zip(*FILTERS, strict=True))
+
+
+def exact_cut(x, temperature, top_k, top_p):
+    """The cuts [R] of fp32 scores, with masses in fp64."""
+    greedy = temperature <= 0
+    scores = (x.float() * torch.where(greedy, 1.0, 1.0 / temperature)[:, None]).double()
+    return reference.row_params(scores, torch.where(greedy, 0.0, 1.0).double(), top_k, top_p.double()).cut.float()
+
+
+@pytest.mark.parametrize("room", [16, 16384], ids=["too many candidates", "candidates"])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [
+        (1, torch.bfloat16),
+        (7, torch.float32),
+        (257, torch.float16),
+        (5000, torch.bfloat16),
+        pytest.param(32003, torch.float32, marks=pytest.mark.slow),
+        pytest.param(50257, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_cuts_are_exact(rows, monkeypatch, vocabulary, dtype, room):
+    """Few values are ties at every cut; flat rows have more candidates than there is room for."""
+    monkeypatch.setattr(rows, "ROOM", room)
+    generator = torch.Generator().manual_seed(vocabulary)
+    for scale in (0.0, 3.0):
+        x = (scale * torch.randn(len(FILTERS), vocabulary, generator=generator)).to(dtype)
+        x[:, ::3] = x[:, ::3].round()
+        ours, spec = rows.row_params(x, *filters()), reference.row_params(x, *filters())
+        assert torch.equal(ours.cut, exact_cut(x, *filters()))
+        same = (ours.cut == spec.cut) & (spec.greedy < 0)  # fp32 sums may end a token earlier or later
+        torch.testing.assert_close(ours.lse[same], spec.lse[same], rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(ours.block_mass[same], spec.block_mass[same], rtol=1e-4, atol=1e-6)
+
+
+def test_every_k(rows):
+    """Of less and of more than the blocks' maxima, which the pivot is taken from."""
+    x = torch.randn(1, 700, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for k in (1, 3, 4, 257, 700, 701):
+        cut = rows.row_params(x, torch.ones(1), torch.tensor([k]), torch.ones(1)).cut
+        assert cut == x.float().sort(descending=True).values[0, min(k, 700) - 1]
+
+
+def test_a_tail_that_the_sample_does_not_show(rows):
+    """3,000 tokens of 2e-4 each of the likeliest, none of them in the sample: the pivot is too high, which is seen."""
+    vocabulary = 50257
+    x = torch.full((1, vocabulary), -30.0)
+    step = vocabulary * 16 // rows.SAMPLE // 16 * 16
+    hidden = torch.arange(vocabulary)[torch.arange(vocabulary) % step >= 16][:3000]
+    x[0, hidden] = -8.5
+    x[0, 0] = 0.0
+    for top_p, cut in ((0.9, -8.5), (0.5, 0.0)):
+        nucleus = torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.tensor([top_p])
+        assert exact_cut(x, *nucleus) == cut
+        assert rows.row_params(x, *nucleus).cut == cut
+
+
+def test_candidates_come_in_any_order(rows, monkeypatch):
+    """Bit for bit: programs take their places as they come, and sums are of integers."""
+    x = torch.randn(len(FILTERS), 3000, generator=torch.Generator().manual_seed(1))
+    at_once = rows.row_params(x, *filters())
+    backwards = rows.row_params(x.flip(-1), *filters())
+    monkeypatch.setattr(rows, "PROGRAMS", 1)
+    one_by_one = rows.row_params(x, *filters())
+    for name in rows.Rows._fields:
+        assert torch.equal(getattr(at_once, name), getattr(one_by_one, name)), name
+    assert torch.equal(at_once.cut, backwards.cut)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 4096, 4097, 50257])
+def test_the_lowest_of_equal_maxima(rows, vocabulary):
+    """In one tile and in several; nothing but NaN and −inf; +inf."""
+    x = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(2)).round()
+    x[0], x[1] = torch.nan, -torch.inf
+    x[2, vocabulary // 2] = x[2, -1] = torch.inf
+    x[3, 0], x[3, -1], x[4] = torch.nan, 100.0, 5.0
+    assert torch.equal(rows.argmax(x), reference.argmax(x))
+    assert torch.equal(rows.argmax(x.bfloat16()[:, None]), reference.argmax(x.bfloat16()[:, None]))
