@@ -45,6 +45,19 @@ SERVED = {
     "requests": "of",
 }
 """The same of a server; `a request`: tokens/s that one sees."""
+LENGTHS = {
+    "server": "server",
+    "concurrency": "in flight",
+    "over": "prompts over",
+    "up_to": "up to, tokens",
+    "request_tokens_per_s": "a request",
+    "first_token_s": "first token, s",
+    "token_s": "next, s",
+    "mat": "mat",
+    "speedup": "× baseline",
+    "requests": "of",
+}
+"""The same by the length of prompts."""
 EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
@@ -120,6 +133,7 @@ def show(document: dict[str, Any], measured: str) -> Any:
         *map(cell, doubts(document)),
         "with drafters against plain decoding: " + verdict(document["lossless"]),
         "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
+        *turns(document, "plain decoding's answers"),
         f"measured on: {cell(measured)}",
         f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
@@ -140,13 +154,22 @@ def show_served(document: dict[str, Any], measured: str) -> Any:
         if row["acceptance_by_position"]
     ]
     failures = sum(row["failures"] for row in document["servers"])
+    lengths = [[row[name] for name in LENGTHS] for row in document["lengths"]]
     return Group(
         table(*SERVED.values(), rows=rows),
+        *([table(*LENGTHS.values(), rows=lengths)] if lengths else []),
         *map(cell, places),
         *([f"{failures} requests failed and were sent again"] if failures else []),
+        *turns(document, "the server's own answers"),
         f"measured on: {cell(measured)}",
         f"run: {cell(document['run_dir'])}",
     )
+
+
+def turns(document: dict[str, Any], behind: str) -> list[str]:
+    """How later turns of conversations were asked, in words, where there were some."""
+    number = document["later_turns"]
+    return [f"{number} prompts are later turns of conversations, behind {behind}"] if number else []
 
 
 def verdict(lossless: dict[str, int]) -> str:

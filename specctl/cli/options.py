@@ -76,7 +76,10 @@ FLAGS: dict[str, Flag] = {
     ),
     "domain": Flag(("data.domain",), str, "Domain, or several with commas; see `specctl domains ls`."),
     "prompts": Flag(
-        ("data.prompts",), str, "JSONL with prompt or messages; {domain} in its name; - is stdin.", metavar="FILE"
+        ("data.prompts",),
+        str,
+        "JSONL with prompt, messages or turns; {domain} in its name; - is stdin; hub:ID[:CONFIG] a data set.",
+        metavar="FILE",
     ),
     "from_log": Flag(
         ("log", "traffic.log"),

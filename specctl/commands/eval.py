@@ -16,6 +16,7 @@ from specctl.errors import UsageError
 from specctl.families import NAMED
 from specctl.measuring import lossless
 from specctl.measuring.contenders import VANILLA, contenders, measure, prepare
+from specctl.measuring.conversations import spoken
 from specctl.measuring.drafter_rows import Row, answers, compared, summarise
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.matrix import Matrix, tabulate
@@ -48,6 +49,7 @@ class EvalResult:
     lossless: Losslessness
     lossless_transformers: Losslessness
     rejected: int  # prompts
+    later_turns: int  # of conversations, each behind plain decoding's answers to those before it
     matrix: Matrix | None = None  # where the recipe asks for it
 
 
@@ -84,8 +86,9 @@ def evaluate(
         threads.keep(threads_of(run.dir))
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
-    prompts = read_domains(data, rejections, split=recipe.split, sample=True)
-    cases = prepare(recipe, target, prompts, rejections)
+    prompts = read_domains(data, rejections, split=recipe.split, sample=True, suite=True)
+    asked = prepare(recipe, target, prompts, rejections)
+    cases = spoken(recipe, target, asked)
     if drafters is None:
         bases: dict[str, Drafter] = {}
         drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
@@ -103,13 +106,15 @@ def evaluate(
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
     names = dict.fromkeys([*drafters, *(record.drafter for record in records)])
-    rows = [summarise(name, domain, records) for domain in recipe.data.domain for name in names]
+    domains = dict.fromkeys(case.prompt.domain for case in cases)
+    rows = [summarise(name, domain, records) for domain in domains for name in names]
     rows = [row for row in rows if row.prompts]
     return EvalResult(
         rows=rows,
         lossless=agreement,
         lossless_transformers=_agreement_with_transformers(recipe, target, records),
         rejected=rejections.count,
+        later_turns=len(cases) - len(asked),
         matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters)) if recipe.matrix else None,
     )
 

@@ -1,8 +1,9 @@
 """Prompts of a domain, and what happens to the lines that are none.
 
-Sources in order: the file of `--prompts` (or stdin, or a file per domain: `{domain}.jsonl`), the domain's public data
-set when asked for, its offline generator. Broken lines are collected as file:line:reason in `rejected.jsonl`; more than
-`data.max_rejected` of them stop the command with exit code 3.
+Sources in order: the file of `--prompts` (or stdin, a file per domain: `{domain}.jsonl`, or `hub:ID`, a data set that
+`datasets` loads), the domain's public data set when asked for, its offline generator. Suites are such files, too: rows
+of Spec-Bench, MT-Bench and SPEED-Bench have `turns` and a `category`. Broken lines are collected as file:line:reason in
+`rejected.jsonl`; more than `data.max_rejected` of them stop the command with exit code 3.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ HELD_BYTES = 1 << 20  # of rejected lines in memory; more of them wait in a temp
 CHECKED_LINES = 1000  # of a file, before anything is loaded: one of them has to be a prompt
 POLL_S = 0.2  # how long a signal waits while stdin is silent
 SAMPLE_SLACK = 4  # prompts held at once while a file is sampled, as a multiple of the limit
-EXPECTED = 'one JSON object a line, {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
+EXPECTED = (
+    'one JSON object a line, {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…", "…"]}'
+)
+HUB = "hub:"
+"""The beginning of a name of prompts that `datasets` loads: `hub:ID` or `hub:ID:CONFIG`."""
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+"""The text of SPEED-Bench's rows (arXiv 2604.09557) whose sources may not be passed on."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Prompt:
     domain: str
     where: str  # "file:line" (or the generator), for messages about it
     reference: str | None = None  # the source's own answer, where it has one
+    later: tuple[str, ...] = ()  # what the user says after each of the target's answers
 
 
 class Rejections:
@@ -124,7 +132,7 @@ def check_files(data: DataRecipe) -> None:
     if len(set(files.values())) < len(files):
         hint = f"name one of {', '.join(files)} with --domain, or a file for each with {{domain}} in its name"
         raise UsageError(f"a prompts file is one domain, {data.prompts} would be {len(files)}", hint=hint)
-    files = {domain: file for domain, file in files.items() if file != "-"}
+    files = {domain: file for domain, file in files.items() if file != "-" and not file.startswith(HUB)}
     missing = [f"{file} ({domain})" for domain, file in files.items() if not Path(file).exists()]
     if missing:
         raise DataError(
@@ -140,7 +148,7 @@ def check_files(data: DataRecipe) -> None:
 def _check_beginning(file: str, domain: str, max_rejected: float) -> None:
     """DataError when none of the first lines is a prompt: what is no file of prompts is told before a model loads."""
     rejections = Rejections(None, max_rejected)
-    for candidate in itertools.islice(_from_file(file, domain, rejections), CHECKED_LINES):
+    for candidate in itertools.islice(_from_file(file, domain, rejections, suite=True), CHECKED_LINES):
         rejections.seen += 1
         if candidate is not None:
             return
@@ -153,11 +161,11 @@ def no_prompts(source: str) -> DataError:
 
 
 def read_domains(
-    data: DataRecipe, rejections: Rejections, *, split: str = "train", sample: bool = False
+    data: DataRecipe, rejections: Rejections, *, split: str = "train", sample: bool = False, suite: bool = False
 ) -> list[Prompt]:
     """The prompts of all domains of a recipe, domain by domain. Raises what `check_files` and `read_prompts` raise."""
     check_files(data)
-    options: dict[str, Any] = {"split": split, "rejected_to": rejections, "sample": sample}
+    options: dict[str, Any] = {"split": split, "rejected_to": rejections, "sample": sample, "suite": suite}
     return [prompt for domain in data.domain for prompt in read_prompts(data, domain, **options)]
 
 
@@ -168,11 +176,15 @@ def read_prompts(
     split: str = "train",
     rejected_to: Path | Rejections | None = None,
     sample: bool = False,
+    suite: bool = False,
 ) -> list[Prompt]:
     """The domain's prompts in source order, each once, the first `data.limit`.
 
     With `sample` those of a file come in an order drawn with `data.seed`, of which a smaller limit is the beginning:
     files are often sorted by origin, and their first prompts would stand for one of them.
+
+    With `suite` the category of a row with `turns` is the domain of its prompt, a sampled file gives `data.limit` of
+    each, and there may be several turns. Otherwise such a row is a prompt of `domain`, and rejected if it has several.
 
     `rejected_to` takes the rejected lines: a path for `rejected.jsonl`, or a collector the caller goes on using.
     Raises DataError (unreadable file, too much rejected, nothing left) and UsageError (unknown domain).
@@ -181,13 +193,15 @@ def read_prompts(
     prompts: dict[str, Prompt] = {}
     repeated = 0
     sampled = sample and data.prompts_of(domain) not in (None, "-")
-    for candidate in candidates(data, domain, split, rejections):
+    crowd = SAMPLE_SLACK * (data.limit or 0)
+    for candidate in candidates(data, domain, split, rejections, suite=suite):
         rejections.seen += 1
         if candidate is not None:
             repeated += candidate.id in prompts
             prompts.setdefault(candidate.id, candidate)
-        if sampled and data.limit is not None and len(prompts) >= SAMPLE_SLACK * data.limit:
+        if sampled and data.limit is not None and len(prompts) >= crowd:
             prompts = _sample(prompts, data.limit, data.seed)  # now and then, so that memory stays bounded
+            crowd = max(crowd, 2 * len(prompts))
         elif not sampled and len(prompts) == data.limit:
             break
     if sampled:
@@ -201,12 +215,16 @@ def read_prompts(
 
 
 def _sample(prompts: dict[str, Prompt], count: int, seed: int) -> dict[str, Prompt]:
-    """The `count` prompts whose ids have the smallest hashes with `seed`, ascending: fewer are the first of more."""
+    """The `count` prompts of each domain whose ids have the smallest hashes with `seed`, ascending: fewer are the first
+    of more."""
 
     def rank(id: str) -> bytes:
         return hashlib.sha256(f"{seed}/{id}".encode()).digest()
 
-    return {id: prompts[id] for id in heapq.nsmallest(count, prompts, key=rank)}
+    domains: dict[str, list[str]] = {}
+    for id, prompt in prompts.items():
+        domains.setdefault(prompt.domain, []).append(id)
+    return {id: prompts[id] for ids in domains.values() for id in heapq.nsmallest(count, ids, key=rank)}
 
 
 def prompt_id(messages: list[dict[str, str]]) -> str:
@@ -220,7 +238,7 @@ def prompt_ids(file: Path | None) -> frozenset[str]:
     if file is None:
         return frozenset()
     rejections, found = Rejections(None, 0.0), set()
-    for prompt in _from_file(str(file), "", rejections):
+    for prompt in _from_file(str(file), "", rejections, suite=True):
         rejections.seen += 1
         if prompt is not None:
             found.add(prompt.id)
@@ -234,8 +252,11 @@ def tell_left_out(file: Path | None, count: int) -> None:
         progress.log(f"{count} that are in {file} were left out")
 
 
-def candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections) -> Iterator[Prompt | None]:
+def candidates(
+    data: DataRecipe, domain: str, split: str, rejections: Rejections, *, suite: bool = False
+) -> Iterator[Prompt | None]:
     """The prompts of a domain as they stand in its source, one item per line; None where the line was rejected.
+    `suite` as in `read_prompts`.
 
     Nothing is held but the line that was read. Generators and unconditional samples end at `data.limit`, files and
     public data sets at their end.
@@ -244,8 +265,10 @@ def candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections
         numbers = range(data.limit or GENERATED_PROMPTS)
         return (Prompt(prompt_id([{split: f"{data.seed}/{n}"}]), [], domain, f"sample {n}") for n in numbers)
     file = data.prompts_of(domain)
+    if file is not None and file.startswith(HUB):
+        return _from_hub(file, domain, rejections, suite)
     if file is not None:
-        return _from_file(file, domain, rejections)
+        return _from_file(file, domain, rejections, suite)
     from specctl import data_prep
 
     entry = data_prep.get(domain)
@@ -256,7 +279,7 @@ def candidates(data: DataRecipe, domain: str, split: str, rejections: Rejections
     return _from_texts(texts, domain, f"{domain}/{split}", rejections)
 
 
-def _from_file(name: str, domain: str, rejections: Rejections) -> Iterator[Prompt | None]:
+def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
     label = "<stdin>" if name == "-" else name
     with open_prompts(name) as file:
         for number, line in enumerate(lines(file), 1):
@@ -266,10 +289,30 @@ def _from_file(name: str, domain: str, rejections: Rejections) -> Iterator[Promp
             if line is not None and not line.strip():
                 continue
             try:
-                yield parse_line(line, domain, where)
+                yield parse_line(line, domain, where, suite=suite)
             except ValueError as error:
                 rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
                 yield None
+
+
+def _from_hub(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
+    """Rows of a data set, of its test split if it has one. DataError where it cannot be loaded."""
+    from datasets import load_dataset
+
+    id, _, config = name.removeprefix(HUB).partition(":")
+    try:
+        splits = load_dataset(id, config or None)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"cannot load the data set {id}: {error}", "it needs a network once; a JSONL file of it needs none"
+        ) from error
+    for number, row in enumerate(splits.get("test", next(iter(splits.values()))), 1):
+        where = f"{name}:{number}"
+        try:
+            yield parse_row(row, domain, where, suite=suite)
+        except ValueError as error:
+            rejections.add(where, str(error), str(row))
+            yield None
 
 
 def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Rejections) -> Iterator[Prompt | None]:
@@ -329,10 +372,33 @@ def lines(file: IO[bytes]) -> Iterator[bytes | None]:
         yield None
 
 
-def parse_line(line: bytes | None, domain: str, where: str = "") -> Prompt:
+def parse_line(line: bytes | None, domain: str, where: str = "", *, suite: bool = False) -> Prompt:
     """A JSONL line as a prompt; None is a line that was too long to hold. ValueError says what is wrong with it."""
-    messages, reference = _row(json_object(line))
+    return parse_row(json_object(line), domain, where, suite=suite)
+
+
+def parse_row(row: dict[str, Any], domain: str, where: str = "", *, suite: bool = False) -> Prompt:
+    """A row as a prompt; `suite` as in `read_prompts`. ValueError says what is wrong with it."""
+    if "turns" in row and not row.keys() & {"prompt", "messages"}:
+        return _question(row, domain, where, suite)
+    messages, reference = _row(row)
     return Prompt(prompt_id(messages), messages, domain, where, reference)
+
+
+def _question(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prompt:
+    """A row of Spec-Bench, MT-Bench or SPEED-Bench. Its id is that of all that the user says."""
+    turns, category = row["turns"], row.get("category")
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("`turns` must be a non-empty list")
+    messages = conversation([{"role": "user", "content": turn} for turn in turns])
+    if any(PLACEHOLDER in message["content"] for message in messages):
+        raise ValueError("a placeholder: SPEED-Bench's own script has to fetch the text of this row first")
+    if category is not None and not (isinstance(category, str) and category.strip()):
+        raise ValueError(f"`category` must be a name, got {category!r:.40}")
+    if len(turns) > 1 and not suite:
+        raise ValueError(f"has {len(turns)} turns; only `specctl eval` asks one after the other")
+    name = category if suite and category else domain
+    return Prompt(prompt_id(messages), messages[:1], name, where, later=tuple(turns[1:]))
 
 
 def json_object(line: bytes | None) -> dict[str, Any]:
@@ -355,7 +421,7 @@ def json_object(line: bytes | None) -> dict[str, Any]:
 def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
     """Messages and reference answer of a row; other keys are the user's own and ignored."""
     if ("prompt" in row) == ("messages" in row):
-        raise ValueError("needs either `prompt` or `messages`" + (", has both" if "prompt" in row else ""))
+        raise ValueError("needs either `prompt` or `messages`" + (", has both" if "prompt" in row else ", or `turns`"))
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
             raise ValueError(f"`prompt` must be a string, got {type(row['prompt']).__name__}")

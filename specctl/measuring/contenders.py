@@ -69,19 +69,26 @@ def prepare(
     cases = []
     for prompt in prompts:
         progress.interrupts.check()
-        try:
-            ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
-            reason = f"{len(ids)} tokens do not fit the target's context of {target.context_length}"
-        except ChatTemplateError as error:
-            ids, reason = [], error.message
-        if 0 < len(ids) < target.context_length:
-            cases.append(Case(prompt, ids, min(recipe.sampling.max_new_tokens, target.context_length - len(ids))))
+        case = ready(recipe, target, prompt)
+        if isinstance(case, Case):
+            cases.append(case)
         else:
-            rejections.add(prompt.where, reason, prompt.messages[-1]["content"])
+            rejections.add(prompt.where, case, prompt.messages[-1]["content"])
     rejections.check()
     if not cases:
         raise DataError(f"target {target.name} can answer none of the prompts", hint="; ".join(rejections.reasons))
     return cases
+
+
+def ready(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, prompt: Prompt) -> Case | str:
+    """A prompt as ids; why not, where the template refuses it or the context has no room for it."""
+    try:
+        ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
+    except ChatTemplateError as error:
+        return error.message
+    if not 0 < len(ids) < target.context_length:
+        return f"{len(ids)} tokens do not fit the target's context of {target.context_length}"
+    return Case(prompt, ids, min(recipe.sampling.max_new_tokens, target.context_length - len(ids)))
 
 
 def contenders(

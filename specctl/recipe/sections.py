@@ -127,7 +127,8 @@ class DataRecipe(Section):
     """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
 
     domain: Annotated[Names, Field(min_length=1)] = ["sql"]  # of a prompts file: its name, unless one is given
-    prompts: Name | None = None  # JSONL file, one per domain with `{domain}` in its name, or "-" for stdin
+    # JSONL file, one per domain with `{domain}` in its name; "-" for stdin; "hub:ID[:CONFIG]" for a data set.
+    prompts: Name | None = None
     source: Literal["auto", "generator", "public", "unconditional"] = (
         "auto"  # unconditional: whatever the target writes
     )

@@ -392,3 +392,29 @@ def test_the_bar_shows_mat_of_drafters(tmp_path, prompts, target, perfect, monke
     made = recipe(prompts, baselines=["vanilla"])
     result = evaluate(made, run_of(tmp_path, made), target=target, drafters={"perfect": perfect})
     assert shown[-1] == result.rows[0].mat != metrics.mat([])
+
+
+def test_turns_of_a_suite_follow_plain_decodings_answers(tmp_path, target):
+    """A row per category; a later turn that is asked alone is another prompt."""
+    path = tmp_path / "question.jsonl"
+    rows = [{"category": "math", "turns": ["What is 3 + 4?", "And doubled?"]}, {"category": "qa", "turns": ["Hi."]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = EvalRecipe(
+        data=DataRecipe(prompts=str(path)),
+        sampling=SamplingRecipe(max_new_tokens=6),
+        target=TargetRecipe(dtype="fp32", device="cpu"),
+        drafters=["lookup"],
+        baselines=["vanilla"],
+        save_outputs=True,
+    )
+    run = run_of(tmp_path, made)
+    result = evaluate(made, run, target=target)
+    assert [(row.domain, row.prompts) for row in result.rows] == [("math", 2), ("math", 2), ("qa", 1), ("qa", 1)]
+    assert result.later_turns == 1 and result.lossless.mismatches == 0 and result.lossless.sequences == 3
+    ids = target.render([{"role": "user", "content": "What is 3 + 4?"}])
+    (first,) = decode(target, [ids], sampling=GREEDY, max_new_tokens=6, seeds=[0])
+    answer = target.tokenizer.decode(first.output_ids, skip_special_tokens=True)
+    turns = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": answer}]
+    second = target.render([*turns, {"role": "user", "content": "And doubled?"}])
+    lengths = {record["prompt_tokens"] for record in pq.read_table(run.dir / "records.parquet").to_pylist()}
+    assert {len(ids), len(second)} <= lengths

@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from specctl.commands.eval import evaluate
 from specctl.decoding.target_text import load_target_text
+from specctl.distillation.prompts import prompt_id
 from specctl.errors import DataError
+from specctl.measuring import served_rows
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run
 from tests.toys.engine import FakeEngine
@@ -79,6 +82,78 @@ def test_a_prompt_that_is_refused_is_named(go, text):
         go(engine, concurrency=[1])
 
 
+SUITE = [
+    {"question_id": 1, "category": "writing", "turns": ["Compose a post.", "Rewrite it.", "Shorten it."]},
+    {"question_id": 2, "category": "writing", "turns": ["Write a poem."]},
+    {"question_id": 3, "category": "math", "turns": ["What is 7 + 5?", "And doubled?"]},
+]
+
+
+@pytest.fixture
+def suite(tmp_path):
+    file = tmp_path / "question.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in SUITE))
+    return {"prompts": str(file)}
+
+
+def test_turns_follow_the_servers_own_answers(go, text, suite, tmp_path):
+    """A second turn that was asked alone, or behind somebody else's answer, is another prompt."""
+    with FakeEngine(text.tokenizer) as engine, FakeEngine(text.tokenizer) as plain:
+        engine.histogram = [1, 1]
+        plain.text = lambda ids, *rest: FakeEngine.text(plain, ids[1:], *rest)  # it writes other texts
+        result = go(engine, plain, data=suite, concurrency=[1, 2])
+    assert [(row.domain, row.requests) for row in result.servers[::4]] == [("writing", 4), ("math", 2)]
+    assert result.later_turns == 3
+    lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
+    told = {(line["server"], line["concurrency"], line["id"], line["turn"]): line for line in lines}
+    assert len(told) == len(lines) == 4 * 6 and {line["turn"] for line in lines} == {0, 1, 2}
+    users = {tuple(row["turns"]): row for row in SUITE}
+    for server in ("server", "baseline"):
+        for words in users:
+            id = prompt_id([{"role": "user", "content": turn} for turn in words])
+            messages = []
+            for number, turn in enumerate(words):
+                messages.append({"role": "user", "content": turn})
+                line = told[server, 2, id, number]
+                assert line["prompt_ids"] == text.render(messages)
+                answer = text.tokenizer.decode(line["output_ids"], skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": answer})
+    pairs = [row for row in result.servers if row.server == "server"]
+    assert all(row.same_texts == 0 and row.speedup is not None for row in pairs)
+
+
+def test_a_conversation_ends_where_the_context_does(go, text, suite, tmp_path):
+    with FakeEngine(text.tokenizer) as engine:
+        first = [text.render([{"role": "user", "content": row["turns"][0]}]) for row in SUITE]
+        engine.context = max(map(len, first)) + 1
+        result = go(engine, data=suite, concurrency=[1])
+    assert result.later_turns == 0 and sum(row.requests for row in result.servers) == 3
+
+
+def test_rows_by_the_length_of_prompts(go, text, tmp_path, monkeypatch):
+    """Where acceptance falls with the context a mean over all prompts hides it."""
+    monkeypatch.setattr(served_rows, "SHORTEST", 64)
+    file = tmp_path / "mixed.jsonl"
+    words = [" ".join(["table"] * many) for many in (1, 2, 20, 90)]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in words))
+    with FakeEngine(text.tokenizer) as engine, FakeEngine(text.tokenizer) as plain:
+        engine.histogram = [1, 2, 1]
+        result = go(engine, plain, data={"prompts": str(file)}, concurrency=[2])
+        short = go(engine, data={"domain": ["sql"]}, limit=1, concurrency=[2])
+    sizes = [len(text.render([{"role": "user", "content": prompt}])) for prompt in words]
+    want = Counter(served_rows.bucket(size) for size in sizes)
+    assert len(want) > 1 and short.lengths == []
+    ours = [row for row in result.lengths if row.server == "server"]
+    assert {row.up_to: row.requests for row in ours} == want
+    assert all(row.mat == 2.0 and row.speedup is not None and row.over < row.up_to for row in ours)
+    assert [row.speedup for row in result.lengths if row.server == "baseline"] == [None] * len(want)
+
+
+@pytest.mark.parametrize(("tokens", "up_to"), [(1, 512), (512, 512), (513, 1024), (1024, 1024), (32_000, 32_768)])
+def test_buckets_double(tokens, up_to):
+    assert served_rows.bucket(tokens) == up_to
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -109,3 +184,13 @@ def test_the_command(text, tmp_path):
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert page.returncode == 0, page.stderr
+
+
+def test_the_command_on_a_suite(text, suite, tmp_path):
+    with FakeEngine(text.tokenizer) as engine:
+        arguments = ("eval", "--server", engine.url, "--prompts", suite["prompts"], "--concurrency", "2")
+        done = subprocess.run(
+            [sys.executable, "-m", "specctl", *arguments], capture_output=True, text=True, cwd=tmp_path
+        )
+    assert done.returncode == 0, done.stderr
+    assert "writing" in done.stdout and "3 prompts are later turns of conversations, behind the server's" in done.stdout

@@ -291,3 +291,77 @@ def test_unconditional_samples_have_no_prompt_and_a_seed_each():
 def test_a_document_opens_as_the_chat_layout_does(target):
     opening = target.opening()
     assert target.tokenizer.decode(opening) == "<|user|>\n"
+
+
+MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Compose a post.", "Rewrite it."], "reference": []}
+SPEED_BENCH = {
+    **{"question_id": "q1", "category": "coding", "sub_category": "", "turns": ["Sort a list."]},
+    **{"source": "s", "src_id": "7", "difficulty": "easy", "multiturn": False},
+}
+
+
+def row(fields) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_a_row_of_a_suite_is_a_conversation_of_its_category():
+    prompt = parse_line(row(MT_BENCH), "question", suite=True)
+    assert (prompt.domain, prompt.later) == ("writing", ("Rewrite it.",))
+    assert prompt.messages == [{"role": "user", "content": "Compose a post."}]
+    other = parse_line(row(MT_BENCH | {"turns": ["Compose a post.", "Translate it."]}), "question", suite=True)
+    assert other.id != prompt.id, "conversations that begin alike were kept once"
+    single = parse_line(row(SPEED_BENCH), "x", suite=True)
+    assert (single.domain, single.later) == ("coding", ())
+    assert single.id == parse_line(row({"prompt": "Sort a list."}), "x").id
+    assert parse_line(row({"turns": ["a"]}), "x", suite=True).domain == "x"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"turns": []}, "`turns` must be a non-empty list"),
+        ({"turns": "a"}, "`turns` must be a non-empty list"),
+        ({"turns": ["a", 3]}, "content must be a string, got int"),
+        ({"turns": ["a", " "]}, "empty prompt"),
+        ({"category": 3}, "`category` must be a name, got 3"),
+        ({"turns": [f"{module.PLACEHOLDER} (x)"]}, "a placeholder: SPEED-Bench's own script"),
+    ],
+)
+def test_rows_of_suites_that_are_none(fields, says):
+    with pytest.raises(ValueError, match=says):
+        parse_line(row(MT_BENCH | fields), "x", suite=True)
+
+
+def test_commands_that_do_not_follow_conversations_refuse_them_by_name(tmp_path):
+    """They would train on, or measure, the first turns alone, and say nothing."""
+    file = write(tmp_path / "question.jsonl", row(SPEED_BENCH), row(MT_BENCH))
+    with pytest.raises(DataError, match=r"question.jsonl:2: has 2 turns; only `specctl eval` asks"):
+        read_prompts(data(file), "question")
+    (prompt,) = read_prompts(data(file, max_rejected=0.5), "question")
+    assert prompt.domain == "question", "a category that no option has named"
+
+
+def test_the_limit_of_a_suite_is_for_each_category(tmp_path):
+    """A sample of the whole file had one prompt of a category, and none of another."""
+    lines = [row({"category": kind, "turns": [f"{kind} {n}"]}) for kind in ("qa", "rag", "math") for n in range(40)]
+    file = write(tmp_path / "question.jsonl", *lines)
+    found = read_prompts(data(file, limit=3), "question", sample=True, suite=True)
+    assert [prompt.domain for prompt in found] == ["qa"] * 3 + ["rag"] * 3 + ["math"] * 3
+    more = read_prompts(data(file, limit=5), "question", sample=True, suite=True)
+    assert found[:3] == more[:3], "a smaller limit is no longer the beginning of a larger one"
+
+
+def test_a_data_set_that_datasets_loads(tmp_path):
+    """The test split of a configuration; a directory stands for the hub."""
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl", row(SPEED_BENCH | {"turns": ["of the training split"]}))
+    write(tmp_path / "set" / "test.jsonl", row(SPEED_BENCH), row(SPEED_BENCH | {"turns": [""]}))
+    recipe = data(f"{module.HUB}{tmp_path / 'set'}", max_rejected=0.5)
+    check_files(recipe)
+    (prompt,) = read_prompts(recipe, "set", suite=True)
+    assert prompt.messages[0]["content"] == "Sort a list." and prompt.where.endswith("set:1")
+
+
+def test_a_data_set_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match="cannot load the data set"):
+        read_prompts(data(f"{module.HUB}{tmp_path / 'nothing'}"), "x")

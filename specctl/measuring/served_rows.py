@@ -1,0 +1,171 @@
+"""Answers of servers as rows: by domain, and by the length of prompts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specctl.decoding import metrics
+from specctl.engines.records import Answer, Drafting
+from specctl.measuring.measured import Measured, columns
+
+SHORTEST = 512
+"""Tokens of the longest prompts in the first bucket of lengths; each of the others reaches twice as far as the last."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer to one turn, beside the baseline's to the same words of the user.
+
+    Attributes:
+        conversation: the prompt's id; turns of one conversation are drawn together for intervals.
+        turn: from 0.
+        base: None without a baseline, or where its conversation has ended earlier.
+    """
+
+    conversation: str
+    turn: int
+    prompt_ids: list[int]
+    answer: Answer
+    base: Answer | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Numbers of some replies. Intervals are over conversations, at 95 %.
+
+    Attributes:
+        request_tokens_per_s: mean of what a request sees.
+        first_token_s, token_s: medians: until the first token, and between two from there on.
+        mat: tokens of a round of verification, the target's own included; None where the engine does not draft, or does
+            not tell. Its interval needs counters of each request.
+        acceptance_by_position: share of rounds of which the draft's token at each place was accepted.
+        speedup: `request_tokens_per_s` over that of the baseline on the same prompts.
+        same_texts: as many are the baseline's, token for token.
+    """
+
+    requests: int
+    tokens: int
+    request_tokens_per_s: float
+    first_token_s: float | None
+    first_token_p95_s: float | None
+    token_s: float | None
+    mat: float | None
+    mat_interval: metrics.Interval | None
+    acceptance_by_position: list[float]
+    speedup: float | None
+    speedup_interval: metrics.Interval | None
+    same_texts: int | None
+
+
+@dataclass(frozen=True)
+class ServedRow(Figures):
+    """One server with so many requests in flight, on one domain.
+
+    Attributes:
+        server: "server", or "baseline".
+        tokens_per_s: of all requests together.
+        failures: requests that were sent again.
+    """
+
+    server: str
+    engine: str
+    domain: str
+    concurrency: int
+    seconds: float
+    tokens_per_s: float
+    failures: int
+
+
+@dataclass(frozen=True)
+class ServedLength(Figures):
+    """The same of prompts of `over` < tokens ≤ `up_to`, of all domains together."""
+
+    server: str
+    concurrency: int
+    over: int
+    up_to: int
+
+
+def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = None) -> dict[str, Any]:
+    """The fields of `Figures`; `told`: counters of the engine, for answers that bring none of their own."""
+    tokens = [len(reply.answer.output_ids) for reply in replies]
+    first = sorted(reply.answer.first_s for reply in replies if reply.answer.first_s is not None)
+    between = [
+        (reply.answer.seconds - reply.answer.first_s) / (len(reply.answer.output_ids) - 1)
+        for reply in replies
+        if reply.answer.first_s is not None and len(reply.answer.output_ids) > 1
+    ]
+    own = [reply.answer.drafting for reply in replies if reply.answer.drafting is not None]
+    drafting, interval = told, None
+    if len(own) == len(replies):
+        drafting = Drafting.total(own)
+        written = [one.rounds + one.accepted for one in own]
+        names = [reply.conversation for reply in replies]
+        interval = metrics.bootstrap(
+            metrics.ratio_of_sums(names, written, [one.rounds for one in own]), len(set(names))
+        )
+    return asdict(
+        Figures(
+            requests=len(tokens),
+            tokens=sum(tokens),
+            request_tokens_per_s=sum(tokens) / sum(reply.answer.seconds for reply in replies),
+            first_token_s=statistics.median(first) if first else None,
+            first_token_p95_s=first[round(0.95 * (len(first) - 1))] if first else None,
+            token_s=statistics.median(between) if between else None,
+            mat=drafting.mat if drafting else None,
+            mat_interval=interval,
+            acceptance_by_position=drafting.shares if drafting else [],
+            **columns(speedup=speedup(replies)),
+            same_texts=sum(
+                reply.base is not None and reply.answer.output_ids == reply.base.output_ids for reply in replies
+            )
+            if baseline
+            else None,
+        )
+    )
+
+
+def speedup(replies: Sequence[Reply]) -> Measured:
+    """Tokens a second that a request sees over those of the baseline, paired by conversation and turn."""
+    pairs = [(reply.conversation, reply.answer, reply.base) for reply in replies if reply.base is not None]
+    if not pairs:
+        return Measured()
+    names, ours, theirs = zip(*pairs, strict=True)
+
+    def rate(answers: Sequence[Answer]) -> metrics.Statistic:
+        return metrics.ratio_of_sums(names, [len(a.output_ids) for a in answers], [a.seconds for a in answers])
+
+    def value(answers: Sequence[Answer]) -> float:
+        return sum(len(answer.output_ids) for answer in answers) / sum(answer.seconds for answer in answers)
+
+    one, other = rate(ours), rate(theirs)
+    interval = metrics.bootstrap(lambda counts: one(counts) / other(counts), len(set(names)))
+    return Measured(value(ours) / value(theirs), interval)
+
+
+def bucket(tokens: int) -> int:
+    """Tokens of the longest prompts in the bucket that one of so many is in: `SHORTEST` times a power of two."""
+    longest = SHORTEST
+    while longest < tokens:
+        longest *= 2
+    return longest
+
+
+def by_length(replies: Sequence[Reply], server: str, concurrency: int, baseline: bool) -> list[ServedLength]:
+    """A row for every bucket of prompt lengths that has some, the shortest first."""
+    buckets: dict[int, list[Reply]] = {}
+    for reply in replies:
+        buckets.setdefault(bucket(len(reply.prompt_ids)), []).append(reply)
+    return [
+        ServedLength(
+            **figures(some, baseline),
+            server=server,
+            concurrency=concurrency,
+            over=up_to // 2 if up_to > SHORTEST else 0,
+            up_to=up_to,
+        )
+        for up_to, some in sorted(buckets.items())
+    ]
