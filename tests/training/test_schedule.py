@@ -58,3 +58,13 @@ def test_the_demo_makes_the_same_steps_on_a_quiet_and_on_a_busy_machine(step_s, 
         step += 1
     assert (step < recipe.max_steps) == cut
     assert s.rate(step, step * step_s) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_adapter_takes_larger_steps(tmp_path):
+    """At the rate of all weights an adapter has half of their gain; a rate that is named is taken as it is."""
+    target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
+    options = {"max_steps": 7, "init": tmp_path, "optimizer": {"type": "adamw"}}
+    peaks = [Schedule.of(TrainRecipe(**options, lora={"enabled": on}), target, 1).peak for on in (False, True)]
+    assert peaks[1] == pytest.approx(4 * peaks[0])
+    named = options | {"lora": {"enabled": True}, "optimizer": {"lr": 0.003}}
+    assert Schedule.of(TrainRecipe(**named), target, 1).peak == 0.003
