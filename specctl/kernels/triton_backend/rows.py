@@ -301,6 +301,7 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     """As the reference; the logits keep their dtype. Three launches, and nothing depends on the filters but time."""
     logits = row_major(logits)
     count, vocabulary = logits.shape
+    assert vocabulary <= 2**20, "the masses of more tokens would overflow"
     blocks, acc = triton.cdiv(vocabulary, BLOCK), precision(logits)
     inv_temp = torch.where(temperature <= 0, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
     pivot, cut, lse, greedy = *(torch.empty_like(inv_temp) for _ in range(3)), torch.empty_like(top_k)
