@@ -11,13 +11,14 @@ The package itself masks by the target's row of `mask_token_id`.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specctl.errors import CheckpointError
 from specctl.formats import dflash, eagle3_raw, engines, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
@@ -148,11 +149,13 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
     return dflash.read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """vLLM's command lines: the target with the head, and the head, which names its target."""
     block = head.family == "dflash"
     method = dflash.METHODS["vllm", dflash.has_markov(head)] if block else "eagle3"
-    found = engines.serving("vllm", method, place, facts, tokens)
+    found = engines.serving("vllm", method, place, facts, tokens, schedule)
     # vLLM refuses a verifier that is a local path when such a directory is served by itself.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")
