@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl.cli.command import carry_out, recipe_command
-from specctl.cli.output import cell, fields
+from specctl.cli.output import cell, fields, table
 
 if TYPE_CHECKING:
     from specctl.recipe import ExportRecipe
 
-FLAGS = ("to", "check", "target", "output_dir", "overwrite")
+FLAGS = ("to", "tune", "check", "target", "output_dir", "overwrite")
 SHOWN = ("family", "to", "output", "params", "max_difference")
 EXAMPLE = "specctl export drafters/sql-eagle3 --to vllm --check"
 
@@ -32,8 +32,9 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
 
 def steps(recipe: ExportRecipe) -> list[str]:
     """The plan of `export`, in words."""
+    tuned = [f"derive its draft lengths by load from {recipe.tune}"] if recipe.tune else []
     checked = [f"read it back and compare logits of draft steps 1 … {recipe.tokens}"] if recipe.check else []
-    return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *checked]
+    return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *tuned, *checked]
 
 
 def show(document: dict[str, Any]) -> Any:
@@ -41,4 +42,35 @@ def show(document: dict[str, Any]) -> Any:
     from rich.console import Group
 
     facts = {name: document[name] for name in SHOWN if document[name] is not None}
-    return Group(fields(facts), "", *(cell(line) for line in (*document["notes"], *document["commands"])))
+    tuning = document["tuning"]
+    return Group(
+        fields(facts),
+        "",
+        *(lengths(tuning) if tuning else []),
+        *(cell(line) for line in (*document["notes"], *document["commands"])),
+    )
+
+
+def lengths(tuning: dict[str, Any]) -> list[Any]:
+    """The draft lengths by load, and the model's times beside the measured ones."""
+    ranges = [
+        [
+            f"{one['first']}–{one['last']}",
+            one["tokens"] or "off",
+            one["mat"],
+            "{:.2f} – {:.2f}".format(*one["speedup"]),
+            ", ".join(map(str, one["measured"])) or "none",
+        ]
+        for one in tuning["ranges"]
+    ]
+    times = ("concurrency", "batch", "step_s", "modelled_step_s", "round_s", "modelled_round_s")
+    fits = [[one["concurrency"], one["batch"], *(1000 * one[name] for name in times[2:])] for one in tuning["fits"]]
+    costs = {name: 1000 * value for name, value in tuning["costs"].items()}
+    return [
+        table("texts at once", "draft tokens", "mat", "× plain", "measured at", rows=ranges),
+        table("in flight", "on average", "step, ms", "model", "round, ms", "model", rows=fits),
+        "model: {step:.3g} + {step_per_text:.3g} b + k ({token:.3g} + {token_per_text:.3g} b) ms a round that drafts k "
+        "tokens for each of b texts".format(**costs),
+        "accepted, once those before are: " + ", ".join(f"{share:.2f}" for share in tuning["acceptance"]),
+        "",
+    ]

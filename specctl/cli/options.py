@@ -179,6 +179,12 @@ FLAGS: dict[str, Flag] = {
     "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
     "log": Flag(("log",), list[str], "tensorboard, wandb or trackio; repeatable.", _names),
     "to": Flag(("to",), str, listed(readers()) + "."),
+    "tune": Flag(
+        ("tune",),
+        Path,
+        "Result of eval --server beside a baseline: draft lengths by load, for vllm and sglang.",
+        metavar="RESULT",
+    ),
     "check": Flag(("check",), bool, "Read the result back and compare logits."),
     "format": Flag(("format",), str, "Format of the head; auto recognises it."),
     "no_probe": Flag(("probe.enabled",), bool, "Do not try the head on a few prompts.", lambda given: not given),

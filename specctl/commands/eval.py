@@ -49,8 +49,8 @@ class EvalResult:
     lossless: Losslessness
     lossless_transformers: Losslessness
     rejected: int  # prompts
-    later_turns: int  # of conversations, each behind plain decoding's answers to those before it
     matrix: Matrix | None = None  # where the recipe asks for it
+    later_turns: int = 0  # of conversations, each behind plain decoding's answers to those before it
 
 
 def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:

@@ -10,14 +10,18 @@ from safetensors.torch import save_file
 
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
-from specctl.errors import UsageError
-from specctl.formats import foreign, registry, roundtrip, stitched
+from specctl.errors import DataError, UsageError
+from specctl.formats import engines, foreign, registry, roundtrip, stitched
 from specctl.formats.head import Files, Head, TargetFacts
+from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe
 from specctl.runs import Run, atomic_write, to_json
 
 RECORD = "export.json"
 """Written beside the rest: where it comes from. A directory that has it may be overwritten."""
+
+
+SLOWER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class ExportResult:
     params: int
     tokens: int
     max_difference: float | None
+    tuning: Tuning | None
     commands: list[str]
     notes: list[str]
 
@@ -44,7 +49,8 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     """Write `recipe.drafter` (a LoRA adapter merged into its base) for `recipe.to`, whole or not at all.
 
     Raises:
-        UsageError: no drafter named, the place is taken, or that format has no room for the family.
+        UsageError: no drafter named, the place is taken, or that format has no room for the family or a schedule.
+        DataError: the sweep of `tune` is none, or of another drafter.
         CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back otherwise.
     """
     drafter = pool.whole(pool.known(recipe.source))
@@ -60,15 +66,19 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     if run is not None:
         run.target = facts.name
     form = registry.writer(head.family, recipe.to)
-    tokens = head.drafted(recipe.tokens)
+    tuning = tuned(recipe, head)
+    schedule = tuning.schedule if tuning and any(one.tokens for one in tuning.ranges) else []
+    tokens = head.drafted(max((one.tokens for one in schedule), default=recipe.tokens))
     files = form.write(head, facts, tokens, recipe.to)
     place = recipe.output.absolute()
     check_free(place, recipe.overwrite)
-    serving = form.serving(head, recipe.to, place, facts, tokens)
+    serving = form.serving(head, recipe.to, place, facts, tokens, schedule)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
         record = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": drafter.config["target"]}
         atomic_write(draft / RECORD, to_json(record | {"commands": serving.commands}, indent=2) + "\n")
+        if schedule and recipe.to == "sglang":
+            atomic_write(draft / engines.ADAPTIVE, to_json(engines.adaptive_config(schedule), indent=2) + "\n")
         difference = None
         if recipe.check:
             difference = roundtrip.check(head, form.read(foreign.read(draft), facts), recipe.tokens)
@@ -81,9 +91,26 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         params=sum(tensor.numel() for tensor in files.tensors.values() if tensor.is_floating_point()),
         tokens=tokens,
         max_difference=difference,
+        tuning=tuning,
         commands=serving.commands,
-        notes=serving.notes,
+        notes=[*serving.notes, *(tuning.notes if tuning else ()), *([SLOWER] if tuning and not schedule else ())],
     )
+
+
+def tuned(recipe: ExportRecipe, head: Head) -> Tuning | None:
+    """Draft lengths by load, where a sweep is given. UsageError, DataError."""
+    if recipe.tune is None:
+        return None
+    engines.refuse_schedule(recipe.to, head.family)
+    block = "block_size" in head.architecture
+    tuning = tune(recipe.tune, whole=block)
+    longest = head.drafted(tuning.drafted)
+    if longest != tuning.drafted:
+        raise DataError(
+            f"{recipe.tune} was measured with drafts of {tuning.drafted} tokens, {recipe.drafter} drafts {longest}",
+            "measure the server that drafts with it",
+        )
+    return tuning
 
 
 def check_free(place: Path, overwrite: bool) -> None:

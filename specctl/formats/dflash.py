@@ -12,7 +12,7 @@ engines as `mask_embedding.pt`, to vLLM's DSpark as that row of its own `embed_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from specctl.errors import CheckpointError
 from specctl.formats import eagle3_raw, engines, foreign, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 READ = {DFLASH: False, DSPARK: True, "DSparkDraftModel": True, "LingDSparkModel": True}
@@ -391,9 +391,11 @@ def _rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat((tensor[:rows], tensor.new_zeros(max(rows - len(tensor), 0), tensor.shape[1])))
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """The command line of an engine."""
-    found = engines.serving(to, METHODS[to, has_markov(head)], place, facts, tokens)
+    found = engines.serving(to, METHODS[to, has_markov(head)], place, facts, tokens, schedule)
     if to == "sglang" and head.architecture["own_mask"]:
         found.notes.append(ROW.format(head.architecture["mask_token_id"]))
     return found

@@ -6,13 +6,14 @@ reference code (SafeAILab/EAGLE) has one unless config.json says `bias: false`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from specctl.formats import engines, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 METHODS = {"vllm": "eagle", "sglang": "EAGLE"}
 
@@ -48,8 +49,10 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("eagle", shape | whole, tensors, tuple(notes))
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """The command line of an engine, or the line of Python of the repository."""
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=False)
-    return engines.serving(to, METHODS[to], place, facts, tokens)
+    return engines.serving(to, METHODS[to], place, facts, tokens, schedule)

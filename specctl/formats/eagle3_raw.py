@@ -13,7 +13,7 @@ EAGLE-3.1. The norms are flags beside the other keys, `norm_before_fc` may stand
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from specctl.errors import CheckpointError
 from specctl.families import LEAST_WINDOW
 from specctl.formats import engines, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -140,11 +140,13 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     return Head("eagle3", architecture, tensors, (*notes, *more))
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """The command line of an engine, or the line of Python of the repository."""
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=True)
-    return engines.serving(to, METHODS[to], place, facts, tokens)
+    return engines.serving(to, METHODS[to], place, facts, tokens, schedule)
 
 
 def _norms(found: Foreign, config: Mapping[str, Any]) -> dict[str, bool]:

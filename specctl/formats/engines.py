@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specctl.formats.head import Serving, TargetFacts
+from specctl.errors import UsageError
+from specctl.formats.head import LengthRange, Serving, TargetFacts
 
 VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
 
@@ -81,6 +82,14 @@ _WITHOUT = {
 _HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP", "nextn": "MTP"}
 V2_RUNNER = "vLLM 0.32 drafts with DSpark heads in its V2 model runner alone, which VLLM_USE_V2_MODEL_RUNNER=1 asks for"
 
+ADAPTIVE = "speculative_adaptive.json"
+"""SGLang's draft lengths by load, beside the head's files."""
+VLLM_SCHEDULES = [
+    "with draft lengths by load vLLM 0.32 has piecewise CUDA graphs, which a sweep at one length has not seen; whole "
+    "ones with VLLM_USE_V2_MODEL_RUNNER=1. With data parallelism it ignores the lengths",
+    "vLLM 0.32 runs a head over its tokens at length 0, too, to go on later: that is slower than no drafter",
+]
+
 
 def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
     """Why an engine does not draft for this target by what it calls `method`; None where it does, or where the target
@@ -96,25 +105,57 @@ def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
     )
 
 
+def refuse_schedule(to: str, family: str) -> None:
+    """UsageError where nothing that is served there changes the length of its drafts with the load."""
+    if to not in VERSIONS:
+        raise UsageError(f"draft lengths by load are an engine's, and {to} is none", f"--to {' or '.join(VERSIONS)}")
+    if to == "sglang" and family not in ("eagle", "eagle3"):
+        raise UsageError(
+            f"{VERSIONS[to]} adapts the length of EAGLE and EAGLE-3 drafts alone, and this drafter is {family}",
+            "--to vllm, or leave --tune out",
+        )
+
+
+def adaptive_config(schedule: Sequence[LengthRange]) -> dict[str, dict[str, Any]]:
+    """The file of `--speculative-adaptive-config`: by the first batch of a range, lengths among which SGLang moves by
+    the drafts that it has accepted lately; its own defaults for how readily."""
+    hysteresis = {"up_hysteresis": 0.0, "down_hysteresis": -0.25, "ceiling_coeff": 0}
+    return {str(one.first): {"candidate_steps": sorted(one.near), **hysteresis} for one in schedule}
+
+
+def speculative(method: Mapping[str, Any], tokens: int, schedule: Sequence[LengthRange]) -> dict[str, Any]:
+    """vLLM's speculative configuration of a method that drafts `tokens`, or by load as `schedule` says."""
+    config = {**method, "num_speculative_tokens": tokens}
+    if schedule:
+        config["num_speculative_tokens_per_batch_size"] = [[one.first, one.last, one.tokens] for one in schedule]
+    return config
+
+
 def serving(
     engine: str,
     method: str,
     place: Path,
     facts: TargetFacts,
     tokens: int,
+    schedule: Sequence[LengthRange] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Serving:
-    """The command line that serves the target with the drafter at `place`, for vLLM with further `options` of its
-    speculative configuration; a note where the engine would refuse it."""
+    """The command line that serves the target with the drafter at `place`; a note where the engine would refuse it.
+
+    With a `schedule` the length follows the load: vLLM's `num_speculative_tokens_per_batch_size` (inclusive ranges from
+    batch 1 on, of which the last goes on for ever), SGLang's `ADAPTIVE` (topk 1, EAGLE and EAGLE-3). `options`: further
+    ones of vLLM's speculative configuration.
+    """
     note = refusal(engine, method, facts)
     if note is not None:
         return Serving([], [note])
     target, head = shlex.quote(facts.name), shlex.quote(str(place))
     revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
     if engine == "vllm":
-        known = {"method": method, "model": str(place), "num_speculative_tokens": tokens}
-        spec = json.dumps({**known, **(options or {})})
+        spec = json.dumps(speculative({"method": method, "model": str(place)}, tokens, schedule) | dict(options or {}))
         runner, notes = ("VLLM_USE_V2_MODEL_RUNNER=1 ", [V2_RUNNER]) if method == "dspark" else ("", [])
+        if schedule:
+            notes = [*notes, *VLLM_SCHEDULES]
         return Serving([f"{runner}vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"], notes)
     # DFlash's block has the anchor in it, DSpark's none that does not draft.
     length = {
@@ -124,6 +165,8 @@ def serving(
         method,
         f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}",
     )
+    if schedule:
+        length += f" --speculative-adaptive --speculative-adaptive-config {shlex.quote(str(place / ADAPTIVE))}"
     return Serving(
         [
             f"python -m sglang.launch_server --model-path {target}{revision} --speculative-algorithm {method} "

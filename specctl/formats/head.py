@@ -65,6 +65,21 @@ class Serving:
 
 
 @dataclass(frozen=True)
+class LengthRange:
+    """Draft lengths of an engine while it decodes `first` to `last` texts at once.
+
+    Attributes:
+        tokens: of a draft; 0 = none are drafted.
+        near: lengths that are about as fast, `tokens` among them.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    near: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TargetFacts:
     """Facts of a target that a head has to fit.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -11,7 +12,7 @@ from specctl.drafters.blueprint import guarded, located
 from specctl.drafters.lm.config import check_plain, configuration, stored
 from specctl.formats import engines
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map")
 """Keys that are about the file, not about the model."""
@@ -48,7 +49,12 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("lm", stored(config), tensors)
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """The command line of an engine; of `hf`, those of both which read it. They draft so for every target."""
-    found = [engines.serving(name, METHODS[name], place, facts, tokens) for name in (METHODS if to == "hf" else [to])]
-    return Serving([line for one in found for line in one.commands])
+    found = [
+        engines.serving(name, METHODS[name], place, facts, tokens, schedule)
+        for name in (METHODS if to == "hf" else [to])
+    ]
+    return Serving([line for one in found for line in one.commands], [note for one in found for note in one.notes])

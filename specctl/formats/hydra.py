@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specctl.errors import CheckpointError
 from specctl.formats import head_lists, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
@@ -86,7 +87,9 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("hydra", head_lists.shape(facts, heads, layers) | prefix, fitted, tuple(notes))
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """The line of Python of the repository, which alone reads them."""
     line = f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"
     return Serving([line], [head_lists.NOT_SERVED])

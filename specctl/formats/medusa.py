@@ -7,11 +7,12 @@ them). vLLM reads the heads under names of its own (vllm/model_executor/models/m
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from specctl.formats import engines, head_lists, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 TO_VLLM = {r"(\d+)\.0\.linear\.(.+)": r"blocks.\1.layers.0.\2", r"(\d+)\.1\.weight": r"lm_heads.\1.weight"}
 FROM_VLLM = {r"blocks\.(\d+)\.layers\.0\.(.+)": r"\1.0.linear.\2", r"lm_heads\.(\d+)\.weight": r"\1.1.weight"}
@@ -95,9 +96,12 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     return Head("medusa", head_lists.shape(facts, heads, 1), fitted, tuple(notes))
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """vLLM's command line, or the line of Python of the repository; and who still serves them."""
     if to == "vllm":
-        return Serving(engines.serving("vllm", "medusa", place, facts, tokens).commands, [UNTIL_VLLM_33])
+        found = engines.serving("vllm", "medusa", place, facts, tokens, schedule)
+        return Serving(found.commands, [UNTIL_VLLM_33, *found.notes])
     line = f"MedusaModel.from_pretrained({str(place)!r})  # python, medusa.model.medusa_model"
     return Serving([line], [f"{head_lists.NOT_SERVED}; --to vllm is served"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -21,7 +22,7 @@ from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
 from specctl.errors import CheckpointError
 from specctl.formats import engines
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 from specctl.recipe import DrafterRecipe
 
 METHODS = {"vllm": "mtp", "sglang": "NEXTN"}
@@ -77,14 +78,17 @@ def read_layer(found: Foreign, kind: str, tensors: dict, normed: bool, facts: Ta
     return Head("mtp", shape.to_dict(), tensors)
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """The command line of an engine, whose target is the directory itself."""
     note = engines.refusal(to, METHODS[to], facts)
     if note is not None:
         return Serving([], [note])
     code = " --trust-remote-code" if getattr(facts.text_config, "auto_map", None) else ""
-    found = engines.serving(to, METHODS[to], place, replace(facts, name=str(place), revision=None), tokens)
+    found = engines.serving(to, METHODS[to], place, replace(facts, name=str(place), revision=None), tokens, schedule)
     if to == "vllm":
-        spec = json.dumps({"method": "mtp", "num_speculative_tokens": tokens})
-        return Serving([f"vllm serve {shlex.quote(str(place))}{code} --speculative-config {shlex.quote(spec)}"])
-    return Serving([command + code for command in found.commands])
+        spec = json.dumps(engines.speculative({"method": METHODS[to]}, tokens, schedule))
+        commands = [f"vllm serve {shlex.quote(str(place))}{code} --speculative-config {shlex.quote(spec)}"]
+        return Serving(commands, found.notes)
+    return Serving([command + code for command in found.commands], found.notes)

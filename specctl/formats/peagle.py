@@ -8,7 +8,7 @@ architecture is EAGLE-3's: under that method vLLM 0.32 writes "Eagle3" before an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specctl.formats import eagle3_raw, engines, llama
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 MASK, EMBEDDING = "mask_hidden", "embed_tokens.weight"
 TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -113,6 +113,8 @@ def _is_its_own(embedding: Tensor | None, facts: TargetFacts) -> bool:
     return bool((theirs - ours).abs().max() > 2**-7 * ours.abs().max())
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """The command line of vLLM."""
-    return engines.serving(to, "eagle3", place, facts, tokens, {"parallel_drafting": True})
+    return engines.serving(to, "eagle3", place, facts, tokens, schedule, {"parallel_drafting": True})

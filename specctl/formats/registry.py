@@ -6,6 +6,7 @@ Nothing heavy is imported here, as help texts and recipes read the table, too.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -14,7 +15,7 @@ from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from specctl.formats.foreign import Foreign
-    from specctl.formats.head import Files, Head, Serving, TargetFacts
+    from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ class FormatModule(Protocol):
         """The files of a head for the reader `to`, drafting `tokens` a round. CheckpointError: it could not feed it."""
         ...
 
-    def serving(self, head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
-        """How the directory of a head at `place` is put to use: no command, and the reason, where `to` refuses it."""
+    def serving(
+        self, head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+    ) -> Serving:
+        """How the directory of a head at `place` is put to use: no command, and the reason, where `to` refuses it.
+        `schedule`: draft lengths by load, of those that an engine can change while it runs."""
         ...
 
 

@@ -14,6 +14,7 @@ them back into the target. Its layer of a dense target is Qwen3's.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
 from specctl.formats import dflash, eagle3_raw, engines, llama, mtp, peagle
 from specctl.formats.foreign import Foreign
-from specctl.formats.head import Files, Head, Serving, TargetFacts
+from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
@@ -211,7 +212,9 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
     return dflash.read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
 
 
-def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -> Serving:
+def serving(
+    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
+) -> Serving:
     """vLLM's command lines: the target with the head, and the head, which names its target. Of an MTP layer the
     package's own, which puts it into the target."""
     if head.family == "mtp":
@@ -221,7 +224,7 @@ def serving(head: Head, to: str, place: Path, facts: TargetFacts, tokens: int) -
         return Serving([], [UNREAD_NORM])
     method = dflash.METHODS["vllm", dflash.has_markov(head)] if block else "eagle3"
     options = {"parallel_drafting": True} if parallel else None
-    found = engines.serving("vllm", method, place, facts, tokens, options)
+    found = engines.serving("vllm", method, place, facts, tokens, schedule, options)
     # vLLM refuses a verifier that is a local path when such a directory is served by itself.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")

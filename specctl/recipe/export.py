@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from specctl.errors import UsageError
 from specctl.formats.registry import readers
@@ -18,7 +18,14 @@ class ExportRecipe(ConverterRecipe):
     drafter: LocalPath | None = None
     to: Annotated[str, OneOf(readers)] = "vllm"
     tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
+    tune: LocalPath | None = None  # result of `eval --server`, or its run: draft lengths by load from it, not `tokens`
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
+
+    @model_validator(mode="after")
+    def _one_origin_of_lengths(self) -> ExportRecipe:
+        if self.tune is not None and "tokens" in self.model_fields_set:
+            raise ValueError("tune derives the number of tokens from a sweep: leave tokens out")
+        return self
 
     @property
     def source(self) -> Path:

@@ -1,24 +1,28 @@
 """A directory written for an engine, put through that engine's arithmetic, gives the logits a drafter has here."""
 
 import json
-from dataclasses import replace
+import shlex
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import rich.console
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from specctl import api
+from specctl.cli.export import show
 from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
-from specctl.errors import CheckpointError, UsageError
-from specctl.formats import registry, roundtrip
+from specctl.errors import CheckpointError, DataError, UsageError
+from specctl.formats import engines, registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
-from specctl.recipe import ExportRecipe
+from specctl.recipe import EvalRecipe, ExportRecipe
 from tests.drafters.variants import NORMS, VARIANTS
 from tests.formats import consumers
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
+from tests.toys.engine import FakeEngine
 
 
 def export(drafter, to, place, **options):
@@ -424,3 +428,110 @@ def test_the_python_function_and_a_target_that_is_another_model(make, tmp_path, 
     assert result.output == "exported/eagle3-vllm"
     with pytest.raises(CheckpointError, match="hidden_size"):
         api.export(drafter=str(drafter), target__name=tiny_directory("llama"), output_dir="two")
+
+
+def sweep(tmp_path, costs, shares=(0.8, 0.4, 0.1)):
+    """The run directory of a sweep: a round of k tokens for b texts takes costs[0] + costs[1] k b ms."""
+    step, token = costs
+    rows = []
+    for load in (1, 8, 32):
+        for server, mat, drafted in (("server", 1 + sum(shares), len(shares)), ("baseline", 1, 0)):
+            token_s = (step + token * drafted * load) / mat / 1000
+            rows.append(
+                {
+                    **{"server": server, "domain": "sql", "concurrency": load, "tokens": 1000, "token_s": token_s},
+                    **{"request_tokens_per_s": 1 / token_s, "seconds": 1000 * token_s / load},
+                    **{"mat": mat if drafted else None, "acceptance_by_position": list(shares) if drafted else []},
+                }
+            )
+    (tmp_path / "result.json").write_text(json.dumps({"servers": rows}))
+    return tmp_path
+
+
+def argument(line, option):
+    words = shlex.split(line)
+    return words[words.index(option) + 1]
+
+
+def test_lengths_by_load_of_vllm(make, tmp_path):
+    """Two tokens pay over one while 2.2 / (10 + 2 b) > 1.8 / (10 + b), b < 2.86, and one over none while
+    1.8 / (10 + b) > 1 / 10, b < 8; three never: 2.3 / (10 + 3 b) > 2.2 / (10 + 2 b) needs b < 0.5."""
+    result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out", tune=sweep(tmp_path, (10, 1)))
+    config = json.loads(argument(result.commands[0], "--speculative-config"))
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 2, 2], [3, 7, 1], [8, 32, 0]]
+    assert config["num_speculative_tokens"] == result.tokens == 2, "the longest of them has to be provided for"
+    assert any("piecewise" in note for note in result.notes) and any("above 32" in note for note in result.notes)
+    assert [one.speedup[0] for one in result.tuning.ranges] == pytest.approx([2.2 / 1.2, 1.8 / 1.3, 1])
+    assert not (tmp_path / "out" / engines.ADAPTIVE).exists()
+
+
+def test_lengths_by_load_of_sglang(make, tmp_path):
+    result = export(make("eagle"), "sglang", tmp_path / "out", tune=sweep(tmp_path, (10, 1)))
+    line = result.commands[0]
+    file = Path(argument(line, "--speculative-adaptive-config"))
+    assert "--speculative-adaptive " in line and argument(line, "--speculative-eagle-topk") == "1"
+    assert file == tmp_path / "out" / engines.ADAPTIVE and engines.ADAPTIVE in result.files
+    config = json.loads(file.read_text())
+    assert list(config) == ["1", "3", "8"], "SGLang takes the last range that begins at or below a batch"
+    best = {one.first: one.tokens for one in result.tuning.ranges}
+    for first, entry in config.items():
+        assert best[int(first)] in entry["candidate_steps"]
+        assert entry.keys() == {"candidate_steps", "up_hysteresis", "down_hysteresis", "ceiling_coeff"}
+    steps = int(argument(line, "--speculative-num-steps"))
+    assert any(steps in entry["candidate_steps"] for entry in config.values()), "SGLang stops at start otherwise"
+    assert int(argument(line, "--speculative-num-draft-tokens")) == steps + 1
+
+
+def test_a_block_is_switched_off_at_once(make, tmp_path):
+    """Its tokens come in one pass: what one of them costs is not known."""
+    drafter = make("dflash", block_size=4)
+    result = export(drafter, "vllm", tmp_path / "out", tune=sweep(tmp_path, (10, 0.2)))
+    config = json.loads(argument(result.commands[0], "--speculative-config"))
+    assert {tokens for *_, tokens in config["num_speculative_tokens_per_batch_size"]} == {0, result.tokens}
+
+
+def test_a_sweep_in_which_drafts_never_pay(make, tmp_path):
+    """vLLM refuses drafts of no tokens."""
+    tune = sweep(tmp_path, (10, 10), shares=(0.1,))
+    result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out", tune=tune)
+    config = json.loads(argument(result.commands[0], "--speculative-config"))
+    assert "num_speculative_tokens_per_batch_size" not in config and config["num_speculative_tokens"] == 3
+    assert exporting.SLOWER in result.notes
+
+
+@pytest.mark.parametrize(
+    ("family", "to", "error", "says"),
+    [
+        ("eagle3", "eagle", UsageError, "lengths by load are an engine's"),
+        ("lm", "sglang", UsageError, "EAGLE and EAGLE-3 drafts alone, and this drafter is lm"),
+        ("dflash", "vllm", DataError, "drafts of 3 tokens"),
+    ],
+)
+def test_schedules_that_nobody_reads(make, tmp_path, family, to, error, says):
+    with pytest.raises(error, match=says):
+        export(make(family), to, tmp_path / "out", tune=sweep(tmp_path, (10, 1)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_schedule_decides_about_tokens():
+    with pytest.raises(ValueError, match="leave tokens out"):
+        ExportRecipe(drafter="x", tune="y", tokens=3)
+
+
+def test_from_servers_to_a_schedule(make, target, tmp_path):
+    """The document that `eval --server` writes is the one that is read; the tables are shown."""
+    with (
+        FakeEngine(target.tokenizer, seconds=0.05) as engine,
+        FakeEngine(target.tokenizer, seconds=0.05) as plain,
+    ):
+        engine.histogram = [1, 2, 1]
+        sizes = {"limit": 6, "concurrency": [1, 6], "output_dir": tmp_path / "run"}
+        servers = {"server": {"urls": [engine.url]}, "baseline_server": {"urls": [plain.url]}}
+        api.execute("eval", EvalRecipe.model_validate(sizes | servers))
+    result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out", tune=tmp_path / "run")
+    assert result.tuning.acceptance == pytest.approx([0.75, 1 / 3]) and result.tuning.drafted == 2
+    assert [fit.concurrency for fit in result.tuning.fits] == [1, 6]
+    console = rich.console.Console(width=150)
+    with console.capture() as shown:
+        console.print(show(asdict(result)))
+    assert "texts at once" in shown.get() and "0.75, 0.33" in shown.get()

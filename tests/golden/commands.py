@@ -95,6 +95,9 @@ RUNS: dict[str, tuple[Any, ...]] = {
     ),
     "export --to eagle": ("export", "drafters/sql-eagle3", "--to", "eagle", "--check"),
     "export --to vllm": ("export", "drafters/sql-eagle3", "--to", "vllm"),
+    "export --tune": (
+        *("export", "drafters/sql-eagle3", "--to", "vllm", "--tune", "sweep.json", "--output-dir", "exported/tuned"),
+    ),
     "export --to speculators": ("export", "drafters/sql-eagle3", "--to", "speculators"),
     "import": ("import", "exported/sql-eagle3-eagle", "probe.prompts=1", "probe.max_new_tokens=4", *CPU),
     "report": ("report", "online", "live", "eval", "steps", "--csv", "--output-dir", "page"),
@@ -130,11 +133,23 @@ def alone(place: Path) -> Iterator[pytest.MonkeyPatch]:
                 signal.signal(number, handler)
 
 
+def sweep() -> list[dict[str, Any]]:
+    """Rows of `eval --server` at two loads, as far as `export --tune` reads them."""
+    shared = {"domain": "sql", "tokens": 100, "token_s": 0.01, "request_tokens_per_s": 100.0}
+    return [
+        shared
+        | {"server": server, "concurrency": load, "seconds": 1 / load, "mat": mat, "acceptance_by_position": shares}
+        for load in (1, 8)
+        for server, mat, shares in (("server", 1.5, [0.5]), ("baseline", None, []))
+    ]
+
+
 def results() -> Documents:
     """Run every command in the working directory; the shapes of what they print."""
     for domain, questions in QUESTIONS.items():
         rows = [{"prompt": text, "response": "#### 2"} for text in questions]
         Path(f"{domain}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("sweep.json").write_text(json.dumps({"servers": sweep()}))
     return {name: shape_of(specctl(*argv)) for name, argv in RUNS.items()}
 
 

@@ -1,0 +1,206 @@
+"""Draft lengths by load: the model on numbers worked out by hand, where its answers are known, and what it refuses."""
+
+import itertools
+import json
+
+import pytest
+
+from specctl.errors import DataError
+from specctl.measuring import served_costs
+from specctl.measuring.served_costs import Load, RoundCosts, Sweep
+
+FREE = RoundCosts(step=0.01, step_per_text=0.0, token=0.0, token_per_text=0.0)
+STEEP = RoundCosts(step=0.010, step_per_text=0.0001, token=0.001, token_per_text=0.0005)
+LENGTHS = range(6)
+
+
+def row(server, concurrency, token_s, *, domain="sql", shares=(), requests=None, tokens=1000, **fields):
+    """A row of `eval --server`, as far as it is read, with every request in flight all the time."""
+    mat = 1 + sum(shares) if shares else None
+    seconds = tokens * token_s / (requests or concurrency)
+    return {
+        **{"server": server, "domain": domain, "concurrency": concurrency, "tokens": tokens, "token_s": token_s},
+        **{"request_tokens_per_s": 1 / token_s, "seconds": seconds, "mat": mat},
+        **{"acceptance_by_position": list(shares)},
+    } | fields
+
+
+def rows(costs, shares, loads=(1, 8, 32)):
+    """A sweep without noise of a server with these costs."""
+    mat = 1 + sum(shares)
+    return [
+        made
+        for load in loads
+        for made in (
+            row("server", load, costs.seconds(len(shares), load) / mat, shares=shares),
+            row("baseline", load, costs.seconds(0, load)),
+        )
+    ]
+
+
+def test_conditional_acceptance():
+    assert served_costs.conditional([0.8, 0.4, 0.1, 0.0, 0.0]) == pytest.approx([0.8, 0.5, 0.25, 0, 0])
+
+
+def test_expected_tokens_by_hand():
+    """1 + 0.8 + 0.8 · 0.5 + 0.8 · 0.5 · 0.25."""
+    found = [served_costs.expected_tokens([0.8, 0.5, 0.25], length) for length in range(4)]
+    assert found == pytest.approx([1, 1.8, 2.2, 2.3])
+
+
+def test_expected_tokens_of_equal_chances_are_leviathans():
+    a, k = 0.7, 5
+    assert served_costs.expected_tokens([a] * k, k) == pytest.approx((1 - a ** (k + 1)) / (1 - a))
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_limiting_cases(batch):
+    assert served_costs.best_length([0.0] * 5, STEEP, batch, LENGTHS) == 0
+    assert served_costs.best_length([0.0] * 5, FREE, batch, LENGTHS) == 0, "the shortest of equals"
+    assert served_costs.best_length([1.0] * 5, FREE, batch, LENGTHS) == 5
+    assert served_costs.best_length([0.1] * 5, FREE, batch, LENGTHS) == 5, "what costs nothing is taken"
+    assert served_costs.best_length([1.0, 1.0, 0.0, 1.0, 1.0], STEEP, 1, LENGTHS) == 2
+
+
+def test_the_best_length_by_hand():
+    """t(k, 1) = 10.1 + 1.5 k, t(k, 32) = 13.2 + 17 k ms; α = 0.8, 0.5, 0.25, so rates by k are
+    1/10.1, 1.8/11.6, 2.2/13.1, 2.3/14.6 = 0.099, 0.155, 0.168, 0.158 and 1/13.2, 1.8/30.2 = 0.076, 0.060."""
+    chances = [0.8, 0.5, 0.25]
+    assert served_costs.text_rate(chances, STEEP, 2, 1) == pytest.approx(2.2 / 0.0131)
+    assert served_costs.best_length(chances, STEEP, 1, range(4)) == 2
+    assert served_costs.best_length(chances, STEEP, 32, range(4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([3, 5, 9], (1, 2)),
+        ([4, 4, 4], (4, 0)),
+        ([9, 5, 3], (17 / 3, 0)),
+        ([-3, -1, 3], (0, 7 / 21)),
+        ([-1, -2, -3], (0, 0)),
+    ],
+)
+def test_lines_without_negative_parts(values, line):
+    """Of places 1, 2, 4: exact, flat, falling (its mean), through the origin (Σxy / Σx²), nothing."""
+    assert served_costs.line([1, 2, 4], values, [1, 1, 1]) == pytest.approx(line)
+
+
+def test_weights_count():
+    assert served_costs.line([1, 1], [2, 5], [2, 1]) == pytest.approx((3, 0))
+
+
+def test_the_costs_of_a_sweep_without_noise_are_found_again():
+    sweep = served_costs.sweep_of(rows(STEEP, (0.8, 0.4, 0.1)))
+    assert (sweep.drafted, sweep.acceptance) == (3, pytest.approx([0.8, 0.5, 0.25]))
+    assert [load.batch for load in sweep.loads] == pytest.approx([1, 8, 32])
+    costs = served_costs.fit(sweep)
+    for length, batch in ((0, 1), (0, 32), (2, 20), (3, 8)):
+        assert costs.seconds(length, batch) == pytest.approx(STEEP.seconds(length, batch))
+
+
+def test_domains_are_pooled_by_what_they_decoded():
+    """Rounds of 20 and 30 ms, 500 and 100 of them: 21.67 ms. Steps of 10 and 16 ms, 1000 and 500 of them: 12 ms."""
+    sweep = served_costs.sweep_of(
+        [
+            row("server", 4, 0.010, domain="sql", shares=(0.7, 0.3)),
+            row("server", 4, 0.020, domain="math", shares=(0.5,), tokens=150),
+            row("baseline", 4, 0.010, domain="sql"),
+            row("baseline", 4, 0.016, domain="math", tokens=500),
+        ]
+    )
+    (load,) = sweep.loads
+    assert (load.round_s, load.step_s) == pytest.approx((13 / 600, 0.018 / 1.5))
+    assert load.mat == pytest.approx(1150 / 600)
+    assert sweep.acceptance == pytest.approx([400 / 600, 150 / 400])
+
+
+def test_requests_in_flight_are_counted():
+    """64 were asked for, and 16 were there: the prompts were too few."""
+    made = [row("server", 64, 0.01, shares=(0.5,), requests=16), row("baseline", 64, 0.01, requests=20)]
+    (load,) = served_costs.sweep_of(made).loads
+    assert (load.batch, load.plain_batch) == pytest.approx((16, 20))
+
+
+def written(tmp_path, rows):
+    (tmp_path / "result.json").write_text(json.dumps({"servers": rows}))
+    return tmp_path
+
+
+def test_ranges_cover_every_batch_once_and_shrink_with_the_load(tmp_path):
+    tuning = served_costs.tune(written(tmp_path, rows(STEEP, (0.8, 0.4, 0.1), loads=(1, 32))))
+    found = tuning.ranges
+    assert [found[0].first, found[-1].last] == [1, 32]
+    assert all(one.last + 1 == other.first for one, other in itertools.pairwise(found))
+    assert [one.tokens for one in found] == sorted((one.tokens for one in found), reverse=True)
+    for one in found:
+        for batch in (one.first, one.last):
+            assert one.tokens == served_costs.best_length([0.8, 0.5, 0.25], STEEP, batch, range(4))
+        assert one.tokens in one.near and min(one.speedup) >= 1
+    assert [load for one in found for load in one.measured] == [1, 32]
+    assert found[-1].tokens == 0 and found[-1].speedup == (1.0, 1.0)
+    assert [(one.first, one.last, one.tokens) for one in tuning.schedule] == [
+        (one.first, one.last, one.tokens) for one in found
+    ]
+    assert all(fit.error == pytest.approx(0, abs=1e-9) for fit in tuning.fits)
+    unmeasured = [f"{one.first}–{one.last}" for one in found if not one.measured]
+    assert unmeasured and any(
+        "no load was measured at batches " + ", ".join(unmeasured) in note for note in tuning.notes
+    )
+    assert any("above 32 were not measured" in note for note in tuning.notes)
+
+
+def test_blocks_are_drafted_whole_or_not_at_all(tmp_path):
+    tuning = served_costs.tune(written(tmp_path, rows(STEEP, (0.8, 0.4, 0.1))), whole=True)
+    assert {one.tokens for one in tuning.ranges} == {0, 3}
+
+
+def test_lengths_about_as_good_are_near(tmp_path):
+    """α = 0.02 at the second place: a draft of two is 1.5 % better than one of one where tokens cost nothing."""
+    costs = RoundCosts(0.01, 0.001, 0.0, 0.0)
+    (only,) = served_costs.tune(written(tmp_path, rows(costs, (0.8, 0.02)))).ranges
+    assert (only.tokens, only.near) == (2, [1, 2])
+
+
+def test_a_model_that_does_not_fit_says_so(tmp_path):
+    """Plain steps of 10, 40 and 11 ms at 1, 8 and 32 texts are on no line."""
+    made = rows(RoundCosts(0.01, 0.0, 0.001, 0.0), (0.8,))
+    for one in made:
+        if one["server"] == "baseline" and one["concurrency"] == 8:
+            one["token_s"] = 0.04
+    tuning = served_costs.tune(written(tmp_path, made))
+    assert any("the model is off by" in note and "at 8 in flight" in note for note in tuning.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda made: [one for one in made if one["server"] == "server"], "no baseline"),
+        (lambda made: [one | {"mat": None} for one in made], "does not say what it accepted"),
+        (lambda made: [one | {"token_s": None} for one in made], "no time between tokens"),
+        (lambda made: made[:2], "has one load"),
+        (lambda made: [], "it has no rows"),
+        (lambda made: [{"server": "server"}], "is no result of eval --server"),
+    ],
+)
+def test_sweeps_that_cannot_be_used(tmp_path, change, says):
+    made = change(rows(STEEP, (0.8, 0.4)))
+    with pytest.raises(DataError, match=says):
+        served_costs.tune(written(tmp_path, made))
+
+
+def test_files_that_are_no_sweep(tmp_path):
+    with pytest.raises(DataError, match="cannot read"):
+        served_costs.tune(tmp_path / "nothing.json")
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(DataError, match="no JSON"):
+        served_costs.tune(tmp_path)
+    (tmp_path / "result.json").write_text('{"rows": []}')
+    with pytest.raises(DataError, match="no result of eval --server"):
+        served_costs.tune(tmp_path)
+
+
+def test_a_load_of_one_place_is_a_point():
+    """Slopes are unknown there; they are none."""
+    costs = served_costs.fit(Sweep([Load(4, 4.0, 4.0, 0.01, 0.02, 2.0)], 2, [0.5, 0.5]))
+    assert costs == RoundCosts(0.01, 0.0, pytest.approx(0.005), 0.0)
