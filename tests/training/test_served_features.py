@@ -125,7 +125,7 @@ def test_a_head_learns_the_same(distilled, target, engine, tmp_path, monkeypatch
     with CapturingEngine(target.tokenizer, "vllm", engine.place, engine.states) as other:
         theirs = train(distilled, tmp_path / "served", asking(other, concurrency=2), resume=True)
         assert 2 < sum(other.asked.values()) - 2 < count, "what is there is not asked for again"
-    assert engine.asked == before
+    assert (engine.asked - before).total() <= 1, "of two at a time one may have been on its way"
     assert kept.items() <= {path: path.stat().st_mtime_ns for path in shards(tmp_path / "features")}.items()
     assert own[0] == theirs[0] and own[2].choosing_mat == theirs[2].choosing_mat
     assert all(torch.equal(theirs[1][name], tensor) for name, tensor in own[1].items())
