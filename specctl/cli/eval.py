@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 FLAGS = (
     *("drafters", "pool", "domain", "prompts", "limit", "seeds", *TARGET, *SAMPLING),
-    *("matrix", "metric", "baselines", "save_outputs", "server", "baseline_server", "concurrency"),
+    *("matrix", "metric", "baselines", "save_outputs", "server", "baseline_server", "concurrency", "mats"),
     *("output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
@@ -158,12 +159,27 @@ def show_served(document: dict[str, Any], measured: str) -> Any:
     return Group(
         table(*SERVED.values(), rows=rows),
         *([table(*LENGTHS.values(), rows=lengths)] if lengths else []),
+        *worth(document["worth"]),
         *map(cell, places),
         *([f"{failures} requests failed and were sent again"] if failures else []),
         *turns(document, "the server's own answers"),
         f"measured on: {cell(measured)}",
         f"run: {cell(document['run_dir'])}",
     )
+
+
+def worth(loads: list[dict[str, Any]]) -> list[Any]:
+    """The speed to expect of other drafters at every load, and how that is checked; nothing where it is not known."""
+    if not loads:
+        return []
+    mats = loads[0]["mats"]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": max(mats, default=1.0)}
+    rows = [[load["concurrency"], load["mat"], load["break_even"], *load["speedups"]] for load in loads]
+    return [
+        table("in flight", "mat", "even at mat", *(f"× at mat {mat:g}" for mat in mats), rows=rows),
+        "predicted for drafters that cost what this one does; to measure one that does not exist, add to a GPU's vLLM",
+        f"--speculative-config {json.dumps(synthetic)}",
+    ]
 
 
 def turns(document: dict[str, Any], behind: str) -> list[str]:

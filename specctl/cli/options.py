@@ -31,6 +31,13 @@ def _comma_floats(text: str) -> list[float]:
         raise UsageError(f"--temperature: {text!r} is not a number or a list of them", hint="such as 0,0.7") from None
 
 
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{text!r} is not a list of numbers", hint="such as 2,2.5,3") from None
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -104,6 +111,14 @@ FLAGS: dict[str, Flag] = {
         ("features.server.urls",), str, "vLLM or SGLang that computes the target's states.", metavar="URL"
     ),
     "concurrency": Flag(("concurrency",), str, "With --server: requests in flight: 1,8.", _comma_ints),
+    "mats": Flag(
+        ("mats",),
+        str,
+        "With --baseline-server: predict the speed of drafters of these mats: 2,2.5,3. To check one, serve with vLLM's "
+        'rejection_sample_method "synthetic" (on a GPU) and its synthetic_acceptance_length.',
+        _numbers,
+        metavar="LIST",
+    ),
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
     "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Longest response."),
     "temperature": Flag(("sampling.temperature",), float, "0 is greedy."),

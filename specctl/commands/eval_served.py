@@ -15,6 +15,7 @@ from specctl.engines.records import Answer, Ask, Drafting
 from specctl.errors import DataError
 from specctl.measuring.contenders import Case, prepare
 from specctl.measuring.conversations import next_turn
+from specctl.measuring.served_costs import Worth, sweep_of, worth
 from specctl.measuring.served_rows import Reply, ServedLength, ServedRow, by_length, figures
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run
@@ -27,12 +28,14 @@ WARMUP = 2  # requests a server, before the clock counts
 class ServedResult:
     """The result document of `eval --server`.
 
-    `lengths` is empty where the prompts are all in one bucket of lengths.
+    `lengths` is empty where the prompts are all in one bucket of lengths, `worth` without a baseline, and where the
+    server does not draft, or does not tell.
     """
 
     servers: list[ServedRow]
     rejected: int  # prompts
     lengths: list[ServedLength]
+    worth: list[Worth]
     later_turns: int  # asked, of conversations, by the server at each concurrency
 
 
@@ -99,7 +102,17 @@ def evaluate_served(recipe: EvalRecipe, run: Run) -> ServedResult:
     ]
     several = len({length.up_to for length in lengths}) > 1
     later = sum(reply.turn > 0 for reply in everything["server", recipe.concurrency[0]])
-    return ServedResult(rows, rejections.count, lengths if several else [], later)
+    return ServedResult(rows, rejections.count, lengths if several else [], worths(rows, recipe.mats), later)
+
+
+def worths(rows: Sequence[ServedRow], mats: Sequence[float]) -> list[Worth]:
+    """The speed of drafters of these mats at every load, of mats that drafts of the measured length can reach."""
+    try:
+        sweep = sweep_of([asdict(row) for row in rows])
+    except DataError:  # nothing to compare with, or nothing drafted
+        return []
+    reached = [mat for mat in mats if mat <= sweep.drafted + 1]
+    return [worth(load, reached) for load in sweep.loads]
 
 
 def answered(client: Client, recipe: EvalRecipe, target: TargetText, cases: Sequence[Case], concurrency: int) -> Pass:

@@ -28,7 +28,7 @@ from specctl.runs import atomic_write, to_json
 RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
 STAMP = b"specctl.stamp"
 VIEWS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
-VIEWS |= {"server", "publication", "traffic", "baseline_server", "concurrency"}  # servers leave no records
+VIEWS |= {"server", "publication", "traffic", "baseline_server", "concurrency", "mats"}  # servers leave no records
 """Recipe keys that change what is shown of the records, or where they are; not what is measured."""
 
 Question = tuple[str, str, int]

@@ -1,4 +1,4 @@
-"""Draft lengths for an engine's loads, from a sweep of `eval --server` over concurrency.
+"""Draft lengths for an engine's loads, and what better drafters are worth, by a sweep of `eval --server`.
 
 The model. A round drafts k tokens for each of b texts, and the target verifies k + 1 positions of each. It takes
 
@@ -136,6 +136,41 @@ class Tuning:
     def schedule(self) -> list[LengthRange]:
         """The ranges, as engines are told."""
         return [LengthRange(one.first, one.last, one.tokens, tuple(one.near)) for one in self.ranges]
+
+
+@dataclass(frozen=True)
+class Worth:
+    """The speed of other drafters at a measured load, of which a round takes what it took with the one measured.
+
+    Attributes:
+        break_even: mat from which on drafting is faster than plain decoding.
+        mats: tokens of a round, of drafters that may not exist yet.
+        tokens_per_s: of all texts together, while they are decoded.
+        speedups: over plain decoding.
+    """
+
+    concurrency: int
+    step_s: float
+    round_s: float
+    mat: float
+    break_even: float
+    mats: list[float]
+    tokens_per_s: list[float]
+    speedups: list[float]
+
+
+def worth(load: Load, mats: Sequence[float]) -> Worth:
+    """mat ÷ t(K, b) tokens a second of each text, over 1 ÷ t(0, b); equal at mat = t(K, b) ÷ t(0, b)."""
+    return Worth(
+        concurrency=load.concurrency,
+        step_s=load.step_s,
+        round_s=load.round_s,
+        mat=load.mat,
+        break_even=load.round_s / load.step_s,
+        mats=list(mats),
+        tokens_per_s=[load.batch * mat / load.round_s for mat in mats],
+        speedups=[mat * load.step_s / load.round_s for mat in mats],
+    )
 
 
 def conditional(shares: Sequence[float]) -> list[float]:

@@ -32,6 +32,8 @@ class EvalRecipe(RunRecipe):
     server: ServerRecipe = ServerRecipe()  # an engine with its own drafter, measured instead of drafters here
     baseline_server: ServerRecipe = ServerRecipe()  # the same target without
     concurrency: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]  # requests in flight, one row each
+    # Beside a baseline server: mats of drafters whose speed is predicted at each of them.
+    mats: list[Annotated[float, Field(ge=1)]] = [2.0, 2.5, 3.0, 3.5, 4.0]
 
     @model_validator(mode="after")
     def _consistent(self) -> EvalRecipe:

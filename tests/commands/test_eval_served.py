@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from specctl.commands.eval import evaluate
+from specctl.commands.eval_served import worths
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation.prompts import prompt_id
 from specctl.errors import DataError
@@ -59,6 +60,10 @@ def test_rows_of_both_servers(go, text, tmp_path, kind):
         assert ours.speedup_interval[0] <= ours.speedup <= ours.speedup_interval[1]
         assert ours.same_texts == ours.requests == 6 and ours.tokens == base.tokens
         assert ours.first_token_s <= ours.first_token_p95_s and base.first_token_s >= 0.2
+    assert [load.concurrency for load in result.worth] == [1, 3]
+    for load in result.worth:
+        assert (load.mat, load.mats) == (2.0, [2.0, 2.5, 3.0]), "a round of two drafts has no more than three tokens"
+        assert load.break_even == pytest.approx(load.round_s / load.step_s)
     lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
     assert len(lines) == 6 * len(rows) and sum(len(line["output_ids"]) for line in lines) == sum(r.tokens for r in rows)
 
@@ -74,6 +79,7 @@ def test_counters_of_the_engine_where_texts_say_nothing(go, text):
         engine.scraped = page
         row = go(engine, data={"domain": ["sql"]}, concurrency=[2]).servers[0]
     assert (row.mat, row.acceptance_by_position, row.mat_interval) == (3.0, [1.0], None)
+    assert worths([row], [2.0]) == [], "without a baseline there is nothing to break even with"
 
 
 def test_a_prompt_that_is_refused_is_named(go, text):
@@ -163,6 +169,7 @@ def test_buckets_double(tokens, up_to):
         ({"seeds": [0, 1]}, "one seed"),
         ({"server": {}, "baseline_server": {"urls": ["http://a"]}}, "name that, too"),
         ({"concurrency": []}, "at least 1"),
+        ({"mats": [0.5]}, "greater than or equal to 1"),
     ],
 )
 def test_recipes_that_contradict_themselves(fields, says):
@@ -172,13 +179,17 @@ def test_recipes_that_contradict_themselves(fields, says):
 
 def test_the_command(text, tmp_path):
     with FakeEngine(text.tokenizer) as engine:
+        engine.histogram = [1, 2, 1]
         arguments = ("eval", "--server", engine.url, "--baseline-server", engine.url, "--limit", "3", "--domain", "sql")
         done = subprocess.run(
-            [sys.executable, "-m", "specctl", *arguments, "--concurrency", "1,2"],
+            [sys.executable, "-m", "specctl", *arguments, "--concurrency", "1,2", "--mats", "2,2.75,9"],
             capture_output=True, text=True, cwd=tmp_path,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "× baseline" in done.stdout and "same texts" in done.stdout and "transformers" not in done.stdout
+    assert (
+        "× at mat 2.75" in done.stdout and "mat 9" not in done.stdout and "synthetic_acceptance_length" in done.stdout
+    )
     page = subprocess.run(
         [sys.executable, "-m", "specctl", "report", *map(str, (tmp_path / "runs").iterdir()), "--output-dir", "page"],
         capture_output=True, text=True, cwd=tmp_path,

@@ -200,6 +200,22 @@ def test_files_that_are_no_sweep(tmp_path):
         served_costs.tune(tmp_path)
 
 
+def test_what_better_drafters_are_worth():
+    """A round costs 2.4 plain steps: mat 2.4 breaks even, 3.6 is half as fast again, 1 has the speed of 1 / 2.4."""
+    found = served_costs.worth(Load(8, 8.0, 8.0, step_s=0.010, round_s=0.024, mat=2.0), [1.0, 2.4, 3.6])
+    assert found.break_even == pytest.approx(2.4)
+    assert found.speedups == pytest.approx([1 / 2.4, 1, 1.5])
+    assert found.tokens_per_s == pytest.approx([8 / 0.024, 800, 1200])
+
+
+def test_the_measured_drafter_is_predicted_where_it_is():
+    """Its own mat gives its own speed-up: times between tokens, plain over drafted."""
+    made = rows(STEEP, (0.8, 0.4, 0.1))
+    for load in served_costs.sweep_of(made).loads:
+        ours, plain = (row["token_s"] for row in made if row["concurrency"] == load.concurrency)
+        assert served_costs.worth(load, [load.mat]).speedups == pytest.approx([plain / ours])
+
+
 def test_a_load_of_one_place_is_a_point():
     """Slopes are unknown there; they are none."""
     costs = served_costs.fit(Sweep([Load(4, 4.0, 4.0, 0.01, 0.02, 2.0)], 2, [0.5, 0.5]))
