@@ -114,8 +114,8 @@ def evaluate(
         lossless=agreement,
         lossless_transformers=_agreement_with_transformers(recipe, target, records),
         rejected=rejections.count,
-        later_turns=len(cases) - len(asked),
         matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters)) if recipe.matrix else None,
+        later_turns=len(cases) - len(asked),
     )
 
 

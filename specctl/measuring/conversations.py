@@ -39,6 +39,8 @@ def spoken(recipe: EvalRecipe, target: Target, cases: Sequence[Case]) -> list[Ca
 
     Raises Interrupted.
     """
+    if not any(case.prompt.later for case in cases):
+        return list(cases)
     turns = []
     with progress.track("conversations", total=sum(len(case.prompt.later) for case in cases), unit="turns") as bar:
         for case in cases:

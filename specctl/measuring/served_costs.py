@@ -261,7 +261,11 @@ def tune(path: Path, *, whole: bool = False) -> Tuning:
     """
     sweep = read_sweep(path)
     if len({round(load.batch) for load in sweep.loads}) < 2:
-        raise DataError(f"{path} has one load: what a larger batch costs is not known", f"measure several: {SWEEP}")
+        there = ", ".join(f"{load.batch:.1f} of {load.concurrency}" for load in sweep.loads)
+        raise DataError(
+            f"{path} has one load (in flight on the average: {there}): what a larger batch costs is not known",
+            f"measure several, with as many prompts at least: {SWEEP}",
+        )
     costs = fit(sweep)
     chosen = ranges(sweep, costs, [0, sweep.drafted] if whole else range(sweep.drafted + 1))
     fits = [
