@@ -19,5 +19,5 @@ def write(head, facts, tokens, to):
     return Files({"paper": kept, "to": to, "tokens": tokens}, tensors)
 
 
-def serving(head, to, place, facts, tokens):
+def serving(head, to, place, facts, tokens, schedule=()):
     return Serving([f"{to} {place} {facts.name} {tokens}"], [f"{to} is made of paper"])
