@@ -134,8 +134,11 @@ class TestGate:
 
     def test_trials_become_rarer(self):
         gate = Gate()
-        rounds = [number for number in range(60) if gate.overdue(2)]
-        # Nobody settles what was tried: the count goes on, the patience doubles.
+        rounds = []
+        for number in range(60):
+            if gate.overdue(2):  # nobody settles what was tried: the count goes on
+                gate.tried(2)
+                rounds.append(number)
         assert rounds[0] == PATIENCE and rounds[1] == 2 * PATIENCE and rounds[2] == 4 * PATIENCE
 
 
@@ -204,6 +207,21 @@ class TestHybrid:
         )
         assert len(rounds_of_batch) == 8 and max(sizes) > 4
 
+    def test_one_text_of_many_does_not_try_the_head(self, target, prompts):
+        """Else eight texts, each of which tries it now and then, would nearly always have it asked."""
+        ends = [20, 60, 60, 60, 60, 60, 60, 60]
+        alone, together = Claims(), Claims()
+        rounds_of(target, Hybrid(alone, Lookup(), DEAR), prompts[1:2])
+        texts = rounds_of(target, Hybrid(together, Lookup(), DEAR), [prompts[1]] * 8, ends)
+        assert together.asked <= alone.asked + 2 < max(one.target_passes for one in texts)
+        head, state = Claims(), SimpleNamespace(live=[0, 1, 2], batch=3, rows=[SimpleNamespace(room=9)] * 3)
+        gates = [Gate() for _ in range(3)]
+        hybrid = Hybrid(head, Lookup(), DEAR)
+        gates[0].unasked = [99] * 5
+        assert not hybrid._asks(state, gates, [0] * 3, 1.0)
+        gates[1].unasked = [99] * 5
+        assert hybrid._asks(state, gates, [0] * 3, 1.0)
+
     def test_no_deeper_than_there_is_room(self, target, prompts):
         rooms = []
 
@@ -242,10 +260,33 @@ class TestCosts:
         assert known.round(94) == pytest.approx(6.1 + 3.1)  # on, as steep as at the end
         assert [known.drafting(levels) for levels in (0, 1, 3)] == pytest.approx([0, 0.2, 0.4])
 
+    def test_a_batch_costs_what_its_texts_read(self):
+        known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), 0.2, 0.1, 0.25, 0.05, 0.02, 0.01)
+        assert known.round(1, 8) == pytest.approx(1.8 + 7 * (0.25 + 0.05))
+        assert known.round(2, 4) == pytest.approx(1.8 + 3 * (0.25 + 2 * 0.05))
+        assert known.row(4) == pytest.approx(4 * (3.0 - 1.5) / 30 + 3 * 0.05)
+        assert known.drafting(3, 4) == pytest.approx(0.2 + 3 * 0.02 + 2 * (0.1 + 3 * 0.01))
+        assert known.drafting(0, 4) == 0
+
     def test_more_rows_are_never_cheaper(self):
         ratios = {f"{rows} rows": 1.0 for rows in ROWS} | {"4 rows": 1.3, "1 levels": 0.2, "5 levels": 0.1}
+        ratios |= {"1 rows of 8": 0.9, "4 rows of 8": 0.8, "1 levels of 8": 0.1, "5 levels of 8": 0.1}
         made = costs.from_ratios(ratios)
         assert list(made.rounds) == sorted(made.rounds) and made.level == 0
+        assert made.text == made.text_row == made.text_first == made.text_level == 0
+
+    def test_what_was_timed_comes_back(self):
+        """Of a batch whose costs are known, the parts."""
+        true = Costs((1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2), 0.2, 0.1, 0.25, 0.05, 0.02, 0.01)
+        ratios = {f"{rows} rows": true.round(rows) for rows in ROWS}
+        ratios |= {f"{levels} levels": true.drafting(levels) for levels in (1, costs.LEVELS)}
+        ratios |= {f"{rows} rows of 8": true.round(rows, 8) for rows in costs.ROWS_EACH}
+        ratios |= {f"{levels} levels of 8": true.drafting(levels, 8) for levels in (1, costs.LEVELS)}
+        found = costs.from_ratios(ratios)
+        assert found.rounds == true.rounds
+        assert [getattr(found, name) for name in costs.SINGLE] == pytest.approx(
+            [getattr(true, name) for name in costs.SINGLE]
+        )
 
     def test_measured_once_and_kept(self, target, tmp_path, monkeypatch):
         monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,8 @@ from specctl.runs import atomic_write
 
 ROWS = (1, 2, 4, 8, 16, 32, 63)
 LEVELS = 5  # of a head, timed together
-CONTEXT = 64  # tokens of the text that rounds are timed behind
+TEXTS, ROWS_EACH = 8, (1, 4)  # of the batch that is timed
+CONTEXT = 256  # tokens of the text that rounds are timed behind
 REPEATS, WARM_UP = 15, 2
 ENOUGH_S = 20.0  # a large target has its medians of fewer repeats
 ENVIRONMENT = "XDG_CACHE_HOME"
@@ -47,22 +48,45 @@ class Costs:
         rounds: of a round with as many rows as `ROWS` says; linear in between and behind.
         first: of a head's first level, with what it reads of the last round.
         level: of each further level.
+        text, text_row: of each further text of a batch, and of each of its rows, beyond what these rows cost one text:
+            every text reads keys and values of its own.
+        text_first, text_level: of a head's levels, for each further text.
     """
 
     rounds: tuple[float, ...]
     first: float
     level: float
+    text: float = 0.0
+    text_row: float = 0.0
+    text_first: float = 0.0
+    text_level: float = 0.0
 
-    def round(self, rows: int) -> float:
-        """A round whose step has so many rows."""
+    def round(self, rows: int, texts: int = 1) -> float:
+        """A round in which each of `texts` has so many rows."""
+        return self._step(texts * rows) + (texts - 1) * (self.text + self.text_row * rows)
+
+    def _step(self, rows: int) -> float:
+        """A round whose step has so many rows, all of one text."""
         place = min(max(bisect_left(ROWS, rows), 1), len(ROWS) - 1)
         low, high = ROWS[place - 1], ROWS[place]
         share = (rows - low) / (high - low)
         return self.rounds[place - 1] + share * (self.rounds[place] - self.rounds[place - 1])
 
-    def drafting(self, levels: float) -> float:
-        """A head that drafts so many levels."""
-        return self.first + (levels - 1) * self.level if levels else 0.0
+    def row(self, texts: int) -> float:
+        """A further row of each of so many texts, on average over rounds of usual size."""
+        return texts * (self._step(32) - self._step(2)) / 30 + (texts - 1) * self.text_row
+
+    def drafting(self, levels: float, texts: int = 1) -> float:
+        """A head that drafts so many levels of so many texts in one."""
+        first, level = self.first + (texts - 1) * self.text_first, self.further(texts)
+        return first + (levels - 1) * level if levels else 0.0
+
+    def further(self, texts: int) -> float:
+        """A further level of a head, of so many texts."""
+        return self.level + (texts - 1) * self.text_level
+
+
+SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 
 
 class LevelDrafter(Protocol):
@@ -81,11 +105,13 @@ def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     key = json.dumps([_machine(target), target.identity["weights"] or target.name, str(target.dtype), name])
     kept = _read(path)
     with suppress(KeyError, TypeError, ValueError):
-        return Costs(tuple(map(float, kept[key]["rounds"])), float(kept[key]["first"]), float(kept[key]["level"]))
+        found = dict(kept[key])
+        return Costs(tuple(map(float, found.pop("rounds"))), **{name: float(found[name]) for name in SINGLE})
     costs = measure(target, head)
     progress.log(
         f"measured once, in rounds of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
-        f"drafting one level {costs.first:.2f}, each further level {costs.level:.2f} (kept in {path})"
+        f"{TEXTS} texts {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
+        f"{costs.level:.2f} (kept in {path})"
     )
     with suppress(OSError):  # where it cannot be kept, it is measured again
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,19 +149,22 @@ def measure(target: Target, head: LevelDrafter) -> Costs:
     """Time rounds of all sizes in turn, and the head before them, each beside a round of one row: medians of that."""
     ratios: dict[str, list[float]] = {}
     with threads.suited(target.row_flops):
-        state, began = _text(target, head), time.monotonic()
+        states, began = {count: _texts(target, head, count) for count in (1, TEXTS)}, time.monotonic()
         for repeat in range(REPEATS + WARM_UP):
             if repeat > WARM_UP and time.monotonic() - began > ENOUGH_S:
                 break
-            if state.rows[0].room < 2 * max(ROWS):
-                state = _text(target, head)
             taken: dict[str, float] = {}
-            for rows in ROWS:
-                draft = DraftTree.from_chains([[0] * (rows - 1)], target.device)
-                taken[f"{rows} rows"] = _seconds(target, partial(verify, target, state, draft))
-            for levels in (1, LEVELS):
-                _commit_a_round(target, state)
-                taken[f"{levels} levels"] = _seconds(target, partial(head.grow, state, levels, lambda joint: True))
+            for count, sizes in ((1, ROWS), (TEXTS, ROWS_EACH)):
+                if states[count].rows[0].room < 2 * max(ROWS):
+                    states[count] = _texts(target, head, count)
+                state, of = states[count], "" if count == 1 else f" of {count}"
+                for rows in sizes:
+                    draft = DraftTree.from_chains([[0] * (rows - 1)] * count, target.device)
+                    taken[f"{rows} rows{of}"] = _seconds(target, partial(verify, target, state, draft))
+                for levels in (1, LEVELS):
+                    _commit_a_round(target, state)
+                    grow = partial(head.grow, state, levels, lambda joint: True)
+                    taken[f"{levels} levels{of}"] = _seconds(target, grow)
             for name in taken if repeat >= WARM_UP else ():
                 ratios.setdefault(name, []).append(taken[name] / taken["1 rows"])
     return from_ratios({name: statistics.median(values) for name, values in ratios.items()})
@@ -146,25 +175,42 @@ def from_ratios(ratios: dict[str, float]) -> Costs:
     rounds = [ratios[f"{rows} rows"] for rows in ROWS]
     first, levels = ratios["1 levels"], ratios[f"{LEVELS} levels"]
     level = max(levels - first, 0.0) / (LEVELS - 1)
-    return Costs(tuple(max(rounds[: place + 1]) for place in range(len(rounds))), first, level)
+    alone = Costs(tuple(max(rounds[: place + 1]) for place in range(len(rounds))), first, level)
+    few, more = ROWS_EACH
+    # What every further text adds to a step of as many rows.
+    added = {rows: (ratios[f"{rows} rows of {TEXTS}"] - alone.round(TEXTS * rows)) / (TEXTS - 1) for rows in ROWS_EACH}
+    text_row = max(added[more] - added[few], 0.0) / (more - few)
+    text_first = max(ratios[f"1 levels of {TEXTS}"] - first, 0.0) / (TEXTS - 1)
+    together = max(ratios[f"{LEVELS} levels of {TEXTS}"] - ratios[f"1 levels of {TEXTS}"], 0.0) / (LEVELS - 1)
+    return replace(
+        alone,
+        text=max(added[few] - few * text_row, 0.0),
+        text_row=text_row,
+        text_first=text_first,
+        text_level=max(together - level, 0.0) / (TEXTS - 1),
+    )
 
 
-def _text(target: Target, head: LevelDrafter) -> DecodeState:
-    """A text of random tokens, read by the target and the head, with room for what is timed."""
+def _texts(target: Target, head: LevelDrafter, count: int) -> DecodeState:
+    """Texts of random tokens, read by the target and the head, with room for what is timed."""
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(target.vocab_size, (min(CONTEXT, target.context_length // 4),), generator=generator)
+    length = min(CONTEXT, target.context_length // 4)
     engine = Engine(target, taps=head.taps, host=True)
-    engine.add(Request(prompt.tolist(), GREEDY, target.context_length))
+    for _ in range(count):
+        prompt = torch.randint(target.vocab_size, (length,), generator=generator)
+        engine.add(Request(prompt.tolist(), GREEDY, target.context_length))
     engine.step()
-    engine.state.rows[0].stop = None  # its first token may end texts
+    for row in engine.state.rows:
+        row.stop = None  # their first tokens may end texts
     head.grow(engine.state, 1, lambda joint: False)
     return engine.state
 
 
 def _commit_a_round(target: Target, state: DecodeState) -> None:
-    """Give the head something to read: the tokens of a round, whether they end the text or not."""
-    state.commit(verify(target, state, DraftTree.from_chains([[0]], target.device)))
-    state.rows[0].stop = None
+    """Give the head something to read: the tokens of a round, whether they end the texts or not."""
+    state.commit(verify(target, state, DraftTree.from_chains([[0]] * state.batch, target.device)))
+    for row in state.rows:
+        row.stop = None
 
 
 def _seconds(target: Target, function: Callable[[], object]) -> float:

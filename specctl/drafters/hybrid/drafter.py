@@ -27,6 +27,7 @@ from specctl.drafters.hybrid.gate import HEAD, TEXT, Gate, Pending
 from specctl.drafters.tree import Pays, ProposedTree
 
 OFFERED = 32  # nodes that a text drafter proposes at most
+GOES_ON = 0.75  # of the texts in which a level's token is accepted, the share whose next one is, too
 NEXT = 0.9  # claim by which the worth of a level that is not drafted yet is judged
 
 
@@ -72,21 +73,22 @@ class Hybrid:
         for gate, row in zip(gates, state.rows, strict=True):
             gate.settle(row)
         live = state.live
-        rate = sum(gates[b].rate for b in live)
+        plain = self.costs.round(1, state.batch)  # what a text yields is known of batches of other sizes, too
+        rate = sum(gates[b].rate for b in live) / plain
         drafts = [Candidates() for _ in gates]
         for draft, offer, gate in zip(drafts, self.text.offer(state, min(budget, OFFERED)), gates, strict=True):
             draft.add(offer, TEXT, gate.trust[TEXT])
-        row_price = rate * self._row_cost(state.batch)
+        row_price = rate * self.costs.row(state.batch)
         kinds = [Gate.kind(sum(joint for joint in draft.joint if joint > row_price)) for draft in drafts]
         levels = 0
         if self._asks(state, gates, kinds, rate):
             levels = self._ask(state, budget, gates, drafts, rate)
         ranked = [draft.longest() if state.exact_rows else draft.ranked() for draft in drafts]
         width = self._worth(state.batch, [[drafts[b].joint[node] for node in ranked[b]] for b in live], rate, budget)
-        cost = self.costs.round(state.batch * (width + 1)) + self.costs.drafting(levels)
+        cost = self.costs.round(width + 1, state.batch) + self.costs.drafting(levels, state.batch)
         for b in live:
             row = state.rows[b]
-            gates[b].pending = Pending(len(row.ids), row.target_passes, drafts[b], cost, kinds[b], levels)
+            gates[b].pending = Pending(len(row.ids), row.target_passes, drafts[b], cost / plain, kinds[b], levels)
         return DraftTree.from_trees(
             [draft.cut(nodes[:width]) for draft, nodes in zip(drafts, ranked, strict=True)], state.device
         )
@@ -96,17 +98,26 @@ class Hybrid:
         asking = [b for b in state.live if state.rows[b].room > 0]
         if not asking:
             return False
-        overdue = [gates[b].overdue(kinds[b]) for b in asking]
+        overdue = [b for b in asking if gates[b].overdue(kinds[b])]
+        # One forward tells of all texts: a few that have not heard of the head do not make it worth its passes.
+        if 2 * len(overdue) >= len(asking):
+            for b in overdue:
+                gates[b].tried(kinds[b])
+            return True
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
-        levels = sum(gates[b].levels for b in asking) / len(asking)
-        rows = 2 * levels * state.batch  # the likeliest token of each level, and a runner-up
-        cost = self.costs.drafting(levels) + rows * self._row_cost(1)
-        return gain > rate * cost or any(overdue)
+        levels = round(sum(gates[b].levels for b in asking) / len(asking))
+        return any(
+            gain * share(level, levels) > rate * self._asking(level, state.batch) for level in range(1, levels + 1)
+        )
+
+    def _asking(self, levels: int, texts: int) -> float:
+        """The cost of so many levels of the head, and of the rows of their likeliest tokens."""
+        return self.costs.drafting(levels, texts) + levels * self.costs.row(texts)
 
     def _ask(self, state: DecodeState, budget: int, gates: list[Gate], drafts: list[Candidates], rate: float) -> int:
         """Add the head's candidates to the drafts; returns how many levels it has drafted."""
         levels = 1
-        price = rate * (self.costs.level + 2 * self._row_cost(state.batch))
+        price = rate * (self.costs.further(state.batch) + 2 * self.costs.row(state.batch))
         trust = [gate.trust[HEAD] for gate in gates]
         trusted, before = [1.0] * len(gates), [0.0] * len(gates)
 
@@ -129,15 +140,11 @@ class Hybrid:
         width = 0
         while width < budget:
             gain = sum(ranked[width] for ranked in joint if width < len(ranked))
-            cost = self.costs.round(batch * (width + 2)) - self.costs.round(batch * (width + 1))
+            cost = self.costs.round(width + 2, batch) - self.costs.round(width + 1, batch)
             if gain <= rate * cost:
                 break
             width += 1
         return width
-
-    def _row_cost(self, rows: int) -> float:
-        """The cost of so many rows more, on average over rounds of usual size."""
-        return rows * (self.costs.round(32) - self.costs.round(2)) / 30
 
     def _gates(self, state: DecodeState) -> list[Gate]:
         memory = state.memory.get(self)
@@ -170,6 +177,11 @@ class Hybrid:
             depth = max(len(head.children), len(text.children))
             scores.append(Score(head.positions, tokens=tokens, children=(tokens.shape[-1],) * depth))
         return scores
+
+
+def share(level: int, levels: int) -> float:
+    """How much of what so many `levels` add is added by the first ones, up to `level`."""
+    return (1 - GOES_ON**level) / (1 - GOES_ON**levels)
 
 
 def proposed(score: Score) -> torch.Tensor:

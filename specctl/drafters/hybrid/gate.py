@@ -1,6 +1,7 @@
 """The gate of hybrid drafts: is a head worth its passes, beside what a text drafter proposes for nothing?
 
-All is estimated per text, from what was committed, in tokens and in rounds of one row (`Costs`).
+All is estimated per text, from what was committed, in tokens and in rounds of one row for each text of the batch
+(`Costs`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Pending:
     Attributes:
         length: of the text before it.
         passes: rounds that the text has had before it.
-        cost: of the round, of all texts together.
+        cost: of the round, in rounds of one row for each text.
         kind: by what the text drafter promised (`Gate.kind`).
         levels: that the head has drafted; 0 = it was not asked.
     """
@@ -64,7 +65,8 @@ class Gate:
 
     @property
     def rate(self) -> float:
-        """Tokens that decoding yields for the cost of a round of one row: what a cost must bring to be worth it."""
+        """Tokens of this text that decoding yields for the cost of a round of one row for each text: what a cost must
+        bring to be worth it."""
         return self.tokens / self.cost
 
     def gain(self, kind: int) -> float:
@@ -83,12 +85,13 @@ class Gate:
         return sum(promised > edge for edge in EDGES)
 
     def overdue(self, kind: int) -> bool:
-        """Whether the head was not asked for so long that it should be tried."""
+        """Whether the head was not asked for so long that it should be tried. Called once a round."""
         self.unasked[kind] += 1
-        if self.unasked[kind] <= self.patience[kind]:
-            return False
+        return self.unasked[kind] > self.patience[kind]
+
+    def tried(self, kind: int) -> None:
+        """Wait twice as long the next time: the head is asked as it was `overdue`."""
         self.patience[kind] *= 2
-        return True
 
     def settle(self, text: Sequence) -> None:
         """Learn from the round that was proposed last, now that the text has gone on."""
