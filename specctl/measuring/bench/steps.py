@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 
 ROWS = (1, 4, 8, 16)
+TURN = 3  # texts of every slot that a contender decodes before it is the next one's turn
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,30 @@ class DecodingRow:
     speedup_transformers: float | None  # over transformers' generate, one sequence at a time
     graphs: bool  # rounds were replayed as CUDA graphs
     unusable: str | None  # why × plain says nothing (`metrics.unusable`)
+
+
+@dataclass
+class Timed:
+    """Texts that were decoded, and how long that took."""
+
+    texts: list[Decoded] = field(default_factory=list)
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+
+    def add(self, decoded: list[Decoded]) -> None:
+        """Count the texts of one call, each of which bears the call's times."""
+        self.texts += decoded
+        self.decode_s += decoded[0].decode_s
+        self.prefill_s += decoded[0].prefill_s
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.decoded_tokens for one in self.texts)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of the decode phase."""
+        return self.tokens / max(self.decode_s, 1e-9)
 
 
 def steps(recipe: BenchRecipe, target: Target, model, speed: float, bar: Progress) -> list[StepRow]:
@@ -114,25 +139,25 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
     theirs = None
     if recipe.shape is None:
         generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
-        theirs = _rate([generator.decode(case.ids, case.room, 0)[PLAIN] for case in cases])
+        texts = [generator.decode(case.ids, case.room, 0)[PLAIN] for case in cases]
+        theirs = sum(one.decoded_tokens for one in texts) / max(sum(one.decode_s for one in texts), 1e-9)
         bar.update(1)
     contenders: list[tuple[str, int | None, Drafter | None]] = [(VANILLA, None, None)]
     for name in recipe.drafters:
         for length in (None, *recipe.draft_lengths):
             drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
             contenders.append((name, length, pool.load_drafter(name, target, drafting)))
-    vanilla: dict[int, float] = {}
-    for name, length, drafter in contenders:
-        alone = None
+    found: dict[tuple[int, int], Timed] = {}  # by contender and batch
+    for batch in recipe.batches:
+        timed = _in_turns(recipe, target, cases, [drafter for *_, drafter in contenders], batch)
+        found |= {(place, batch): one for place, one in enumerate(timed)}
+        bar.update(len(contenders))
+    for place, (name, length, drafter) in enumerate(contenders):
         for batch in recipe.batches:
-            interrupts.check()
-            decoded = _decode(recipe, target, cases, drafter, batch)
-            rate = _rate(decoded, batch)
-            vanilla.setdefault(batch, rate)
-            alone = rate if batch == 1 else alone
-            plain = None if drafter is None else vanilla[batch]
-            rows.append(_row(names.name_of(name), length, batch, decoded, plain=plain, alone=alone, theirs=theirs))
-            bar.update(1)
+            plain = None if drafter is None else found[0, batch].rate
+            alone = found[place, 1].rate if (place, 1) in found else None
+            one = found[place, batch]
+            rows.append(_row(names.name_of(name), length, batch, one, plain=plain, alone=alone, theirs=theirs))
     return rows
 
 
@@ -140,7 +165,7 @@ def _row(
     drafter: str,
     length: int | None,
     batch: int,
-    decoded: list[Decoded],
+    timed: Timed,
     *,
     plain: float | None,
     alone: float | None,
@@ -148,8 +173,8 @@ def _row(
 ) -> DecodingRow:
     """A drafter in batches. `plain`, `alone`, `theirs`: tokens a second of plain decoding in them, of the drafter in
     batches of one, and of `transformers`; None where these were not measured."""
-    rate, tokens = _rate(decoded, batch), sum(one.decoded_tokens for one in decoded)
-    mat = tokens / max(1, sum(one.target_passes for one in decoded))
+    rate, tokens = timed.rate, timed.tokens
+    mat = tokens / max(1, sum(one.target_passes for one in timed.texts))
     speedup = None if plain is None else rate / plain
     return DecodingRow(
         drafter=drafter,
@@ -158,11 +183,11 @@ def _row(
         tokens=tokens,
         mat=mat,
         tokens_per_s=rate,
-        with_prefill=tokens / _seconds(decoded, batch, prefill=True),
+        with_prefill=tokens / (timed.decode_s + timed.prefill_s),
         speedup=speedup,
         of_batch_1=None if alone is None else rate / alone,
         speedup_transformers=None if theirs is None else rate / theirs,
-        graphs=any(one.replays for one in decoded),
+        graphs=any(one.replays for one in timed.texts),
         unusable=unusable(speedup, None, mat),
     )
 
@@ -171,29 +196,29 @@ def _of_length(nodes: int) -> dict[str, int]:
     return {"nodes": nodes, "depth": nodes}
 
 
+def _in_turns(
+    recipe: BenchRecipe, target: Target, cases: list[Case], drafters: list[Drafter | None], batch: int
+) -> list[Timed]:
+    """All prompts by every drafter, `batch` at a time: in turns, so that a machine that changes its pace slows all."""
+    timed = [Timed() for _ in drafters]
+    for drafter in drafters:  # warm up
+        _decode(recipe, target, cases[: min(batch, 2)], drafter, batch)
+    for start in range(0, len(cases), TURN * batch):
+        for drafter, one in zip(drafters, timed, strict=True):
+            interrupts.check()
+            one.add(_decode(recipe, target, cases[start : start + TURN * batch], drafter, batch))
+    return timed
+
+
 def _decode(
     recipe: BenchRecipe, target: Target, cases: list[Case], drafter: Drafter | None, batch: int
 ) -> list[Decoded]:
-    """All prompts; the first few once more before, to warm up."""
-    for part in (cases[: min(batch, 2)], cases):
-        decoded = decode(
-            target,
-            [case.ids for case in part],
-            sampling=filters(recipe.sampling),
-            max_new_tokens=[case.room for case in part],
-            seeds=[case.seed(0) for case in part],
-            drafter=drafter,
-            slots=batch,
-        )
-    return decoded
-
-
-def _rate(decoded: list[Decoded], batch: int | None = None) -> float:
-    """Tokens a second of the decode phase."""
-    return sum(text.decoded_tokens for text in decoded) / max(_seconds(decoded, batch, prefill=False), 1e-9)
-
-
-def _seconds(decoded: list[Decoded], batch: int | None, prefill: bool) -> float:
-    """Wall-clock of one call for all texts (`batch`), or of a call for each."""
-    parts = decoded[:1] if batch is not None else decoded
-    return sum(text.decode_s + (text.prefill_s if prefill else 0.0) for text in parts)
+    return decode(
+        target,
+        [case.ids for case in cases],
+        sampling=filters(recipe.sampling),
+        max_new_tokens=[case.room for case in cases],
+        seeds=[case.seed(0) for case in cases],
+        drafter=drafter,
+        slots=batch,
+    )
