@@ -164,6 +164,7 @@ class TrainRecipe(WriterRecipe):
     ttt_steps: PositiveInt = 6  # of the training-time test: train about as deep as the drafts are; mtp: 3
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth, as a share of that before; mtp: 0.6
+    ttt_weights: Literal["decay", "d-pace"] = "decay"  # of draft depths; dflash: d-pace, how often a draft gets so far
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # hydra; its paper takes 0.2, for ten epochs at 7B
     optimizer: OptimizerRecipe = OptimizerRecipe()
     epochs: PositiveInt | None = None
@@ -204,7 +205,8 @@ class TrainRecipe(WriterRecipe):
     def of_family(self, arch: str) -> TrainRecipe:
         """This recipe, changed to a family, whose steps and weights it takes where it names none."""
         family = FAMILIES[arch]
-        defaults = {"arch": arch, "ttt_steps": family.steps, "ttt_decay": family.decay}
+        weights = "decay" if "ttt_decay" in self.model_fields_set else family.weights  # whoever names a decay wants it
+        defaults = {"arch": arch, "ttt_steps": family.steps, "ttt_decay": family.decay, "ttt_weights": weights}
         for key, value in defaults.items():
             if key == "arch" or key not in self.model_fields_set:
                 vars(self)[key] = value  # which leaves it unnamed
@@ -216,6 +218,11 @@ class TrainRecipe(WriterRecipe):
         if self.objective != "auto":
             return self.objective
         return FAMILIES[self.arch].objective
+
+    @property
+    def paced(self) -> bool:
+        """Whether draft depths are weighted by how often a draft gets so far."""
+        return self.ttt_weights == "d-pace"
 
     @property
     def optimizer_type(self) -> str:
@@ -277,6 +284,9 @@ class TrainRecipe(WriterRecipe):
                 owners = listed([name for name, family in FAMILIES.items() if key in family.options])
                 raise ValueError(f"drafter.{key}: an option of {owners} heads, not of {self.arch}")
         family = FAMILIES[self.arch]
+        if self.paced and not family.paces:
+            able = listed([name for name, other in FAMILIES.items() if other.paces])
+            raise ValueError(f"ttt_weights d-pace: a weighting of {able} heads, not of {self.arch}")
         if self.features.mode == "server" and (family.trainee is None or (self.distillation == "ce" and family.is_lm)):
             raise ValueError(f"features.mode server: {self.arch} under this objective learns from texts alone")
         if self.pretrain != PretrainRecipe() and self.init is not None:

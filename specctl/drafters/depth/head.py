@@ -110,8 +110,8 @@ class DepthHeads(DraftHead):
             row = batch.later_rows if k else torch.arange(len(states), device=states.device)
             x = self.hidden(k, self.inputs(k, batch, states[row] if k else states, row, embedding))
             found.append(self.distil(product_of(self.vocabulary(k), x), [row], range(k, k + 1), batch, teacher))
-        total, each, valid = zip(*found, strict=True)
-        losses = Losses(torch.stack(total).sum(), torch.cat(each), torch.cat(valid))
+        total, each, valid, share = zip(*found, strict=True)
+        losses = Losses(torch.stack(total).sum(), torch.cat(each), torch.cat(valid), torch.cat(share))
         return self.sums(losses, [len(part) for part in each])
 
 

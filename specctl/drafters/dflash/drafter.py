@@ -216,7 +216,7 @@ def config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
 
 def prepare(head: BlockHead, recipe: TrainRecipe) -> None:
     """The training options of a recipe."""
-    head.decay, head.objective = recipe.ttt_decay, recipe.distillation
+    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.distillation, recipe.paced
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> BlockHead:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, Losses, SlotBatch
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 NOISE = 0.2  # uniform in ±NOISE/2 · 512 / length
@@ -64,4 +64,4 @@ class EagleHead(DraftHead):
         regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1) * found.valid
         total = CLASSIFICATION * found.total + regression.sum()
         each = CLASSIFICATION * found.each + regression.detach()
-        return self.sums(Losses(total, each, found.valid), [len(rows)])
+        return self.sums(found._replace(total=total, each=each), [len(rows)])

@@ -56,6 +56,7 @@ def config(head: Eagle3Head, target: dict[str, Any]) -> dict[str, Any]:
 def prepare(head: Eagle3Head, recipe: TrainRecipe) -> None:
     """The training options of a recipe."""
     head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.distillation
+    head.paced = recipe.paced
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> Eagle3Head:

@@ -193,15 +193,17 @@ class HeadLayer(nn.Module):
 
 
 class Losses(NamedTuple):
-    """Losses of n rows: Σ decay^step · loss (differentiable), each loss [n], 0 where it does not count, which count."""
+    """Losses of n rows: Σ share · loss (differentiable), each loss [n], 0 where it does not count, which of them count,
+    and their shares [n]."""
 
     total: Tensor
     each: Tensor
     valid: Tensor
+    share: Tensor
 
 
 class DraftHead(nn.Module):
-    """A head on target features. `steps` draft depths are trained, depth k at weight `decay`^k, by `objective`."""
+    """A head on target features. `objective` trains `steps` draft depths, at weights `decay`^depth or `paced`."""
 
     d2t: Tensor
     t2d: Tensor
@@ -212,6 +214,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
+        self.paced = False  # depths are weighted by `pace`, not by `decay`
         self.squash = Squash()  # the target's
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -248,22 +251,48 @@ class DraftHead(nn.Module):
         row = torch.cat(rows)
         step = torch.cat([torch.full_like(part, k) for k, part in zip(steps, rows, strict=True)])
         at, valid = row + step, batch.left[row] > step
-        known = self.t2d[batch.labels] if self.objective == "ce" else batch.inside
-        valid = valid & known[at]
-        share = valid * self.decay ** step.float()
+        known = self.t2d[batch.labels]
+        valid = valid & (known if self.objective == "ce" else batch.inside)[at]
+        if self.paced:
+            with torch.no_grad():
+                labels = Teacher(torch.searchsorted(self.draft_ids, batch.labels))
+                _, cross_entropy = linear_distill(*product, labels, at, (valid & known[at]).float(), "ce")
+            right = torch.where(known[at], torch.exp(-cross_entropy), 0.0)
+            share = valid * pace(right, row, step, valid)
+        else:
+            share = valid * self.decay ** step.float()
         total, losses = linear_distill(*product, teacher, at, share, self.objective)
-        return Losses(total, losses, valid)
+        return Losses(total, losses, valid, share)
 
     def sums(self, found: Losses, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """(Σ_k decay^k Σ loss, Σ_k decay^k · valid rows, [steps, 2] sums of (loss, valid rows) per step) of the losses
-        of all steps, `sizes[k]` rows each.
+        """(Σ share · loss, Σ share, [steps, 2] sums of (loss, valid rows) per step) of the losses of all steps,
+        `sizes[k]` rows each.
 
         The mean loss is the first divided by the second, over however many ranks and micro-batches.
         """
         pairs = zip(found.each.split(sizes), found.valid.split(sizes), strict=True)
         steps = torch.stack([torch.stack((loss.sum(), valid.sum().to(loss.dtype))) for loss, valid in pairs])
-        decay = self.decay ** torch.arange(len(sizes), device=steps.device)
-        return found.total, torch.dot(decay, steps[:, 1]), steps
+        return found.total, found.share.sum(), steps
+
+
+PACE = 0.5
+"""α of D-PACE: how little a wrong token costs the weight of those behind it."""
+
+
+def pace(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Tensor:
+    """Weights of draft depths by how often a draft gets so far (D-PACE): w_k = Σ_{j ≥ k} Π_{i ≤ j} ((1 − α) q_i + α).
+
+    Args:
+        right: [n] probability q that the drafter gives to the text's token.
+        row, step: [n] the draft that a loss belongs to, and its depth from 0 on.
+        valid: [n] which losses count; a draft ends before the first of its losses that does not.
+
+    Returns:
+        [n] weights.
+    """
+    reached = torch.zeros(int(step.max()) + 1, int(row.max()) + 1, dtype=right.dtype, device=right.device)
+    reached[step, row] = ((1 - PACE) * right + PACE) * valid
+    return reached.cumprod(0).flip(0).cumsum(0).flip(0)[step, row]
 
 
 Head = TypeVar("Head", bound=DraftHead)

@@ -95,6 +95,7 @@ def config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:
 def prepare(head: MtpHead, recipe: TrainRecipe) -> None:
     """The training options of a recipe."""
     head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.distillation
+    head.paced = recipe.paced
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MtpHead:
