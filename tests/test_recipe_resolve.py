@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from specctl import kernels
+from specctl.decoding import attention
 from specctl.errors import RecipeError
 from specctl.measuring.records import recipe_stamp
 from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, TrainRecipe, yaml_file
@@ -200,11 +201,13 @@ def test_what_kernels_and_the_loop_read_is_no_recipe_key():
 
 
 def test_what_they_read_is_checked_before_anything_runs():
-    assert problems("eval", environ={"SPECCTL_KERNELS": "nope", "SPECCTL_GRAPHS": "2"}) == [
+    assert problems("eval", environ={"SPECCTL_KERNELS": "nope", "SPECCTL_GRAPHS": "2", "SPECCTL_ATTENTION": "no"}) == [
+        "SPECCTL_ATTENTION: must be one of kernel, sdpa (got 'no')",
         "SPECCTL_GRAPHS: must be one of 0, 1, eager (got '2')",
         "SPECCTL_KERNELS: must be one of reference, cpu, triton (got 'nope')",
     ]
     assert SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
+    assert SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES))

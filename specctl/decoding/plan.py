@@ -8,10 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from specctl.decoding.attention import by_kernel
+from specctl.kernels import Ancestry
+
 MINUS_INF = float("-inf")
 PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
 
 
+BITS = 64  # rows behind the committed ones that an ancestry can tell apart
 NOTHING = range(0)
 
 
@@ -32,6 +36,8 @@ class Plan:
         contiguous: the positions are base .. base+T−1 (no tree).
         slots: [B, T] cache slots that the rows are written to, where only the device knows them.
         skipped: slots of each sequence that hold nothing, if there are any; the mask hides them.
+        ancestry: what a kernel reads instead of the mask, where there is one (`attention.by_kernel`): `mask` is None
+            then, and made by `masked` for those who need it.
     """
 
     base: list[int]
@@ -42,6 +48,8 @@ class Plan:
     contiguous: bool
     slots: Tensor | None = None
     skipped: Sequence[range] = ()
+    ancestry: Ancestry | None = None
+    _masked: Plan | None = field(default=None, init=False, repr=False)
     _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     def blocks(self, groups: int) -> list[Block]:
@@ -71,6 +79,24 @@ class Plan:
         masks = [seen(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))]
         return [(end, _repeat(mask, groups), gap) for end, mask, gap in zip(ends, masks, gaps, strict=True)]
 
+    def masked(self, dtype: torch.dtype) -> Plan:
+        """The same with a mask instead of the ancestry, made once."""
+        if self.ancestry is None:
+            return self
+        if self._masked is None:
+            mask = _additive(self.ancestry.allowed(self.positions.shape[1], self.span), dtype)
+            contiguous = self.contiguous and self.ancestry.first is None
+            self._masked = replace(self, mask=mask, contiguous=contiguous, ancestry=None)
+        return self._masked
+
+    def row(self, index: Tensor) -> Plan:
+        """The same for one row of each sequence, `index` [B]."""
+        if self.ancestry is not None:
+            return replace(self, ancestry=self.ancestry.row(index, self.positions.shape[1]))
+        assert self.mask is not None
+        mask = self.mask.gather(2, index.view(-1, 1, 1, 1).expand(-1, 1, 1, self.span))
+        return replace(self, mask=mask)
+
     def within(self, window: int | None, dtype: torch.dtype) -> Plan:
         """The same, where a row attends its own position and the window − 1 before it; None = all of them.
 
@@ -78,6 +104,9 @@ class Plan:
         """
         if window is None or self.span <= window:
             return self
+        if self.ancestry is not None:
+            first = self.positions - (window - 1)
+            return replace(self, ancestry=self.ancestry._replace(first=first))
         rows, device = self.positions.shape[1], self.positions.device
         mask = self.mask
         if mask is None:
@@ -92,13 +121,14 @@ class Plan:
         if not any(skipped):
             return self
         assert not self.causal, "rows that begin at slot 0 have skipped nothing"
+        plan = self.masked(dtype)
         shape = (len(skipped), 1, self.positions.shape[1], self.span)
         mask = torch.zeros(shape, dtype=dtype, device=self.positions.device)
-        if self.mask is not None:
-            mask += self.mask
+        if plan.mask is not None:
+            mask += plan.mask
         for b, slots in enumerate(skipped):
             mask[b, ..., slots.start : slots.stop] = MINUS_INF
-        return replace(self, mask=mask, skipped=skipped)
+        return replace(plan, mask=mask, skipped=skipped)
 
 
 def seen(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
@@ -131,14 +161,21 @@ def plan_rows(
     """
     batch = len(base)
     contiguous = depth is None
+    starts = None
     if batch == 1 and depth is None:
         positions = torch.arange(base[0], base[0] + rows, device=device).unsqueeze(0)
     else:
         steps = torch.arange(rows, device=device).unsqueeze(0) if depth is None else depth
-        positions = torch.tensor(base, device=device).unsqueeze(1) + steps
+        starts = torch.tensor(base, device=device)
+        positions = starts.unsqueeze(1) + steps
     ragged = batch > 1 and min(base) != max(base)
     fixed = span is not None
     width = span if span is not None else max(base) + rows
+    prefill = not fixed and not ragged and visible is None and base[0] == 0 and rows > 1
+    if not prefill and by_kernel(device) and (visible is None or rows <= BITS):
+        at = torch.full((batch,), base[0], device=device) if starts is None else starts
+        ancestry = Ancestry(at, rows, None if visible is None else packed(visible), fixed=fixed)
+        return Plan(base, positions, width, None, False, contiguous, ancestry=ancestry)
     if not fixed and not ragged and visible is None:
         if rows == 1:
             return Plan(base, positions, width, None, False, contiguous)
@@ -149,7 +186,7 @@ def plan_rows(
         mask = torch.zeros(1, 1, rows, width, dtype=dtype, device=device)
         mask[0, 0, :, base[0] :].masked_fill_(~visible[0], MINUS_INF)
         return Plan(base, positions, width, mask, False, contiguous)
-    starts = torch.tensor(base, device=device)
+    starts = torch.tensor(base, device=device) if starts is None else starts
     if visible is None:
         relative = torch.arange(width, device=device) - starts.view(batch, 1, 1)
         allowed = relative <= torch.arange(rows, device=device).view(1, rows, 1)
@@ -158,7 +195,9 @@ def plan_rows(
     return Plan(base, positions, width, _additive(allowed, dtype), False, contiguous)
 
 
-def plan_at(base: Tensor, visible: Tensor, offset: Tensor | int, *, span: int, dtype: torch.dtype) -> Plan:
+def plan_at(
+    base: Tensor, visible: Tensor, offset: Tensor | int, *, span: int, dtype: torch.dtype, chain: bool = False
+) -> Plan:
     """Plan a forward whose place only the device knows: nothing is read back, every shape is given.
 
     Args:
@@ -167,12 +206,22 @@ def plan_at(base: Tensor, visible: Tensor, offset: Tensor | int, *, span: int, d
             of the R, may attend (itself included).
         offset: [B, T], [T] or one number: how far behind `base` the rows stand in the text.
         span: cache slots that attention reads, at least the largest base + R.
+        chain: `visible` is all rows up to the own one, which need not be told apart.
     """
     rows, reach = visible.shape[1:]
     start = base.unsqueeze(1)
     slots = start + torch.arange(reach - rows, reach, device=base.device)
+    positions = (start + offset).expand_as(slots)
+    if by_kernel(base.device) and (chain or reach <= BITS):
+        ancestry = Ancestry(base, reach, None if chain else packed(visible))
+        return Plan([], positions, span, None, False, False, slots, ancestry=ancestry)
     mask = _additive(_allowed(base, visible, span), dtype)
-    return Plan([], (start + offset).expand_as(slots), span, mask, False, False, slots)
+    return Plan([], positions, span, mask, False, False, slots)
+
+
+def packed(visible: Tensor) -> Tensor:
+    """`visible` [..., R] bool as int64 [...]: bit r is that of row r, R ≤ 64."""
+    return (visible.long() << torch.arange(visible.shape[-1], device=visible.device)).sum(-1)
 
 
 def _allowed(base: Tensor, visible: Tensor, span: int) -> Tensor:

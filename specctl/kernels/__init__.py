@@ -1,4 +1,4 @@
-"""Kernels of verification: random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
+"""Kernels of decoding: attention, random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
 
 `reference` is the specification and carries the documentation; every backend has its signatures. A tensor on a CPU
 goes to `cpu`, on a CUDA device to `triton` where Triton is installed and computes there what the reference does
@@ -20,16 +20,19 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import reference
-from .reference import Panorama
+from .reference import Ancestry, Panorama
 from .rows import DraftRows, Rows, nan_count, probabilities, token_probability
 
 __all__ = [
+    "Ancestry",
     "DraftRows",
     "Panorama",
     "Rows",
     "accept_chain",
     "argmax",
+    "attention",
     "backend",
+    "chosen",
     "distill_rows",
     "expand_topk",
     "nan_count",
@@ -77,13 +80,18 @@ def trusted(name: str, device: torch.device) -> str:
     return "reference"
 
 
+def chosen(device: torch.device) -> str:
+    """Name of the backend that computes on `device`, tried where it has to be."""
+    name = backend(device.type)
+    if name == "triton" and "SPECCTL_KERNELS" not in os.environ:  # who asks for it by name sees it fail
+        name = trusted(name, device)
+    return name
+
+
 def _dispatched(specification: F) -> F:
     @functools.wraps(specification)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        name = backend(first.device.type)
-        if name == "triton" and "SPECCTL_KERNELS" not in os.environ:  # who asks for it by name sees it fail
-            name = trusted(name, first.device)
-        module = _module(name)
+        module = _module(chosen(first.device))
         return getattr(module, specification.__name__)(first, *args, **kwargs)
 
     return cast(F, call)
@@ -95,6 +103,7 @@ def _module(name: str) -> ModuleType:
 
 
 argmax = _dispatched(reference.argmax)
+attention = _dispatched(reference.attention)
 uniform = _dispatched(reference.uniform)
 row_params = _dispatched(reference.row_params)
 sample_rows = _dispatched(reference.sample_rows)

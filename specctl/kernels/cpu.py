@@ -28,6 +28,9 @@ _LOG_TINY = math.log(TINY)
 _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
 
 
+attention = reference.attention  # a CPU attends with a mask (decoding/models/layers.py)
+
+
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     values = [
         [_uniform_chunk(key, at // _CHUNK, stream)[at % _CHUNK] for at in row]

@@ -34,6 +34,39 @@ class Panorama(NamedTuple):
     entropy: Tensor  # [R] −Σ p log p
 
 
+class Ancestry(NamedTuple):
+    """The cache slots that the T rows of a step attend, as numbers on the device instead of a mask.
+
+    Slots before `base` are attended by all rows of a text. The `reach` slots behind them hold a draft; the T rows of
+    the step are the last of these.
+    """
+
+    base: Tensor  # [B] int64
+    reach: int
+    bits: Tensor | None = None  # [B, T] int64: a row attends slot base + i where bit i is set; None: up to its own
+    first: Tensor | None = None  # [B, T] int64: the lowest slot that a row attends (sliding windows); None = 0
+    fixed: bool = False  # sums must have the same order wherever the rows stand (exact mode)
+
+    def allowed(self, rows: int, span: int) -> Tensor:
+        """[B, rows, span] bool: what each row of a step of so many attends of the first `span` slots."""
+        slot = torch.arange(span, device=self.base.device)
+        behind = slot - self.base[:, None, None]
+        if self.bits is None:
+            own = torch.arange(self.reach - rows, self.reach, device=slot.device)
+            allowed = behind <= own[:, None]
+        else:
+            inside = (behind >= 0) & (behind < min(self.reach, 64))
+            allowed = (behind < 0) | inside & (self.bits[..., None] >> behind.clamp(0, 63) & 1 > 0)
+        return allowed if self.first is None else allowed & (slot >= self.first[..., None])
+
+    def row(self, index: Tensor, rows: int) -> Ancestry:
+        """The same of one of the `rows` rows of each text, `index` [B]."""
+        first = None if self.first is None else self.first.gather(1, index[:, None])
+        if self.bits is None:
+            return self._replace(base=self.base + (self.reach - rows) + index, reach=1, first=first)
+        return self._replace(bits=self.bits.gather(1, index[:, None]), first=first)
+
+
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     """Uniforms [B, T] fp32 in [0, 1) for `seed` [B] int64 and absolute `position` [B, T] int64 ≥ 0.
 
@@ -266,3 +299,18 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     losses, slope = OBJECTIVES[objective](working(logits), known)
     logits.copy_(slope.mul_(weight.to(slope.dtype)[:, None]))
     return losses
+
+
+def attention(q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ) v, [B·T, Hq·D], of queries [B, T, Hq, D] over cached `rows` [B, capacity, 2·Hkv, D].
+
+    A row of the cache holds the keys of all heads, then the values; key head h serves query heads h·Hq/Hkv and the
+    Hq/Hkv − 1 behind it. `span`: the largest base + reach, or more. Sums are in fp32; a row that attends nothing is 0.
+    """
+    batch, count, heads, dim = q.shape
+    keys, values = rows[:, :span].float().chunk(2, 2)
+    folded = q.float().view(batch, count, keys.shape[2], -1, dim)
+    scores = torch.einsum("bthgd,bshd->bhgts", folded, keys) * scale
+    hidden = ~ancestry.allowed(count, span)[:, None, None]
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
+    return torch.einsum("bhgts,bshd->bthgd", p, values).to(q.dtype).reshape(batch * count, heads * dim)

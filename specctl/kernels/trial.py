@@ -4,6 +4,7 @@ before it is trusted. A machine may lack a C compiler, or have a Triton whose co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .reference import Ancestry
 
 ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
 
@@ -27,6 +29,35 @@ def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
         for ours, theirs in zip(answer, expected, strict=True):
             if not torch.allclose(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
                 return f"{name} computes something else than the reference"
+    return None
+
+
+def attention_shortcoming(
+    attention: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> str | None:
+    """Why `attention` is not to be used for a model of such heads; None when it answers as the reference does.
+
+    Few slots, of which one too many would show, and several pieces of many; as many rows as every tiling takes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    base = torch.tensor([0, 5, 300])
+    close = 1e-3 if dtype == torch.float32 else 2e-2
+    for rows in sorted({1, *(max(1, size * kv_heads // heads) for size in (32, 64, 128))} - {0}):
+        rows = min(rows, 64)
+        shape = (len(base), 300 + rows, 2 * kv_heads, dim)
+        store = torch.randn(shape, generator=generator).to(device, dtype)
+        q = torch.randn(len(base), rows, heads, dim, generator=generator).to(device, dtype)
+        own = torch.ones(rows, dtype=torch.int64) << torch.arange(rows)
+        for bits in (None, (own | 1).expand(len(base), -1).to(device)):
+            ancestry = Ancestry(base.to(device), rows, bits)
+            question = (q, store, ancestry, 300 + rows, dim**-0.5)
+            try:
+                answer = attention(*question)
+            except Exception as error:  # whatever a compiler or a driver raises
+                lines = [type(error).__name__, *str(error).strip().splitlines()]
+                return f"{heads} and {kv_heads} heads of {dim} in {dtype} fail: {lines[-1]}"
+            if not torch.allclose(answer.float(), reference.attention(*question).float(), rtol=close, atol=close):
+                return f"{heads} and {kv_heads} heads of {dim} in {dtype}: not what the reference computes"
     return None
 
 

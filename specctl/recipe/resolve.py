@@ -24,7 +24,11 @@ ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of recipes, DeepSpeed configurations, Slurm scripts
 LONGEST = 1 << 20  # characters of a file
 NEAREST_NAMES = 10  # problems beyond these come without a suggestion: each is looked for in all names
-SWITCHES = {"SPECCTL_KERNELS": ("reference", "cpu", "triton"), "SPECCTL_GRAPHS": ("0", "1", "eager")}
+SWITCHES = {
+    "SPECCTL_KERNELS": ("reference", "cpu", "triton"),
+    "SPECCTL_GRAPHS": ("0", "1", "eager"),
+    "SPECCTL_ATTENTION": ("kernel", "sdpa"),
+}
 """Variables that are no recipe keys, and their values: the kernels' dispatch and the decoding loop read them."""
 
 

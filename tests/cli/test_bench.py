@@ -1,6 +1,9 @@
 """`specctl bench` on small sizes, from the command line to the document."""
 
 import pytest
+import torch
+
+from specctl.measuring.bench import kernels
 
 
 def test_every_part_is_measured(specctl):
@@ -26,6 +29,16 @@ def test_every_part_is_measured(specctl):
     one, two = decoding["lookup", 1, None], decoding["lookup", 2, None]
     assert two["of_batch_1"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
     assert document["versions"]["torch"] and document["threads"] >= 1
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_attention_is_measured_against_the_same(monkeypatch, rows):
+    """On GPUs alone, where no test sees it: both must compute one thing, of heads in one order."""
+    monkeypatch.setattr(kernels, "LAYERS", 1)
+    _, size, ours, eager, read = kernels.attention(torch.device("cpu"), torch.float32, 2, rows, 40)
+    assert size == f"B 2, T {rows}, context 40" and read == 2 * (40 + rows) * 2 * 8 * 128 * 4
+    found = ours().view(2, rows, kernels.HEADS, kernels.HEAD_DIM)
+    torch.testing.assert_close(found, eager().transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
 def test_people_see_tables(specctl):

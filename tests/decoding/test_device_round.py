@@ -14,6 +14,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from specctl.decoding import engine, loop
+from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
@@ -161,6 +162,25 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
     assert decode(tiny, **how) == host
 
 
+@pytest.mark.parametrize("name", ["plain", "eagle3 chain", "eagle3 tree", "eagle3.1", "lm sampled"])
+def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monkeypatch, name):
+    """On the host and on the device: the same texts, without a mask and, on the device, with one span."""
+    how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
+    expected = decode(tiny, **how)
+    monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")
+    monkeypatch.setattr(plans, "_additive", lambda *args: pytest.fail("a mask is made"))
+    assert decode(tiny, **how) == expected
+    whole, spans = device_round.DeviceRounds.round, set()
+    monkeypatch.setattr(
+        device_round.DeviceRounds,
+        "round",
+        lambda self, span: (spans.add(span == self.state.capacity), whole(self, span)),
+    )
+    on_device()
+    assert decode(tiny, **how) == expected
+    assert spans == {True}
+
+
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_window_that_texts_grow_out_of(tiny, on_device, shape):
     """The host's drafts and the device's lose the same tokens from sight: the counts would show it."""
@@ -243,11 +263,13 @@ def loaded(target, drafter, sampling, monkeypatch):
     return found[0]
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [("plain", GREEDY), ("eagle3 chain", MIXED), ("eagle3 tree", MIXED), ("eagle", GREEDY), ("lm sampled", MIXED)],
 )
-def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling):
+def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention):
+    monkeypatch.setenv("SPECCTL_ATTENTION", attention)
     rounds = loaded(tiny, drafters(name), sampling, monkeypatch)
     with torch.inference_mode(), NoHost(monkeypatch):
         rounds.round(rounds.state.capacity)

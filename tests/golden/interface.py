@@ -32,7 +32,8 @@ def shipped() -> Documents:
 
 def environment(setenv: Any) -> Documents:
     """Variable → what is said of a value that it does not take; `setenv(name, value)` sets one."""
-    names = ("SPECCTL_KERNELS", "SPECCTL_GRAPHS", "SPECCTL_TARGET__DTYPE", "SPECCTL_DATA__LIMIT")
+    switches = ("SPECCTL_KERNELS", "SPECCTL_GRAPHS", "SPECCTL_ATTENTION")
+    names = (*switches, "SPECCTL_TARGET__DTYPE", "SPECCTL_DATA__LIMIT")
     for name in names:
         setenv(name, "golden")
     document = specctl("distill", "--dry-run", code=2)

@@ -5,6 +5,7 @@ GPU: pointers and integers that are multiples of 16, integers that are 1. They c
 """
 
 import hashlib
+import itertools
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from specctl.kernels import DraftRows, reference, triton_backend
+from specctl.kernels import Ancestry, DraftRows, reference, triton_backend
 from specctl.kernels.objectives import OBJECTIVES
 
 VOCABULARY, STRIDE, DTYPE, CAPABILITY = (
@@ -50,12 +51,15 @@ def compile_only(kernel, *args, grid, warmup, **options):
         usage = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
     used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
     loads = re.findall(r"\bld\.global\S*?\.(v\d\.)?b(\d+)", compiled.asm["ptx"])
+    copies = re.findall(r"cp\.async\.\S+\s+\[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", compiled.asm["ptx"])
     widths = [int(bits) * int(vector[1:-1] or 1) if vector else int(bits) for vector, bits in loads]
+    widths += [8 * int(size, 16) for size in copies]
+    constants = dict(zip(kernel.arg_names, args, strict=False))
     row = {
-        "kernel": kernel.fn.__name__,
+        "kernel": f"{kernel.fn.__name__} {constants['M']}" if "M" in constants else kernel.fn.__name__,
         "registers": int(used["REG"]),
         "stack": int(used["STACK"]) + int(used["LOCAL"]),  # where spilled registers go, too
-        "gathers": next((value for name, value in zip(kernel.arg_names, args, strict=True) if name == "MAPPED"), False),
+        "gathers": constants.get("MAPPED", False),
         "threads": 32 * compiled.metadata.num_warps,
         "shared": compiled.metadata.shared,
         "code": hashlib.sha256(compiled.asm["cubin"]).hexdigest(),
@@ -85,5 +89,12 @@ for rule in reference.RULES:
 for objective in OBJECTIVES:
     teacher = zeros if objective == "ce" else x.float() if x.dtype == torch.bfloat16 else x
     triton_backend.distill_rows(x, teacher, ones, objective)
+half = {torch.float64: torch.float16}.get(DTYPE, DTYPE)  # which attention does not know
+HEADS, GROUPS, CONTEXT = 8, 4, 4096
+for dim, steps in itertools.product((64, 96, 128), (1, 8, 16, 49)):
+    store = torch.zeros(1, CONTEXT + steps, 2 * HEADS, dim, dtype=half)
+    q = torch.zeros(1, steps, (GROUPS + 2) * HEADS, dim, dtype=half)[:, :, : GROUPS * HEADS]
+    ancestry = Ancestry(torch.tensor([CONTEXT]), steps, torch.zeros(1, steps, dtype=torch.int64))
+    triton_backend.attention(q, store, ancestry, CONTEXT + steps, 1.0)
 for drafts in ([DraftRows(x)], [DraftRows(x)] * 8, [DraftRows(x), DraftRows(x, torch.arange(VOCABULARY), ones)]):
     triton_backend.panorama(rows, drafts, zeros)

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from specctl.kernels import cpu, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -15,3 +17,23 @@ def pytest_generate_tests(metafunc):
 
             backends = {"triton": triton_backend}
         metafunc.parametrize("backend", backends.values(), ids=backends.keys())
+
+
+@pytest.fixture(scope="session")
+def products_of_bf16():
+    """Triton's interpreter keeps bf16 as integers, and multiplies those: its products are given floats instead."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *others):
+        wide = (interpreter_builder.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
+        return multiply(self, *wide, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        yield

@@ -13,6 +13,7 @@ from specctl.kernels import cpu, reference
 FUNCTIONS = [
     "accept_chain",
     "argmax",
+    "attention",
     "distill_rows",
     "expand_topk",
     "panorama",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specctl.decoding.attention import by_kernel
 from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
 from specctl.decoding.device.resident import Resident, ancestors, bookings, widest_ends
@@ -110,15 +111,22 @@ class DeviceRounds:
         self.graphs = graphs.Graphs(carried, self.sequences.record)
 
     def _launch(self) -> None:
-        """Start a round. The host knows how long the texts are but for the rounds under way."""
-        unread = len(self.under_way) * self.sequences.widest
-        longest = max(min(len(row.ids) + unread, row.limit) for row in self.state.rows if row.stop is None)
-        span = graphs.span_for(longest - 1 + self.draft.reach, self.state.capacity)
+        """Start a round."""
+        span = self._span()
         if self.capture:
             self.state.replays += self.graphs.play(self.round, span)
         else:
             self.round(span)
         self.under_way.append(graphs.Readback(self.sequences.record))
+
+    def _span(self) -> int:
+        """Cache slots that attention reads: all there are where a kernel knows how long the texts are. The host knows
+        it but for the rounds under way."""
+        if by_kernel(self.state.device):
+            return self.state.capacity
+        unread = len(self.under_way) * self.sequences.widest
+        longest = max(min(len(row.ids) + unread, row.limit) for row in self.state.rows if row.stop is None)
+        return graphs.span_for(longest - 1 + self.draft.reach, self.state.capacity)
 
     def round(self, span: int) -> None:
         """One round over caches of which attention reads `span` slots."""
@@ -143,7 +151,7 @@ class DeviceRounds:
             visible = torch.nn.functional.pad(tree, (1, 0, 1, 0)) | (rows == 0)  # the root is everybody's ancestor
             offset = torch.nn.functional.pad(tree.sum(-1), (1, 0))
             deep = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
-        plan = plan_at(sequences.length - 1, visible, offset, span=span, dtype=sequences.dtype)
+        plan = plan_at(sequences.length - 1, visible, offset, span=span, dtype=sequences.dtype, chain=draft.chain)
         tokens = torch.cat((sequences.last, draft.tokens), 1)
         logits, _, tapped = self.target.step(tokens, sequences.cache, plan, self.state.taps)
         return logits, tapped, plan.positions, deep

@@ -224,6 +224,7 @@ class HFModel:
     ) -> tuple[Tensor, Tensor | None]:
         """As `LeanModel.forward`."""
         batch, rows = tokens.shape
+        plan = plan.masked(self.dtype)
         layers: list[Any] = [_CacheLayer(cache, index, plan) for index in range(self.num_layers)]
         output = self.body(
             input_ids=tokens,

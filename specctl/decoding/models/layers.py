@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl import kernels
+from specctl.decoding.attention import served
 from specctl.decoding.cache import KVCache
 from specctl.decoding.plan import Block, Plan, seen
 
@@ -102,6 +104,10 @@ class RMSNorms(RMSNorm):
 
 def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> Tensor:
     """Attention of q [B, T, Hq, D] over the first `plan.span` slots of a layer. Returns [B·T, Hq·D]."""
+    if plan.ancestry is not None:
+        if served(q, cache.rows[layer]):
+            return kernels.attention(q, cache.rows[layer], plan.ancestry, plan.span, scale)
+        plan = plan.masked(q.dtype)
     batch, rows, heads, dim = q.shape
     keys, values = cache.keys[layer], cache.values[layer]
     groups = heads // cache.heads

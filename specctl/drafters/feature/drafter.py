@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
+from specctl.decoding.attention import by_kernel
 from specctl.decoding.device.resident import Resident
-from specctl.decoding.plan import Plan, plan_at, plan_rows
+from specctl.decoding.plan import BITS, Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -138,9 +139,18 @@ class FeatureDrafter(Shaped, FeatureLayer):
         width = len(frontiers[0])
         base = [cached + step * width for cached in memory.cached]
         positions = torch.tensor([[cached + step] * width for cached in memory.cached], device=state.device)
+        span, reach = max(base) + width, (step + 1) * width
+        if by_kernel(state.device) and reach < BITS:
+            own = step * width
+            bits = [
+                [sum(1 << tree.expanded[a] for a in tree.ancestors(n)) | 1 << own + i for i, n in enumerate(frontier)]
+                for tree, frontier in zip(growing, frontiers, strict=True)
+            ]
+            visible = torch.tensor(bits, device=state.device)
+            ancestry = kernels.Ancestry(torch.tensor(memory.cached, device=state.device), reach, visible)
+            return Plan(base, positions, span, None, False, False, ancestry=ancestry)
         if width == 1 and len(set(base)) == 1:
             return Plan(base, positions, base[0] + 1, None, False, True)
-        span = max(base) + width
         mask = torch.full((state.batch, 1, width, span), float("-inf"), dtype=state.dtype, device=state.device)
         for b, (tree, frontier) in enumerate(zip(growing, frontiers, strict=True)):
             start = memory.cached[b]
@@ -320,7 +330,7 @@ class FeatureRounds:
         slots = torch.minimum(base.unsqueeze(1) + place, end.unsqueeze(1))
         features = self.drafter.feature(sequences.features[sequences.sequences, slots].flatten(0, 1))
         causal = (place <= place.unsqueeze(1)).expand(sequences.batch, -1, -1)
-        plan = plan_at(base, causal, place, span=span, dtype=sequences.dtype)
+        plan = plan_at(base, causal, place, span=span, dtype=sequences.dtype, chain=True)
         last = (end - base).clamp(min=0)  # a sequence that is finished has nothing new
         tokens = sequences.ids.gather(1, slots + 1)
         self.hidden.copy_(self.drafter.rows_at(tokens, features, self.cache, plan, last))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -266,11 +266,9 @@ class FeatureLayer(FeatureReader):
         residual, pairs, query = self._project(tokens.flatten(), features, table)
         cache.write(0, pairs, plan)
         plan = plan.within(self.window, cache.store.dtype)
-        if last is not None and plan.mask is not None:
+        if last is not None:
             kept = torch.arange(batch, device=last.device) * rows + last
-            query, residual, rows = query[kept], residual[kept], 1
-            mask = plan.mask.gather(2, last.view(-1, 1, 1, 1).expand(-1, 1, 1, plan.span))
-            plan = replace(plan, mask=mask)
+            query, residual, rows, plan = query[kept], residual[kept], 1, plan.row(last)
         return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
 
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

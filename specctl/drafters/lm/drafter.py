@@ -325,7 +325,7 @@ class LMRounds:
         chosen: list[Tensor] = []
         for step in range(self.depth):
             if step:
-                plan = plan_at(sequences.length + step - 1, alone, 0, span=span, dtype=sequences.dtype)
+                plan = plan_at(sequences.length + step - 1, alone, 0, span=span, dtype=sequences.dtype, chain=True)
                 hidden, _ = self.drafter.model.forward(chosen[-1], self.cache, plan, ())
                 logits = self.drafter.logits(hidden[:, 0])
             if sampled:
@@ -349,7 +349,7 @@ class LMRounds:
         end = sequences.length - 1
         slots = torch.minimum(before.unsqueeze(1) + place, end.unsqueeze(1))
         causal = (place <= place.unsqueeze(1)).expand(sequences.batch, -1, -1)
-        plan = plan_at(before, causal, place, span=span, dtype=sequences.dtype)
+        plan = plan_at(before, causal, place, span=span, dtype=sequences.dtype, chain=True)
         hidden, _ = self.drafter.model.forward(sequences.ids.gather(1, slots), self.cache, plan, ())
         last = (end - before).clamp(min=0).unsqueeze(1)  # a sequence that is finished has nothing new
         self.following.copy_(self.drafter.logits(hidden[sequences.sequences, last][:, 0]))

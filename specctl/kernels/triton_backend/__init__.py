@@ -1,7 +1,7 @@
 """Kernels for GPUs, in Triton: the functions of `reference`, which documents them. No one talks to the host.
 
 The same kernels run on a CPU in Triton's interpreter (TRITON_INTERPRET=1 before the import), which is how the tests
-compare them with the reference. Loops have constant bounds or are `while` loops; there is no libdevice, no autotuning.
+compare them with the reference. There is no libdevice, no autotuning.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from . import attention as attending
 from . import distill, expand, rows, verify
 from . import panorama as feedback
 
 __all__ = [
     "accept_chain",
     "argmax",
+    "attention",
     "distill_rows",
     "expand_topk",
     "panorama",
@@ -41,6 +43,7 @@ def _on_its_device(function: F) -> F:
     return cast(F, call)
 
 
+attention = _on_its_device(attending.attention)
 argmax = _on_its_device(rows.argmax)
 uniform = _on_its_device(rows.uniform)
 row_params = _on_its_device(rows.row_params)

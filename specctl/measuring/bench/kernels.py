@@ -1,7 +1,8 @@
-"""The kernels of verification and distillation against what one would write with a few lines of PyTorch."""
+"""The kernels of attention, verification and distillation against what one would write with a few lines of PyTorch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,11 +20,15 @@ HIDDEN, TRAINED_ROWS = 256, 1024  # of the head in the loss; a GPU takes those o
 CUDA_HIDDEN, CUDA_TRAINED_ROWS = 4096, 8192
 TEMPERATURE = 0.8
 DRAFTERS = (1, 4)  # whose statistics are taken together
+CONTEXTS = (4096, 32768)  # slots that a step attends
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 8  # of an 8B target; layers in turn: one would stay in the L2 cache
+CACHE = 2**35  # bytes of a cache at most
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel at one size. `floor_ms` is the time to read its logits once; the loss has none, it makes them.
+    """One kernel at one size. `floor_ms` is the time to read its logits once, or its keys and values; the loss, which
+    makes its logits, has none.
 
     `memory` is our peak of device memory ÷ the eager formulation's, both beyond what stood there before (CUDA only).
     """
@@ -40,7 +45,7 @@ class KernelRow:
 
 
 Case = tuple[str, str, Callable[[], object], Callable[[], object], int]
-"""(kernel, size, ours, eager, bytes of logits)."""
+"""(kernel, size, ours, eager, bytes that have to be read)."""
 
 
 def measure(recipe: BenchRecipe, device: torch.device, bar: Progress) -> list[KernelRow]:
@@ -69,6 +74,11 @@ def _peak(work: Callable[[], object], device: torch.device) -> int:
 def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
     generator = torch.Generator(device).manual_seed(recipe.data.seed)
     dtype = torch.bfloat16
+    if device.type == "cuda":  # a CPU attends with a mask, as PyTorch does
+        for batch, context in itertools.product(recipe.batches, CONTEXTS):
+            if batch * context * LAYERS * _slot(dtype) <= CACHE:
+                for rows in (1, recipe.drafted + 1):
+                    yield attention(device, dtype, batch, rows, context)
     for vocabulary in recipe.vocabularies:
         for batch in recipe.batches:
             drafted = recipe.drafted
@@ -85,6 +95,32 @@ def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
                 yield f"the same + panorama, N {count}", size, *work, (2 + count) * read
             yield "expand_topk", size, *_expand(q.flatten(0, 1)), read
         yield _loss(device, vocabulary, generator)
+
+
+def _slot(dtype: torch.dtype) -> int:
+    """Bytes of a slot's keys and values in one layer."""
+    return 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
+
+
+def attention(device: torch.device, dtype: torch.dtype, batch: int, rows: int, context: int) -> Case:
+    """A step of `rows` rows behind `context` slots of every text, against PyTorch's attention with a mask."""
+    span = context + rows
+    store = torch.randn(LAYERS, batch, span, 2 * KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
+    q = torch.randn(batch, rows, HEADS, HEAD_DIM, device=device, dtype=dtype)
+    base = torch.full((batch,), context, device=device)
+    ancestry = kernels.Ancestry(base, rows)
+    allowed = ancestry.allowed(rows, span)[:, None]
+    mask = torch.zeros(allowed.shape, device=device, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+    layers = itertools.cycle(store)
+
+    def eager() -> Tensor:
+        keys, values = next(layers).transpose(1, 2).chunk(2, 1)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True)
+
+    def ours() -> Tensor:
+        return kernels.attention(q, next(layers), ancestry, span, HEAD_DIM**-0.5)
+
+    return "attention", f"B {batch}, T {rows}, context {context}", ours, eager, batch * span * _slot(dtype)
 
 
 def _greedy(p: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:

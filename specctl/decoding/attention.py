@@ -1,0 +1,53 @@
+"""Whether attention of a step is a kernel of ours, which reads lengths and ancestors on the device, or PyTorch's, which
+reads a mask."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+import torch
+from torch import Tensor
+
+from specctl import kernels
+from specctl.errors import UsageError
+from specctl.kernels import trial
+
+CHOICES = ("kernel", "sdpa")
+_refused: set[torch.device] = set()
+
+
+def by_kernel(device: torch.device | str) -> bool:
+    """Whether plans for `device` have an `Ancestry` instead of a mask: on a GPU with Triton that has not failed there.
+
+    The environment variable SPECCTL_ATTENTION=kernel|sdpa overrides, on any device. UsageError where it is neither.
+    """
+    chosen = os.environ.get("SPECCTL_ATTENTION")
+    if chosen:
+        if chosen not in CHOICES:
+            raise UsageError(f"SPECCTL_ATTENTION={chosen!r} is no attention", f"one of {', '.join(CHOICES)}")
+        return chosen == "kernel"
+    device = torch.device(device)
+    return device.type == "cuda" and kernels.backend("cuda") == "triton" and device not in _refused
+
+
+def served(q: Tensor, rows: Tensor) -> bool:
+    """Whether the kernel answers queries [B, T, Hq, D] over `rows` [B, capacity, 2·Hkv, D] as the reference does. It
+    is tried once for each such model; where it fails, with one warning, all attention there is PyTorch's."""
+    if os.environ.get("SPECCTL_ATTENTION") == "kernel":  # who asks for it by name sees it fail
+        return True
+    return _tried(q.device, q.dtype, q.shape[2], rows.shape[2] // 2, q.shape[3])
+
+
+@functools.cache
+def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    if device.type == "cuda" and kernels.chosen(device) != "triton":  # that has been told
+        _refused.add(device)
+        return False
+    reason = trial.attention_shortcoming(kernels.attention, device, dtype, heads, kv_heads, dim)
+    if reason is None:
+        return True
+    _refused.add(device)
+    warnings.warn(f"attention on {device} is PyTorch's: {reason}", stacklevel=2)
+    return False

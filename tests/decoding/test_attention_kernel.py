@@ -1,0 +1,286 @@
+"""Steps whose attention is a kernel's, which reads lengths and ancestors, against those with a mask.
+
+Here the kernel is the reference; tests/kernels/test_triton.py runs this file again with Triton's in its interpreter.
+"""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from specctl import kernels
+from specctl.decoding import attention, loop
+from specctl.decoding.cache import KVCache
+from specctl.decoding.models.layers import attend
+from specctl.decoding.plan import plan_at, plan_rows
+from specctl.decoding.records import DraftTree
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.errors import UsageError
+from specctl.kernels import reference, trial
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(params=["triton" if INTERPRETED else "reference"])
+def kernel(request, monkeypatch):
+    """From its call on, attention is this kernel; it counts its calls."""
+    calls = []
+    if request.param == "triton":
+        from specctl.kernels.triton_backend import attention as op
+    else:
+        op = reference.attention
+
+    def start():
+        monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")
+        monkeypatch.setattr(kernels, "attention", lambda *args: (calls.append(args), op(*args))[1])
+        return calls
+
+    return start
+
+
+def tree(batch, rows, reach):
+    """[batch, rows, reach]: the last rows of trees, each node of which continues another one."""
+    seen = torch.eye(reach, dtype=torch.bool).repeat(batch, 1, 1)
+    for b in range(batch):
+        for row in range(1, reach):
+            seen[b, row] |= seen[b, (row - 1) // (2 + b)]
+    return seen[:, reach - rows :]
+
+
+def host(base, rows, **how):
+    return plan_rows(base, rows, device=CPU, dtype=FP32, **how)
+
+
+def device(base, rows, reach, chain=False):
+    visible = torch.ones(reach, reach).tril().bool()[reach - rows :].expand(len(base), -1, -1)
+    visible = visible if chain else tree(len(base), rows, reach)
+    return plan_at(torch.tensor(base), visible, torch.arange(rows), span=80, dtype=FP32, chain=chain)
+
+
+DEPTHS = torch.tensor([[0, 1, 1, 2, 2]]).expand(3, -1)
+PLANS = {
+    "one row": lambda: host([40], 1),
+    "one row of each": lambda: host([40, 40, 40], 1),
+    "ragged": lambda: host([40, 3, 17], 1),
+    "ragged chain": lambda: host([40, 3, 17], 5),
+    "chain": lambda: host([40], 5),
+    "tree": lambda: host([40], 5, visible=tree(1, 5, 5), depth=DEPTHS[:1]),
+    "ragged tree": lambda: host([40, 0, 17], 5, visible=tree(3, 5, 5), depth=DEPTHS),
+    "exact": lambda: host([40], 8, span=80),
+    "device chain": lambda: device([40, 0, 17], 5, 5, chain=True),
+    "device tree": lambda: device([40, 0, 17], 5, 5),
+    "a level of a tree": lambda: device([40, 0, 17], 4, 12),
+    "window": lambda: host([40, 3, 17], 5).within(9, FP32),
+    "window of one row": lambda: host([40], 1).within(9, FP32),
+    "window of a tree": lambda: device([40, 0, 17], 4, 12).within(13, FP32),
+    "one of several rows": lambda: device([40, 0, 17], 5, 5, chain=True).row(torch.tensor([4, 0, 2])),
+    "and its window": lambda: device([40, 0, 17], 5, 5).within(9, FP32).row(torch.tensor([1, 0, 3])),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_attention_is_that_of_the_mask(monkeypatch, kernel, name):
+    """And of a plan that is given its mask after all."""
+    torch.manual_seed(0)
+    expected_plan = PLANS[name]()
+    batch = expected_plan.positions.shape[0]
+    rows = 1 if "of several" in name or "its window" in name else expected_plan.positions.shape[1]
+    cache = KVCache(2, batch, 2, 80, 8, dtype=FP32, device=CPU)
+    cache.store.normal_()
+    q = torch.randn(batch, rows, 6, 8)
+    expected = attend(q, cache, 1, expected_plan, 0.3)
+    calls = kernel()
+    plan = PLANS[name]()
+    assert plan.mask is None and torch.equal(plan.positions, expected_plan.positions)
+    torch.testing.assert_close(attend(q, cache, 1, plan, 0.3), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 1
+    if rows > 1 or batch == 1:
+        masked = plan.masked(FP32)
+        torch.testing.assert_close(attend(q, cache, 1, masked, 0.3), expected, rtol=1e-5, atol=1e-5)
+        assert len(calls) == 1 and plan.masked(FP32) is masked
+
+
+def test_skipped_slots_have_a_mask(kernel):
+    gaps = [range(0), range(1, 3), range(4, 15)]
+    expected = host([40, 3, 17], 5).without(gaps, FP32)
+    kernel()
+    assert torch.equal(host([40, 3, 17], 5).without(gaps, FP32).mask, expected.mask)
+    assert host([40, 3, 17], 5).without([range(0)] * 3, FP32).mask is None
+
+
+def test_what_is_packed_best_by_pytorch_stays_there(kernel):
+    """A prompt from its beginning, and trees of more rows than there are bits."""
+    kernel()
+    assert host([0, 0], 9).causal
+    assert host([7], 65, visible=torch.ones(1, 65, 65).tril().bool(), depth=torch.arange(65)[None]).mask is not None
+
+
+class Guess:
+    """Drafts some of the words of a text, as a chain or a tree, right ones among them."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, answers, chain):
+        self.answers, self.chain = answers, chain
+
+    def propose(self, state, budget):
+        drafts = []
+        for row in state.rows:
+            answer = self.answers[tuple(row.ids[: row.prompt_length])][len(row.output) :]
+            right = [*answer[:2], 7] if len(row.ids) % 3 else [9, 9, 9]
+            right = right[: max(min(row.room, budget - 3), 0)]
+            if self.chain:
+                drafts.append((right, list(range(-1, len(right) - 1))))
+            else:  # beside each of them a wrong one, in front of it
+                tokens = [token for pair in zip([11] * len(right), right, strict=True) for token in pair]
+                drafts.append((tokens, [2 * (n // 2) - 1 if n > 1 else -1 for n in range(len(tokens))]))
+        return DraftTree.from_trees(drafts, state.device)
+
+    def advance(self, state):
+        pass
+
+    def invalidate(self, state):
+        pass
+
+
+@pytest.fixture
+def small(target, monkeypatch):
+    """The built-in target; in the interpreter, which takes milliseconds for a program, its first two layers."""
+    if INTERPRETED:
+        monkeypatch.setattr(target.model, "layers", target.model.layers[:2])
+    return target
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_texts_are_those_of_pytorchs_attention(small, prompts, kernel, chain):
+    """In fp32, of a ragged batch of the built-in target: plain, and with drafts of which some are wrong."""
+    short = [prompts[0], prompts[1][:40]]
+    how = dict(sampling=[GREEDY, Sampling(0.8, 40, 0.9)], max_new_tokens=[7, 6], seeds=[1, 2])
+    plain = loop.decode(small, short, **how)
+    calls = kernel()
+    if chain:
+        assert [one.output_ids for one in loop.decode(small, short, **how)] == [one.output_ids for one in plain]
+    answers = {tuple(one.prompt_ids): one.output_ids for one in plain}
+    drafted = loop.decode(small, short, drafter=Guess(answers, chain), **how)
+    assert [one.output_ids for one in drafted] == [one.output_ids for one in plain]
+    assert sum(one.accepted for one in drafted) > 3
+    assert max(args[0].shape[1] for args in calls) > 2
+    assert any(args[2].bits is not None for args in calls) != chain
+
+
+def test_exact_mode_is_exact(small, prompts, kernel, monkeypatch):
+    """The logits of plain and speculative steps, bit for bit: the texts alone would be equal by chance."""
+    kernel()
+    steps = []
+    real = small.step
+
+    def watched(tokens, cache, plan, taps=()):
+        answer = real(tokens, cache, plan, taps)
+        steps.append((int(plan.positions[0, 0]), tokens[0].tolist(), answer[0][0].clone()))
+        return answer
+
+    monkeypatch.setattr(small, "step", watched)
+    how = dict(sampling=GREEDY, max_new_tokens=9, seeds=[0], exact=True)
+    plain = loop.decode(small, prompts[:1], **how)[0]
+    text = plain.prompt_ids + plain.output_ids
+    alone = {start: logits[0] for start, _, logits in steps}
+    steps.clear()
+    drafted = loop.decode(small, prompts[:1], drafter=Guess({tuple(plain.prompt_ids): plain.output_ids}, True), **how)
+    assert drafted[0].output_ids == plain.output_ids
+    inside = 0
+    for start, tokens, logits in steps:
+        for t in range(4):
+            if tokens[: t + 1] == text[start : start + t + 1] and start + t in alone:
+                assert torch.equal(logits[t], alone[start + t])
+                inside += t > 0
+    assert inside > 2
+
+
+def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
+    """One warning; all plans have masks from then on. One that is right is tried once."""
+    tried = []
+
+    def attention_of(wrong):
+        def op(*args):
+            tried.append(args)
+            return wrong + reference.attention(*args)
+
+        return op
+
+    monkeypatch.setattr(attention, "_refused", set())
+    monkeypatch.delenv("SPECCTL_ATTENTION", raising=False)
+    attention._tried.cache_clear()
+    q, rows = torch.zeros(1, 1, 4, 8), torch.zeros(1, 3, 4, 8)
+    try:
+        monkeypatch.setattr(kernels, "attention", attention_of(0.0))
+        assert attention.served(q, rows) and attention.served(q, rows)
+        count = len(tried)
+        assert not attention._refused and count > 3
+        attention._tried.cache_clear()
+        monkeypatch.setattr(kernels, "attention", attention_of(0.01))
+        with pytest.warns(UserWarning, match="attention on cpu is PyTorch's: 4 and 2 heads of 8"):
+            assert not attention.served(q, rows)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not attention.served(q, rows)
+        assert attention._refused == {CPU}
+    finally:
+        attention._tried.cache_clear()
+
+
+def test_a_kernel_that_raises_leads_back_to_the_mask(monkeypatch, kernel):
+    """The plan has no mask yet when it turns out that the kernel does not know these heads."""
+    torch.manual_seed(0)
+    cache = KVCache(1, 1, 2, 80, 8, dtype=FP32, device=CPU)
+    cache.store.normal_()
+    q = torch.randn(1, 5, 6, 8)
+    expected = attend(q, cache, 0, PLANS["tree"](), 0.3)
+    kernel()
+    plan = PLANS["tree"]()
+
+    def refuse(*args):
+        raise ValueError("no such heads")
+
+    monkeypatch.delenv("SPECCTL_ATTENTION")
+    monkeypatch.setattr(kernels, "attention", refuse)
+    monkeypatch.setattr(attention, "_refused", set())
+    attention._tried.cache_clear()
+    with pytest.warns(UserWarning, match="6 and 2 heads of 8 in torch.float32 fail: no such heads"):
+        torch.testing.assert_close(attend(q, cache, 0, plan, 0.3), expected, rtol=1e-5, atol=1e-5)
+    attention._tried.cache_clear()
+
+
+def test_the_trial_sees_one_wrong_bit():
+    """Rows that see their neighbour, or a slot too few, or forget the last piece of many slots."""
+    how = (CPU, torch.bfloat16, 8, 2, 16)
+
+    def changed(change):
+        return lambda q, rows, ancestry, span, scale: reference.attention(q, rows, *change(ancestry, span), scale)
+
+    assert trial.attention_shortcoming(reference.attention, *how) is None
+    wrong = [
+        lambda a, span: (a if a.bits is None else a._replace(bits=a.bits | 2), span),
+        lambda a, span: (a._replace(base=a.base.clamp(min=1)), span),
+        lambda a, span: (a._replace(first=(a.base[:, None] > 200) * torch.full((3, 1), 128)), span),
+    ]
+    for change in wrong:
+        assert "not what the reference" in trial.attention_shortcoming(changed(change), *how)
+
+
+def test_who_decides(monkeypatch):
+    monkeypatch.delenv("SPECCTL_ATTENTION", raising=False)
+    monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
+    gpu = torch.device("cuda", 0)
+    assert not attention.by_kernel(CPU)
+    assert attention.by_kernel(gpu) == kernels.TRITON
+    monkeypatch.setenv("SPECCTL_KERNELS", "reference")
+    assert not attention.by_kernel(gpu)
+    for chosen in ("kernel", "sdpa"):
+        monkeypatch.setenv("SPECCTL_ATTENTION", chosen)
+        assert attention.by_kernel(gpu) == attention.by_kernel(CPU) == (chosen == "kernel")
+    monkeypatch.setenv("SPECCTL_ATTENTION", "flash")
+    with pytest.raises(UsageError, match="SPECCTL_ATTENTION='flash'"):
+        attention.by_kernel(CPU)

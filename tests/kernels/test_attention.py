@@ -1,0 +1,112 @@
+"""Attention over cached slots against its formula: trees, chains, windows, texts of any length, every grouping."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specctl.kernels import Ancestry
+
+from .conftest import INTERPRETED
+
+pytestmark = pytest.mark.usefixtures("products_of_bf16")
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def random_bits(batch, reach, generator):
+    """[B, reach] ancestors of random trees: every row continues one before it, or the text."""
+    bits = torch.zeros(batch, reach, dtype=torch.int64)
+    for b, row in itertools.product(range(batch), range(reach)):
+        parent = int(torch.randint(-1, row, (), generator=generator)) if row else -1
+        bits[b, row] = (bits[b, parent] if parent >= 0 else 0) | (1 << row if row < 63 else -(1 << 63))
+    return bits
+
+
+def case(base, rows, groups=4, kv=2, dim=64, dtype=torch.float32, reach=None, tree=True, window=None, seed=0):
+    """q, a layer's cache and ancestry. The queries lie beside keys and values, as a layer's projection makes them;
+    slots that nobody may read are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, reach = len(base), reach or rows
+    q = torch.randn(batch, rows, (groups + 2) * kv, dim, generator=generator).to(dtype)[:, :, : groups * kv]
+    store = torch.randn(batch, max(base) + reach + 5, 2 * kv, dim, generator=generator).to(dtype)
+    for b, start in enumerate(base):
+        store[b, start + reach :] = torch.nan
+    bits = random_bits(batch, reach, generator)[:, reach - rows :] if tree else None
+    at = torch.tensor(base)
+    first = None
+    if window is not None:
+        first = at[:, None] + torch.arange(rows) % 3 - window + 1
+    return q, store, Ancestry(at, reach, bits, first), max(base) + reach
+
+
+def by_sdpa(q, store, ancestry, span, scale):
+    """Text by text, with the mask; NaN behind a text's end is not read."""
+    rows, heads, dim = q.shape[1:]
+    out = []
+    for b, start in enumerate(ancestry.base.tolist()):
+        end = start + ancestry.reach
+        keys, values = store[b, :end].double().chunk(2, 1)
+        groups = heads // keys.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
+        mask = torch.ones(rows, end, dtype=torch.bool)
+        for t, place in itertools.product(range(rows), range(ancestry.reach)):
+            own = ancestry.reach - rows + t
+            seen = place <= own if ancestry.bits is None else int(ancestry.bits[b, t]) >> place & 1
+            mask[t, start + place] = bool(seen)
+        for t in range(rows) if ancestry.first is not None else ():
+            mask[t, : max(int(ancestry.first[b, t]), 0)] = False
+        found = F.scaled_dot_product_attention(q[b].transpose(0, 1).double(), keys, values, attn_mask=mask, scale=scale)
+        out.append(found.transpose(0, 1).reshape(rows, heads * dim))
+    return torch.cat(out)
+
+
+CASES = {
+    "one row": dict(base=[300], rows=1),
+    "one row behind nothing": dict(base=[0], rows=1, tree=False),
+    "ragged": dict(base=[0, 1, 131, 64], rows=7, groups=3),
+    "chain": dict(base=[5, 200], rows=7, tree=False, groups=1),
+    "forty-nine": dict(base=[70, 0], rows=49, kv=1, groups=5),
+    "to the last bit": dict(base=[3, 140], rows=64, kv=1, groups=8),
+    "a level of a tree": dict(base=[63, 65], rows=8, reach=40, groups=2),
+    "a level of one": dict(base=[190, 2], rows=1, reach=4, tree=False, groups=2),
+    "window": dict(base=[300, 4, 37], rows=5, window=40, groups=2),
+    "window of a chain": dict(base=[300, 4, 37], rows=3, window=16, tree=False),
+    "many chain rows": dict(base=[9], rows=130, tree=False, groups=1, kv=1),
+    "odd heads": dict(base=[90, 17], rows=3, dim=80),
+    "wide": dict(base=[90, 170], rows=6, dim=128, groups=7, kv=1),
+    "small": dict(base=[90, 17], rows=3, dim=12),
+    **{f"groups {n}": dict(base=[150], rows=2, groups=n) for n in (1, 2, 6, 8)},
+}
+
+
+HALVES = {"one row": torch.bfloat16, "ragged": torch.float16, "window": torch.bfloat16, "odd heads": torch.float16}
+LARGE = {"forty-nine", "to the last bit", "many chain rows"}  # slow in the interpreter in fp32, whose tiles are small
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(
+            *(name, dtype),
+            marks=() if dtype == HALVES.get(name, torch.float32) and name not in LARGE else pytest.mark.slow,
+        )
+        for name, dtype in itertools.product(CASES, CLOSE)
+    ]
+    + [(name, torch.bfloat16) for name in ("forty-nine", "many chain rows")],
+    ids=str,
+)
+def test_it_is_sdpa(backend, name, dtype):
+    q, store, ancestry, span = case(**CASES[name], dtype=dtype)
+    expected = by_sdpa(q, store, ancestry, span, 0.2)
+    found = backend.attention(q, store if INTERPRETED else store.nan_to_num(), ancestry, span, 0.2)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def test_a_row_of_a_step_alone():
+    """`Ancestry.row`: of trees, chains and windows, with rows of earlier levels before those of the step."""
+    for how in (dict(), dict(tree=False), dict(window=9), dict(tree=False, reach=8)):
+        _, _, ancestry, span = case([20, 0, 7], 5, **how)
+        allowed, index = ancestry.allowed(5, span), torch.tensor([4, 0, 2])
+        assert torch.equal(ancestry.row(index, 5).allowed(1, span)[:, 0], allowed[torch.arange(3), index])
