@@ -245,7 +245,7 @@ class DecodeState:
     def _keep_features(self, b: int, start: int, path: list[int], verdict: Verdict) -> None:
         assert self.features is not None and verdict.tapped is not None
         tapped = verdict.tapped[b]
-        if verdict.chain:
+        if verdict.chain or path == list(range(len(path))):
             self.features[b, start : start + len(path) + 1] = tapped[: len(path) + 1]
         else:
             kept = torch.tensor([0, *(node + 1 for node in path)], device=self.device)

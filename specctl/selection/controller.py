@@ -162,7 +162,7 @@ class Selector(Controller):
         new: set[int] = set()  # arms that some text was switched to
         for b in self._live:
             play = self.plays[state.rows[b]]
-            if self.memory is not None and play.reader is not None:
+            if play.rounds == 0 and self.memory is not None and play.reader is not None:
                 self._read(state, b, play, play.reader, self.memory)
             arm = play.game.choose()
             self.tally.pulls[arm] += 1
@@ -205,11 +205,10 @@ class Selector(Controller):
         if play.label.seed != self._seed:  # the same prompts once more
             memory.forget()
             self._seed = play.label.seed
-        if play.prompt is None:
-            assert state.features is not None
-            play.prompt = features_of(state.features[b, : state.rows[b].prompt_length])
-            play.belief = memory.belief(play.prompt)
-            policy.meet(play.belief)
+        assert state.features is not None
+        play.prompt = features_of(state.features[b, : state.rows[b].prompt_length])
+        play.belief = memory.belief(play.prompt)
+        policy.meet(play.belief)
         if play.game.rules.reward == "surplus":
             policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,15 +23,17 @@ FEATURES = 256  # of a prompt; more are projected
 # Constants of the model, chosen on 140 development prompts of seven domains; half or twice as much makes 1 to 4 %.
 WIDTH = 0.5  # w, in the distance of two directions: that of equals is 0, of opposites 2
 SHARED = 0.5  # of the variance between texts: τ² ÷ (τ² + s²)
+EVERYWHERE = 0.2  # of s²: what an arm is worth at all prompts alike; an arm that loses everywhere is soon left alone
+AGE = 200.0  # texts after which one adds s² to the variance of what was seen: arms, and what is asked, may change
 FEW = 4  # rewards of texts without which nothing is said
 NEVER = 1e9  # variance of what was not seen, in units of s²
 LEAST = 1e-3  # variance of a reward, in the same: equal prompts leave the system solvable in single precision
 
 
 def covariance(a: Tensor, b: Tensor) -> Tensor:
-    """[…, A, B] k = exp(−|a − b|²/2w²) of a […, A, D] and b […, B, D]."""
-    squares = a.square().sum(-1)[..., None] + b.square().sum(-1)[..., None, :] - 2 * a @ b.mT
-    return (squares / (-2 * WIDTH**2)).exp()
+    """[…, A, B] k = c + (1 − c)·exp(−|a − b|²/2w²) of a […, A, D] and b […, B, D], where c is `EVERYWHERE`."""
+    half = (a @ b.mT).sub_(0.5 * a.square().sum(-1)[..., None]).sub_(0.5 * b.square().sum(-1)[..., None, :])
+    return half.div_(WIDTH**2).exp_().mul_(1 - EVERYWHERE).add_(EVERYWHERE)
 
 
 def regression(x: Tensor, y: Tensor, noise: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,11 +55,14 @@ class PromptMemory:
 
     def forget(self) -> None:
         """Forget all prompts."""
-        self._prompts: deque[Tensor] = deque(maxlen=CENTER)
-        self._within: deque[tuple[float, int]] = deque(maxlen=self.count * WINDOW)  # Σ (reward − mean)², rounds − 1
+        self._heard = 0  # texts
+        self._prompts = torch.zeros(CENTER, 0)
         self._x = torch.zeros(self.count, WINDOW, 0)
-        # Of an arm's mean reward in a text: that, less the text's ease; its rounds, 0 = none; the variance of the ease.
-        self._y, self._rounds, self._doubt = (torch.zeros(self.count, WINDOW, dtype=torch.double) for _ in range(3))
+        # Of an arm's mean reward in a text: that, less the text's ease; its rounds, 0 = none; the variance of the ease;
+        # Σ (reward − mean)²; the number of the text.
+        self._y, self._rounds, self._doubt, self._within, self._when = (
+            torch.zeros(self.count, WINDOW, dtype=torch.double) for _ in range(5)
+        )
         self._next = [0] * self.count  # where the next text of an arm goes
 
     @property
@@ -73,14 +77,14 @@ class PromptMemory:
             return None
         y, rounds = self._y[seen], self._rounds[seen]
         # Texts of a round per arm do not tell chance from difference: then it is all of the variance.
-        squares = float(y.var(correction=0)) + sum(squares for squares, _ in self._within)
-        noise = max(squares / (1 + sum(degrees for _, degrees in self._within)), 1e-9)
+        squares = float(y.var(correction=0)) + float(self._within.sum())
+        noise = max(squares / (1 + float(rounds.sum()) - len(rounds)), 1e-9)
         mean = float((y * rounds).sum() / rounds.sum())
         between = max(float((y - mean).square().mean() - (noise / rounds).mean()), 0.05 * noise)
         signal, shared = (1 - SHARED) * between, SHARED * between
         filled = max(self.texts)
-        center = torch.stack(list(self._prompts)).mean(0)
-        doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal
+        center = self._prompts[: self._heard].mean(0)
+        doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
         doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)
         off = torch.where(seen, self._y - mean, 0.0)
         with threads.suited(0):  # matrices too small for two threads, which would wait for each other
@@ -99,14 +103,16 @@ class PromptMemory:
         d, doubt = (0.0, 0.0) if belief is None else ease(belief, n, r)
         x = torch.from_numpy(features).float()
         if not self._x.shape[2]:
-            self._x = torch.zeros(self.count, WINDOW, len(x))
-        self._prompts.append(x)
+            self._x, self._prompts = torch.zeros(self.count, WINDOW, len(x)), torch.zeros(CENTER, len(x))
+        self._prompts[self._heard % CENTER] = x
+        self._heard += 1
         for arm, (one, mean) in enumerate(zip(shown, r, strict=True)):
             if one.rounds:
                 place, self._next[arm] = self._next[arm], (self._next[arm] + 1) % WINDOW
                 self._x[arm, place] = x
                 self._y[arm, place], self._rounds[arm, place], self._doubt[arm, place] = mean - d, one.rounds, doubt
-                self._within.append((max(one.squares - one.rounds * mean * mean, 0.0), one.rounds - 1))
+                self._within[arm, place] = max(one.squares - one.rounds * mean * mean, 0.0)
+                self._when[arm, place] = self._heard
 
 
 def features_of(states: Tensor) -> Array:

@@ -6,8 +6,8 @@ the prompt, which the prefill has computed anyway: no classifier, no labels, nob
     μ + d + f_i(x) + ε,   d ~ N(0, τ²),   f_i ~ GP(0, s² k),   ε ~ N(0, σ²):
 
 the mean of all, how easy the text is for all arms alike (ours: an arm is not blamed for a hard text), what arm i is
-better at prompts like x, and chance. The policy learns within a text by its own rounds, and from text to text by what
-the arms that played have shown (`prompt_memory`); no reset forgets the latter.
+better at prompts like x, part of it at all prompts alike, and chance. The policy learns within a text by its own
+rounds, and from text to text by what the arms that played have shown (`prompt_memory`); no reset forgets the latter.
 
 Symbols: N arms; m, v [N] mean and variance of f_i(x), the latter in units of s²; n [N] rounds of each arm in the text
 and r [N] their mean rewards.
@@ -51,12 +51,23 @@ def ease(belief: Belief, n: Sequence[int], r: Sequence[float]) -> tuple[float, f
 def indices(belief: Belief, n: Sequence[int], r: Sequence[float], beta: float) -> Numbers:
     """[N] upper confidence bounds of the arms: mean + β · standard deviation of μ + f_i(x), given the text's rounds."""
     d, _ = ease(belief, n, r)
-    bounds = []
-    for m, v, rounds, mean in zip(belief.m, belief.v, n, r, strict=True):
-        variance = v * belief.signal
-        gain = variance / (variance + belief.noise / rounds) if rounds else 0.0
-        bounds.append(m + gain * (mean - m - d) + beta * math.sqrt(variance * (1 - gain)))
+    bounds = unplayed(belief, beta)
+    for arm, rounds in enumerate(n):
+        if rounds:
+            bounds[arm] = bound(belief, arm, rounds, r[arm] - d, beta)
     return bounds
+
+
+def unplayed(belief: Belief, beta: float) -> Numbers:
+    """[N] the same before the text's first round."""
+    return [m + beta * math.sqrt(v * belief.signal) for m, v in zip(belief.m, belief.v, strict=True)]
+
+
+def bound(belief: Belief, arm: int, rounds: int, mean: float, beta: float) -> float:
+    """The same of an arm whose rounds in the text had this mean reward, less the text's ease."""
+    m, variance = belief.m[arm], belief.v[arm] * belief.signal
+    gain = variance / (variance + belief.noise / rounds)
+    return m + gain * (mean - m) + beta * math.sqrt(variance * (1 - gain))
 
 
 class Shown(NamedTuple):
@@ -82,29 +93,35 @@ class ContextualUcb(Weighted):
     def meet(self, belief: Belief | None) -> None:
         """Begin a text."""
         self.belief, self.last = belief, None
-        self.n = [0] * self.arms.count
-        self.total, self.squares = [0.0] * self.arms.count, [0.0] * self.arms.count
+        self.n, self.r = [0] * self.arms.count, [0.0] * self.arms.count
+        self.squares = [0.0] * self.arms.count
+        # An idle arm's bound and the price of moving to it stay as they are: a round is work for the arms played.
+        self._idle = [] if belief is None else unplayed(belief, BETA)
+        self._played: list[int] = []
         self._changed()
 
     def shown(self) -> list[Shown]:
         """Rounds and rewards of each arm in the text."""
-        return [Shown(*one) for one in zip(self.n, self.total, self.squares, strict=True)]
+        return [Shown(n, n * r, squares) for n, r, squares in zip(self.n, self.r, self.squares, strict=True)]
 
     def reward(self, arm: int, reward: float) -> None:
+        if not self.n[arm]:
+            self._played.append(arm)
         self.n[arm] += 1
-        self.total[arm] += reward
+        self.r[arm] += (reward - self.r[arm]) / self.n[arm]
         self.squares[arm] += reward * reward
         self.last = arm
         self._changed()
 
     def _weigh(self) -> Numbers:
-        r = [total / max(n, 1) for total, n in zip(self.total, self.n, strict=True)]
         if self.belief is None:
-            return one_hot(self.n.index(0) if 0 in self.n else argmax(r), self.arms.count)
-        bounds = indices(self.belief, self.n, r, BETA)
+            return one_hot(self.n.index(0) if 0 in self.n else argmax(self.r), self.arms.count)
+        bounds = self._idle.copy()
         if self.last is not None:
-            bounds = [
-                bound - moved / STAY * (arm != self.last)
-                for arm, (bound, moved) in enumerate(zip(bounds, self.moves, strict=True))
-            ]
+            d, _ = ease(self.belief, self.n, self.r)
+            for arm in self._played:
+                bounds[arm] = bound(self.belief, arm, self.n[arm], self.r[arm] - d, BETA)
+            stay = bounds[self.last]
+            bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
+            bounds[self.last] = stay
         return one_hot(argmax(bounds), self.arms.count)
