@@ -100,7 +100,7 @@ FAMILIES: dict[str, Family] = {
         "specctl.drafters.dflash.drafter",
         rates=ONE_LAYER,
         adaptable=("fc", *LAYER),
-        options=("block_size", "markov_rank"),
+        options=("block_size", "markov_rank", "confidence"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5),
     ),
     "mtp": Family(
