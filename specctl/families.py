@@ -107,7 +107,7 @@ FAMILIES: dict[str, Family] = {
         weights="d-pace",  # 3.64 tokens a pass where decay has 3.46, on development prompts
         paces=True,
         adaptable=("fc", *LAYER),
-        options=("block_size", "markov_rank"),
+        options=("block_size", "markov_rank", "confidence"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5),
     ),
     "mtp": Family(

@@ -1,6 +1,7 @@
 """Block-parallel heads as published: DFlash and DSpark, as vLLM and SGLang read them.
 
-Tensors: fc, hidden_norm, layers.*, norm, for DSpark markov_head.*; a smaller draft vocabulary adds lm_head and d2t
+Tensors: fc, hidden_norm, layers.*, norm, for DSpark markov_head.* and confidence_head.proj, by which both engines can
+verify less where little will be kept; a smaller draft vocabulary adds lm_head and d2t
 (int64 [Vd], offsets). `target_layer_ids` name outputs of layers, one less than indices of hidden_states.
 
 A block. DFlash's `block_size` counts the anchor, which drafts nothing; DSpark's slots all draft. Engines feed as many
@@ -36,6 +37,7 @@ METHODS = {
 """Reader, Markov head → what it calls the method."""
 MASK_FILE, EMBEDDING, LM_HEAD = "mask_embedding.pt", "embed_tokens.weight", "lm_head.weight"
 MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
 LAYERS = "target_layer_ids"
 THETA = 1_000_000.0  # where none is named, in vLLM
 OTHER_NAMES = {
@@ -114,8 +116,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     }
     if markov:
         # vLLM finds these at the top alone, SGLang in both places.
-        config |= {LAYERS: layers, "markov_rank": shape["markov_rank"], "markov_head_type": "vanilla"}
-        config |= {"enable_confidence_head": False, "sample_from_anchor": True}
+        config |= {LAYERS: layers, "sample_from_anchor": True, **markov_keys(head)}
     else:
         config["dflash_config"] = {LAYERS: layers, "mask_token_id": shape["mask_token_id"], "causal": False}
     return files(head, facts, config)
@@ -150,6 +151,14 @@ def files(head: Head, facts: TargetFacts, config: dict[str, Any]) -> Files:
 
 def has_markov(head: Head) -> bool:
     return bool(head.architecture["markov_rank"])
+
+
+def markov_keys(head: Head) -> dict[str, Any]:
+    """The keys of a Markov head, and of the confidence head that may read it."""
+    confident = bool(head.architecture.get("confidence"))
+    keys = {"markov_rank": head.architecture["markov_rank"], "markov_head_type": "vanilla"}
+    keys["enable_confidence_head"] = confident
+    return keys | ({"confidence_head_with_markov": True} if confident else {})
 
 
 def check_logits(head: Head, facts: TargetFacts) -> None:
@@ -262,7 +271,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
     layers, shape = _read_layers(found, config, facts)
     vocab = config["vocab_size"]
     notes = llama.check_vocabulary(found, vocab, facts)
-    found, dropped = _renamed(found)
+    found, confident, dropped = _confidence(_renamed(found), config, block)
     found, mask = _without_embedding(found, block, facts)
     found, ids, more = _vocabulary(found, config, vocab, facts)
     size, rank = shape["hidden_size"], block.markov_rank
@@ -282,6 +291,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
             "norm.weight": (size,),
             **({} if rows is None else {LM_HEAD: (rows, size)}),
             **({MARKOV[0]: (vocab, rank), MARKOV[1]: (drafted, rank)} if rank else {}),
+            **({CONFIDENCE[0]: (1, size + rank), CONFIDENCE[1]: (1,)} if confident else {}),
         },
     )
     if mask is not None:
@@ -306,6 +316,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
         "draft_vocab_size": facts.vocab_size if ids is None else len(ids),
         "num_layers": layers,
         "own_mask": mask is not None,
+        "confidence": confident,
         **{name: value for name, value in block._asdict().items() if name != "mask"},
         "taps": list(block.taps),
     }
@@ -331,16 +342,27 @@ def _read_layers(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) 
     return layers, llama.read_config(found, {"rope_theta": THETA, **config, **same}, facts)
 
 
-def _renamed(found: Foreign) -> tuple[Foreign, list[str]]:
-    """Tensors by the names that engines give them, without those that drafting does not need; notes about these."""
+def _renamed(found: Foreign) -> Foreign:
+    """Tensors by the names that engines give them."""
     renamed = {}
     for name, tensor in found.tensors.items():
         for start, other in OTHER_NAMES.items():
             name = other + name[len(start) :] if name.startswith(start) else name
         renamed[name] = tensor
-    confident = [name for name in renamed if name.startswith("confidence_head.")]
-    notes = ["its confidence head is left out: drafts do not depend on it"] if confident else []
-    return found.renamed({name: tensor for name, tensor in renamed.items() if name not in confident}), notes
+    return found.renamed(renamed)
+
+
+def _confidence(found: Foreign, config: Mapping[str, Any], block: Block) -> tuple[Foreign, bool, list[str]]:
+    """Whether `found` has a confidence head such as ours; `found` without another one, on which drafts do not depend
+    either, and a note of that."""
+    parts = {name for name in found.tensors if name.startswith("confidence_head.")}
+    off = config.get("enable_confidence_head") is False
+    with_markov = config.get("confidence_head_with_markov") is True
+    if not parts or (block.markov_rank and with_markov and not off):
+        return found, bool(parts), []
+    why = "config.json turns it off" if off else "ours reads a Markov head"
+    kept = {name: tensor for name, tensor in found.tensors.items() if name not in parts}
+    return found.renamed(kept), False, [f"its confidence head is left out: {why}; drafts do not depend on it"]
 
 
 def _without_embedding(found: Foreign, block: Block, facts: TargetFacts) -> tuple[Foreign, Tensor | None]:

@@ -154,7 +154,7 @@ def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
         **_layer_keys(head, facts, dflash.layer_config(head, facts)),
     }
     if markov:
-        config |= {"markov_rank": shape["markov_rank"], "markov_head_type": "vanilla", "enable_confidence_head": False}
+        config |= dflash.markov_keys(head)
     return dflash.files(head, facts, config)
 
 
@@ -208,7 +208,8 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
         mask_token_id=config.get("mask_token_id"),
         markov_rank=config.get("markov_rank", 0) if markov else 0,
     )
-    more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state")
+    confidence = ("enable_confidence_head", "confidence_head_with_markov")
+    more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state", *confidence)
     return dflash.read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
 
 

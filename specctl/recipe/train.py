@@ -38,6 +38,7 @@ class DrafterRecipe(Section):
     draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth; None = 4
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None  # dflash: slots that are drafted at once; None = 8
     markov_rank: NonNegativeInt | None = None  # dflash: of the head that ties a block's tokens; 0 = none, None = 32
+    confidence: bool = False  # dflash: a head that says how likely a token is kept; engines read it
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
     # eagle3, peagle: the norms of EAGLE-3.1
@@ -52,6 +53,12 @@ class DrafterRecipe(Section):
     def _one_norm_before_fc(self) -> DrafterRecipe:
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc exclude each other: both are the norm before fc")
+        return self
+
+    @model_validator(mode="after")
+    def _confidence_reads_a_markov_head(self) -> DrafterRecipe:
+        if self.confidence and self.markov_rank == 0:
+            raise ValueError("confidence reads a Markov head: leave markov_rank=0 out")
         return self
 
 

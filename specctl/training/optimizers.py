@@ -9,7 +9,8 @@ from torch import nn
 
 from specctl.recipe import OptimizerRecipe
 
-EMBEDDING_LIKE = ("lm_head", "embed_tokens")  # matrices whose rows are tokens: Muon's geometry does not fit them
+# Matrices whose rows are tokens, and one of a single row: Muon's geometry does not fit them.
+EMBEDDING_LIKE = ("lm_head", "embed_tokens", "confidence_head")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

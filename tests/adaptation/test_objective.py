@@ -18,7 +18,9 @@ from tests.toys import mtp
 
 FAMILIES = ["eagle", "eagle3", "peagle", "dflash", "mtp", "hydra", "medusa", "lm"]
 SIZES = ((40, 12), (33, 20), (31, 3))
-EAGLE31 = {f"eagle3 as {name}": VARIANTS[name] for name in ("paper", "speculators")}
+OPTIONS = {"dflash with confidence": {"confidence": True}} | {
+    f"eagle3 as {name}": VARIANTS[name] for name in ("paper", "speculators")
+}
 
 
 class Lesson:
@@ -93,11 +95,11 @@ def test_distributions_that_are_made_once(target, arch):
     assert objective.gradient(w, silent, 0)[0] != prepared[0], "they are what is learnt from"
 
 
-@pytest.mark.parametrize("arch", [*FAMILIES, "eagle3 with checkpointed layers", *EAGLE31])
+@pytest.mark.parametrize("arch", [*FAMILIES, "eagle3 with checkpointed layers", *OPTIONS])
 def test_learners_at_once_are_those_that_take_turns(target, arch):
     """Losses and gradients of three, with the dropout masks and noise that each would draw alone; and of the others
     where one is not finite."""
-    drafter, checkpointed = EAGLE31.get(arch), "checkpointed" in arch
+    drafter, checkpointed = OPTIONS.get(arch), "checkpointed" in arch
     arch = arch.split()[0]
     lesson = Lesson(target, arch, drafter, **{"dropout": 0.3} if arch == "hydra" else {})
     lesson.head.gradient_checkpointing = checkpointed

@@ -1,7 +1,10 @@
 """Block-parallel heads: the block that trains is the block that drafts and is scored, in a batch of any texts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from specctl.decoding.catch_up import CatchUp
 from specctl.decoding.loop import decode
@@ -20,6 +23,7 @@ from tests.drafters.recorded import recorded_logits
 CHAIN = TreeShape(8, 1, 8, 1, 0.0)
 KINDS = {
     "dspark": {},
+    "confident": {"confidence": True, "num_layers": 1},
     "dflash": {"markov_rank": 0, "block_size": 5},
     "pruned": {"vocab_size": 700, "block_size": 4, "num_layers": 1},
 }
@@ -34,7 +38,7 @@ def block_head(target, **sizes):
     head = BlockHead(shape, ids)
     dflash.initialise(head, target)
     for name, parameter in head.named_parameters():
-        if "norm" in name or "markov" in name or "mask" in name:
+        if "norm" in name or "markov" in name or "mask" in name or "confidence" in name:
             parameter.data += 0.3 * torch.randn_like(parameter)
     return head
 
@@ -126,6 +130,44 @@ def test_gradient_checkpointing_changes_no_number(target, head, examples):
         torch.testing.assert_close(gradients[name], again[name])
         assert gradients[name].any(), f"{name} learns nothing"
     head.zero_grad()
+
+
+@pytest.mark.parametrize("objective", ["soft_ce", "tv"])
+def test_confidence_learns_how_much_is_kept(target, examples, objective):
+    """The loss less that of the same head without it is the cross-entropy with Σ min(p, q) of the rows themselves, and
+    nothing but the confidence head learns from it."""
+    head = block_head(target, confidence=True)
+    plain = BlockHead(replace(head.config, confidence=False))
+    plain.load_state_dict({name: t for name, t in head.state_dict().items() if "confidence" not in name})
+    read = []
+    head.confidence_head.register_forward_hook(lambda module, inputs, output: read.append(output.detach()))
+    batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), head.steps, head.t2d)
+    totals, gradients = [], []
+    with recorded_logits(head) as seen:
+        for one in (head, plain):
+            one.decay, one.objective = 0.8, objective
+            total, *_ = one(batch, target.model.embedding, target.head_weight)
+            total.backward()
+            totals.append(total.detach())
+            gradients.append({name: p.grad for name, p in one.named_parameters()})
+    expected = 0.0
+    pairs = zip(seen[0].unflatten(0, (head.steps, -1)), read[0].unflatten(0, (head.steps, -1)), strict=True)
+    for k, (logits, said) in enumerate(pairs):
+        for place, row in enumerate(batch.later_rows.tolist()):
+            if batch.left[row] > k:
+                p = (batch.teacher[row + k].float() @ target.head_weight.float().T).softmax(-1)
+                kept = torch.minimum(p, logits[place].detach().softmax(-1)).sum()
+                chances = F.logsigmoid(said[place]), F.logsigmoid(-said[place])
+                expected -= 0.8**k * (kept * chances[0] + (1 - kept) * chances[1])
+    torch.testing.assert_close(totals[0] - totals[1], expected, atol=1e-2, rtol=1e-4)
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient)
+    assert all(gradients[0][f"confidence_head.proj.{part}"].any() for part in ("weight", "bias"))
+
+
+def test_confidence_needs_a_markov_head():
+    with pytest.raises(ValueError, match="markov_rank=0"):
+        DrafterRecipe(confidence=True, markov_rank=0)
 
 
 def drafts(target, head, prompts, shape, **options):
@@ -250,6 +292,7 @@ def test_a_checkpoint_comes_back(target, head):
         ("mask_token_id", 4096, "mask_token_id: is 4096, the vocabulary has 4096 tokens"),
         ("markov_rank", 7, "markov"),
         ("num_layers", 3, "layers.2"),
+        ("confidence", True, "confidence_head"),
         ("causal", True, "causal"),
     ],
 )

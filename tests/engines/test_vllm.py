@@ -184,6 +184,7 @@ HEADS = {
     "dflash pruned": {"markov_rank": 0, "vocab_size": 1024},
     "dspark": {},
     "dspark pruned": {"vocab_size": 1024},
+    "dspark confident": {"confidence": True},
     "lm": {},
 }
 

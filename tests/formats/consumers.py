@@ -207,7 +207,8 @@ def speculators_block_in_vllm(config):
         layer["dflash_config"] = nested | {"causal": causal}
         return layer
     layer |= {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": below, "sample_from_anchor": anchor}
-    return layer | {key: config[key] for key in ("mask_token_id", "markov_rank", "block_size")}
+    more = ("mask_token_id", "markov_rank", "block_size", "enable_confidence_head", "confidence_head_with_markov")
+    return layer | {key: config[key] for key in more if key in config}
 
 
 def block(directory, model, committed, forced, engine, tokens):

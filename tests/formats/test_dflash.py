@@ -11,6 +11,7 @@ from specctl.recipe import DraftingRecipe
 from tests.formats.conftest import export, import_head
 
 PRUNED, MARKOV = {"draft_vocab": 300}, {"rank": 8}
+CONFIDENT = MARKOV | {"confidence": True}
 OWN = {"own_mask": False}
 
 
@@ -21,7 +22,7 @@ def head(make, tmp_path):
     return lambda to="vllm", change=None, **options: export(make("dflash", **options), to, tmp_path / "head", change)
 
 
-@pytest.mark.parametrize("options", [{}, PRUNED, MARKOV, PRUNED | MARKOV, OWN, OWN | MARKOV], ids=str)
+@pytest.mark.parametrize("options", [{}, PRUNED, MARKOV, PRUNED | MARKOV, OWN, OWN | MARKOV, CONFIDENT], ids=str)
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_a_block_comes_back_as_it_went(head, make, target, tmp_path, to, options):
     result = import_head(head(to, **options), target, tmp_path / "drafter")
@@ -67,13 +68,18 @@ def test_a_theta_that_is_not_named_is_that_of_the_engine(head, target, tmp_path)
     assert checkpoint.load(tmp_path / "drafter").config["architecture"]["rope_theta"] == 1e6
 
 
-def test_a_confidence_head_is_left_out_with_a_note(head, target, tmp_path):
-    def confident(config, tensors):
-        config["enable_confidence_head"] = True
-        tensors |= {"confidence_head.proj.weight": torch.ones(1, 264), "confidence_head.proj.bias": torch.ones(1)}
+def without_markov(config, tensors):
+    config["confidence_head_with_markov"] = False
+    tensors["confidence_head.proj.weight"] = torch.ones(1, 256)
 
-    result = import_head(head(change=confident, **MARKOV), target, tmp_path / "drafter")
-    assert "confidence head" in result.notes[0]
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(lambda config, tensors: config.update(enable_confidence_head=False), "off"), (without_markov, "Markov")],
+)
+def test_another_confidence_head_is_left_out_with_a_note(head, target, tmp_path, change, why):
+    result = import_head(head(change=change, **CONFIDENT), target, tmp_path / "drafter")
+    assert "confidence head" in result.notes[0] and why in result.notes[0]
     assert not any("confidence" in name for name in checkpoint.load(tmp_path / "drafter").tensors)
 
 
@@ -175,6 +181,9 @@ BAD = {
     "no rank": (MARKOV, without("markov_rank"), "markov_rank is None", "columns"),
     "other rank": (MARKOV, setting(markov_rank=4), "markov_w1.weight is of shape", "[4096, 4]"),
     "markov without a name": ({}, with_tensor("markov_head.markov_w1.weight", 4096, 8), "markov_rank is 0", "columns"),
+    "confidence without its offset": (CONFIDENT, without("confidence_head.proj.bias"), "proj.bias is missing", "[1]"),
+    "narrow confidence": (CONFIDENT, with_tensor("confidence_head.proj.weight", 1, 256), "proj.weight is of shape",
+                          "[1, 264]"),
     "no head": (PRUNED, without("lm_head.weight"), "lm_head.weight is missing", "300 of 4096"),
     "no mapping": (PRUNED, without("d2t", "t2d"), "d2t is missing", "offsets"),
     "own head": ({}, with_tensor("lm_head.weight", 4096, 256), "lm_head.weight is not the target's", "builtin"),

@@ -15,6 +15,7 @@ from specctl import api
 from specctl.cli.export import show
 from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
+from specctl.drafters.dflash import drafter as dflash
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.formats import engines, registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
@@ -163,6 +164,24 @@ def test_blocks_as_an_engine_computes_them(make, ours, model, text, tmp_path, to
     assert_same(found, ours(drafter))
     shipped = "mask_embedding.pt" in result.files
     assert shipped == (own_mask and not rank)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_confidence_as_an_engine_computes_it(make, target, tmp_path, to):
+    """σ(proj [h ; W₁[y]]), DSparkConfidenceHead of both engines; its keys are where each looks for them."""
+    drafter = make("dflash", rank=8, own_mask=False, confidence=True)
+    export(drafter, to, tmp_path / "out")
+    config, tensors = consumers.config_and_tensors(tmp_path / "out")
+    if to == "speculators":
+        config = consumers.speculators_block_in_vllm(config)
+    assert config["enable_confidence_head"] is True and config["confidence_head_with_markov"] is True
+    found = checkpoint.load(drafter)
+    head = dflash.restore(found.config, found.tensors)
+    hidden, before = torch.randn(5, target.hidden_size), torch.arange(5)
+    inputs = torch.cat((hidden, tensors["markov_head.markov_w1.weight"][before].float()), -1)
+    theirs = inputs @ tensors["confidence_head.proj.weight"].float().T + tensors["confidence_head.proj.bias"].float()
+    ours = head.confidence_head(hidden, head.markov_head.markov_w1(before))
+    torch.testing.assert_close(theirs[:, 0].sigmoid(), ours.sigmoid(), atol=1e-5, rtol=1e-5)
 
 
 def test_the_comparison_sees_other_blocks(make, ours, model, text, tmp_path):

@@ -243,6 +243,7 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
         mask_token_id=mask_token(target),
         own_mask=True,
         markov_rank=rank,
+        confidence=recipe.confidence,
     )
 
 

@@ -6,7 +6,8 @@ it: their queries are those of the block, their keys and values those of the tar
 the whole block, without a causal mask. The target's own vocabulary head reads all drafted tokens off the result.
 
 The slots of a block do not know what the ones before them will say. DSpark's Markov head gives that back at the end,
-where it is cheap: behind token y the logits of the next one change by W₂ W₁[y], of a low rank.
+where it is cheap: behind token y the logits of the next one change by W₂ W₁[y], of a low rank. DSpark's confidence head
+says of every slot how likely the target is to keep what is drafted there: σ(w · [h ; W₁[y]] + b).
 
 Slot i of a sequence holds the target's features g_i and the token x_{i+1}, as in EAGLE-3, so the block that begins at
 slot i has the anchor x_{i+1}, and its step k = 0, 1, … predicts x_{i+2+k}.
@@ -26,9 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import CONFIG, Count, misfit
-from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, Losses, SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
+from specctl.kernels.distill import linear_distill
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class BlockConfig(HeadConfig):
         mask_token_id: the token that stands in the slots behind the anchor where engines ask for one.
         own_mask: their embedding is the head's own; otherwise it is that of the token in the target.
         markov_rank: rank of the Markov head; 0 = none.
+        confidence: has a confidence head, which reads the Markov head's W₁.
     """
 
     num_layers: Count
@@ -50,6 +53,12 @@ class BlockConfig(HeadConfig):
     mask_token_id: Annotated[int, Field(strict=True, ge=0)]
     own_mask: bool
     markov_rank: Annotated[int, Field(strict=True, ge=0, le=65_536)]
+    confidence: Annotated[bool, Field(strict=True)] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.confidence and not self.markov_rank:
+            raise ValueError("a confidence head reads a Markov head, and markov_rank is 0")
 
     @property
     def depth(self) -> int:
@@ -116,9 +125,23 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
 
+class ConfidenceHead(nn.Module):
+    """Hidden state h [n, H] and W₁[y] [n, r] ↦ the logit [n] of the chance that the target keeps what is drafted behind
+    y. It starts undecided."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        return self.proj(torch.cat((hidden, before), -1)).squeeze(-1)
+
+
 class BlockHead(DraftHead):
     """Parameters carry the names of the published checkpoints (`fc`, `hidden_norm`, `layers.0.*`, `norm`,
-    `markov_head.*`); a draft vocabulary brings a vocabulary head of its own, `lm_head`."""
+    `markov_head.*`, `confidence_head.*`); a draft vocabulary brings a vocabulary head of its own, `lm_head`."""
 
     config: BlockConfig
 
@@ -136,6 +159,7 @@ class BlockHead(DraftHead):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if pruned else None
         rank = config.markov_rank
         self.markov_head = MarkovHead(config.vocab_size, config.draft_vocab_size, rank) if rank else None
+        self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
 
     def mask(self, embedding: Tensor) -> Tensor:
         """[H] what stands in the slots behind the anchor, given the target's token embedding [V, H]."""
@@ -167,10 +191,32 @@ class BlockHead(DraftHead):
             x = run(x, context, positions, batch.key_positions, layout)
         hidden = self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)  # step by step, as `distil` reads them
         before = (anchors + ahead[: self.steps, None]).flatten().clamp_max(len(batch.key_tokens) - 1)
-        product = self._product(hidden, batch.key_tokens[before], target_head)
+        tokens = batch.key_tokens[before]
+        product = self._product(hidden, tokens, target_head)
         each = [rows] * self.steps
         found = self.distil(product, each, range(self.steps), batch, self.teacher(batch, target_head))
+        if self.confidence_head is not None:
+            doubt = self._doubt(hidden, tokens, product, found, batch, target_head)
+            found = found._replace(total=found.total + doubt)
         return self.sums(found, [len(rows)] * self.steps)
+
+    def _doubt(
+        self, hidden: Tensor, before: Tensor, product: Product, found: Losses, batch: SlotBatch, target_head: Tensor
+    ) -> Tensor:
+        """The confidence head's loss, weighted as `found` is: the cross-entropy with 1 − TV(p, q), the chance that a
+        token of q is kept. What it reads is detached: learning to tell does not change what is drafted."""
+        assert self.confidence_head is not None and self.markov_head is not None
+        rows = batch.later_rows
+        step = torch.arange(self.steps, device=rows.device).repeat_interleave(len(rows))
+        distance = found.each
+        if self.objective != "tv":
+            with torch.no_grad():
+                teacher = self.distributions(batch, target_head)
+                _, distance = linear_distill(*product, teacher, rows.repeat(self.steps) + step, found.share, "tv")
+        inputs = hidden.detach(), self.markov_head.markov_w1(before).detach().to(hidden.dtype)
+        kept = (1 - distance).clamp(0, 1)
+        losses = F.binary_cross_entropy_with_logits(self.confidence_head(*inputs).float(), kept, reduction="none")
+        return torch.dot(found.share, losses)
 
     def _product(self, hidden: Tensor, before: Tensor, target_head: Tensor) -> Product:
         """The product that makes the logits of hidden states [n, H] behind the tokens `before` [n]."""

@@ -241,6 +241,10 @@ class DraftHead(nn.Module):
         (EAGLE-3 practice), or its tokens. `target_head`: [Vd, Ht] rows of the target's vocabulary head."""
         if self.objective == "ce":
             return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
+        return self.distributions(batch, target_head)
+
+    def distributions(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
+        """The target's distributions at a batch's rows, renormalised on the draft vocabulary."""
         if batch.distributions is not None:
             return Teacher(batch.distributions)
         return Teacher(batch.teacher, target_head, self.squash)
