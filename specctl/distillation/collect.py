@@ -8,7 +8,8 @@ from typing import Any
 from specctl import progress
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import logs
-from specctl.distillation.prompts import Rejections, prompt_ids, tell_left_out
+from specctl.distillation.prepare import LeftOut, PromptFilter
+from specctl.distillation.prompts import Rejections
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.errors import DataError
@@ -29,10 +30,11 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite)
     target = target or load_target_text(**recipe.target.described)
     run.annotate(target=target.identity)
-    unwanted, layout = prompt_ids(recipe.exclude), recipe.target.chat_template_kwargs
+    layout = recipe.target.chat_template_kwargs
+    left_out = LeftOut(run.dir / "left-out.jsonl", recipe.exclude)
+    wanted = PromptFilter(recipe.filters, recipe.exclude, left_out)
     found: set[str] = set()
-    prompts: set[str] = set()
-    left_out = repeated = 0
+    repeated = 0
     with (
         ShardWriter(
             output,
@@ -52,11 +54,10 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
             except ValueError as error:
                 rejections.add(where, str(error), turn.answer)
                 continue
-            left_out += row["prompt_id"] in unwanted
             repeated += row["id"] in found
-            if row["prompt_id"] not in unwanted and row["id"] not in found:
+            id, messages = row["prompt_id"], row["messages"]
+            if row["id"] not in found and (wanted.known(id) or wanted.take(id, messages, where)):
                 found.add(row["id"])
-                prompts.add(row["prompt_id"])
                 rows += [] if row["id"] in store.done else [row]
                 bar.update(1)
             if len(rows) >= recipe.batch_size or progress.interrupts.requested():
@@ -68,15 +69,15 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
         store.append(rows)
         seconds = time.perf_counter() - started
         rejections.check()
+        left_out.tell()
         if not found:
             raise DataError(f"no responses in {log}", hint=f"expected {logs.EXPECTED}")
         store.complete()
-    tell_left_out(recipe.exclude, left_out)
     if repeated:
         progress.log(f"{repeated} repeated responses of {domain} are kept once")
     return DistillResult(
         domain=domain,
-        prompts=len(prompts),
+        prompts=wanted.count,
         responses=len(found),
         response_tokens=sum(store.done[id] for id in found),
         tokens_per_s=(sum(store.done.values()) - before) / seconds,
