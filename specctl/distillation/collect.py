@@ -7,9 +7,10 @@ from typing import Any
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText, load_target_text
-from specctl.distillation import logs
+from specctl.distillation import card, logs
 from specctl.distillation.prepare import LeftOut, PromptFilter
 from specctl.distillation.prompts import Rejections
+from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.errors import DataError
@@ -48,6 +49,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     ):
         before, started = sum(store.done.values()), time.perf_counter()
         rows: list[dict[str, Any]] = []
+        responses = ResponseFilter.of(recipe, output, ALONE, target)
         for where, turn in logs.read(log, rejections):
             try:
                 row = logs.record(turn, domain, target, layout)
@@ -58,30 +60,35 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
             id, messages = row["prompt_id"], row["messages"]
             if row["id"] not in found and (wanted.known(id) or wanted.take(id, messages, where)):
                 found.add(row["id"])
-                rows += [] if row["id"] in store.done else [row]
+                rows += [] if row["id"] in store.done or row["id"] in responses.dropped else [row]
                 bar.update(1)
             if len(rows) >= recipe.batch_size or progress.interrupts.requested():
-                store.append(rows)
+                store.append(responses.keep(rows))
                 rows = []
                 progress.interrupts.check()
             if len(found) == recipe.data.limit:
                 break
-        store.append(rows)
+        store.append(responses.keep(rows))
         seconds = time.perf_counter() - started
         rejections.check()
         left_out.tell()
         if not found:
             raise DataError(f"no responses in {log}", hint=f"expected {logs.EXPECTED}")
         store.complete()
+    kept = {id for id in found if id in store.done}
+    counts = {"read": wanted.count + left_out.counts.total(), "kept": wanted.count}
+    card.write(output, recipe, left_out, rejections, counts)
     if repeated:
         progress.log(f"{repeated} repeated responses of {domain} are kept once")
     return DistillResult(
         domain=domain,
         prompts=wanted.count,
-        responses=len(found),
-        response_tokens=sum(store.done[id] for id in found),
+        responses=len(kept),
+        response_tokens=sum(store.done[id] for id in kept),
         tokens_per_s=(sum(store.done.values()) - before) / seconds,
         rejected=rejections.count,
+        left_out=left_out.counts.total(),
+        dropped=len(responses.dropped),
         shards=store.shards,
         output=str(output),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,10 +19,12 @@ from specctl.decoding.loop import stream
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
+from specctl.distillation import card
 from specctl.distillation.collect import collect
 from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
 from specctl.distillation.prepare import LeftOut, prepare
 from specctl.distillation.prompts import Rejections
+from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.engines.records import Ask, Refusal
@@ -87,10 +89,13 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
         ) as store:
             before = len(store.done)
             started = time.perf_counter()
-            tokens = _generate(recipe, text, planned, store, domain, answered)
+            responses = ResponseFilter.of(recipe, output, writer, text)
+            tokens = _generate(recipe, text, planned, store, responses, domain, answered)
             seconds = time.perf_counter() - started
             rejections.check()
             store.complete()
+        counts = {key: dict(getattr(prompts, key)) for key in ("licenses", "languages")}
+        card.write(output, recipe, left_out, rejections, {"read": prompts.read, "kept": len(prompts), **counts})
         if before:
             progress.log(f"{before} responses were there already, {len(store.done) - before} are new")
         if client is not None and client.failures:
@@ -103,6 +108,8 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
             response_tokens=sum(store.done.get(owed.id, 0) for owed in planned.owed()),
             tokens_per_s=tokens / seconds if tokens else 0.0,
             rejected=rejections.count,
+            left_out=left_out.counts.total(),
+            dropped=len(responses.dropped),
             shards=store.shards,
             output=str(output),
         )
@@ -143,23 +150,26 @@ def _generate(
     target: TargetText,
     planned: ResponsePlan,
     store: ShardWriter,
+    responses: ResponseFilter,
     domain: str,
     answered: Answered,
 ) -> int:
     """Answer what is not done yet, up to the token budget, and store it in order. Returns the tokens generated."""
     budget = recipe.max_response_tokens  # which counts in the order of the plan, as a resumed run does
     ordered = budget is not None or not recipe.server.urls
-    there = [store.done.get(owed.id) for owed in planned.owed()]
+    done = ChainMap(store.done, responses.dropped)
+    there = [done.get(owed.id) for owed in planned.owed()]
     total, pending = sum(length or 0 for length in there), there.count(None)
     generated, started = 0, time.perf_counter()
     with progress.track(f"distil {domain}", total=pending, unit="responses") as bar:
-        for jobs in _held(planned.jobs(store.done)):
+        for jobs in _held(planned.jobs(done)):
             for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
-                rows = within(rows, None if budget is None else budget - total)
+                answered_now = len(rows)
+                rows = within(responses.keep(rows), None if budget is None else budget - total)
                 store.append(rows)
                 new = sum(len(row["response_ids"]) for row in rows)
                 total, generated = total + new, generated + new
-                bar.update(len(rows), tokens=total, tokens_per_s=generated / (time.perf_counter() - started))
+                bar.update(answered_now, tokens=total, tokens_per_s=generated / (time.perf_counter() - started))
                 if budget is not None and total >= budget:
                     return generated
                 if bar.done < pending:

@@ -126,9 +126,21 @@ class _Near:
 class Prompts:
     """The prompts of a run, in their order, on disk."""
 
-    def __init__(self, spool: Spool, kept: array[int], read: int):
-        self.read = read  # before any was left out
+    def __init__(self, spool: Spool, kept: array[int]):
+        self.licenses: Counter[str] = Counter()
+        self.languages: Counter[str] = Counter()
         self._spool, self._kept = spool, kept
+
+    @property
+    def read(self) -> int:
+        """How many there were before any was left out."""
+        return len(self._spool)
+
+    def keep(self, place: int, prompt: Prompt) -> None:
+        """Add the prompt at a place of the spool."""
+        self._kept.append(place)
+        self.licenses.update([prompt.license] if prompt.license else [])
+        self.languages.update([prompt.language] if prompt.language else [])
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -150,13 +162,14 @@ def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) ->
     data = recipe.data
     check_files(data)
     wanted = PromptFilter(recipe.filters, recipe.exclude, left_out)
-    spool, kept = Spool(), array("Q")
+    spool = Spool()
+    kept = Prompts(spool, array("Q"))
     for domain in data.domain:
         before, read = len(kept), len(spool)
         for place, prompt in _in_order(data, domain, rejections, spool):
             progress.interrupts.check()
             if wanted.take(prompt.id, prompt.messages, prompt.where):
-                kept.append(place)
+                kept.keep(place, prompt)
             if len(kept) - before == data.limit:
                 break
         rejections.check()
@@ -166,7 +179,7 @@ def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) ->
             left_out.tell()
             raise DataError(f"all {len(spool) - read} prompts of {domain} are left out", hint=f"see {left_out.path}")
     left_out.tell()
-    return Prompts(spool, kept, len(spool))
+    return kept
 
 
 def _in_order(data: DataRecipe, domain: str, rejections: Rejections, spool: Spool) -> Iterator[tuple[int, Prompt]]:
@@ -185,7 +198,7 @@ def _in_order(data: DataRecipe, domain: str, rejections: Rejections, spool: Spoo
             yield place, prompt
     for offset in np.argsort(np.frombuffer(ranks, np.uint64), kind="stable") if ranks else ():
         place = start + int(offset)
-        yield place, Prompts(spool, array("Q", [place]), 1)[0]
+        yield place, Prompts(spool, array("Q", [place]))[0]
 
 
 def _rank(seed: int, id: str) -> int:

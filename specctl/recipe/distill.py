@@ -31,6 +31,9 @@ class FilterRecipe(Section):
 
     near_prompts: Similarity | None = 0.95  # to an earlier prompt
     near_excluded: Similarity | None = 0.8  # to a prompt of `exclude`: rather one too many
+    near_responses: Similarity | None = None  # to an earlier response of this writer
+    loops: Literal["cut", "drop", "keep"] = "cut"  # an n-gram repeated to the end of a text that reached its length
+    truncated: Literal["keep", "drop"] = "keep"  # responses that reached their length
 
 
 class DistillRecipe(WriterRecipe):
