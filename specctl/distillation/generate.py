@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from specctl.engines.client import Client
 
 WINDOW = 8  # batches whose texts follow each other through one set of places
-HELD_JOBS, HELD_TOKENS = 16384, 4 << 20  # prompts, and their tokens, in memory: 150 MB
+HELD_JOBS, HELD_TOKENS = 8192, 2 << 20  # in memory at once; two such lists are 150 MB
+BYTES_A_TOKEN = 9  # of a shard: its id and its text in JSON, measured
 FLUSH_S = 5.0  # a finished text waits no longer for others to be written with
 
 
@@ -161,6 +162,7 @@ def _generate(
     there = [done.get(owed.id) for owed in planned.owed()]
     total, pending = sum(length or 0 for length in there), there.count(None)
     generated, started = 0, time.perf_counter()
+    progress.log(estimate(recipe, planned, pending))
     with progress.track(f"distil {domain}", total=pending, unit="responses") as bar:
         for jobs in _held(planned.jobs(done)):
             for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
@@ -177,6 +179,18 @@ def _generate(
             if bar.done < pending:  # a signal ends what servers are asked
                 progress.interrupts.check()
     return generated
+
+
+def estimate(recipe: DistillRecipe, planned: ResponsePlan, pending: int) -> str:
+    """A line about what is ahead: responses, and the most tokens and disk that they take."""
+    tokens = pending * recipe.sampling.max_new_tokens
+    if recipe.max_response_tokens is not None:
+        tokens = min(tokens, recipe.max_response_tokens)
+    size = BYTES_A_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
+    return (
+        f"{pending} responses to {len(planned)} prompts of {planned.prompt_tokens} tokens in all: "
+        f"up to {tokens} tokens, {size / 1e9:.1g} GB of {recipe.output}"
+    )
 
 
 def _held(jobs: Iterator[Job]) -> Iterator[list[Job]]:

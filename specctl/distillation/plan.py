@@ -111,13 +111,15 @@ def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections
     """The plan of this writer's part of the prompts. Raises DataError where too many, or all, cannot be answered."""
     index, count = parse_shard(recipe.shard)
     made = ResponsePlan(recipe, target.identity, target.context_length, prompts)
-    for number, prompt in enumerate(prompts):
-        if int(prompt.id, 16) % count != index:
-            continue
-        progress.interrupts.check()
-        tokens = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
-        if tokens is not None:
-            made.add(number, prompt, tokens)
+    with progress.track("lay out prompts", total=len(prompts), unit="prompts") as bar:
+        for number, prompt in enumerate(prompts):
+            progress.interrupts.check()
+            bar.update(1)
+            if int(prompt.id, 16) % count != index:
+                continue
+            tokens = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
+            if tokens is not None:
+                made.add(number, prompt, tokens)
     rejections.check()
     if not len(made):
         raise DataError(

@@ -166,12 +166,14 @@ def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) ->
     kept = Prompts(spool, array("Q"))
     for domain in data.domain:
         before, read = len(kept), len(spool)
-        for place, prompt in _in_order(data, domain, rejections, spool):
-            progress.interrupts.check()
-            if wanted.take(prompt.id, prompt.messages, prompt.where):
-                kept.keep(place, prompt)
-            if len(kept) - before == data.limit:
-                break
+        with progress.track(f"compare prompts of {domain}", unit="prompts") as bar:
+            for place, prompt in _in_order(data, domain, rejections, spool):
+                progress.interrupts.check()
+                bar.update(1)
+                if wanted.take(prompt.id, prompt.messages, prompt.where):
+                    kept.keep(place, prompt)
+                if len(kept) - before == data.limit:
+                    break
         rejections.check()
         if len(spool) == read:
             raise no_prompts(str(data.prompts_of(domain) or domain))
