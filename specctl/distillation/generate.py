@@ -188,8 +188,8 @@ def estimate(recipe: DistillRecipe, planned: ResponsePlan, pending: int) -> str:
         tokens = min(tokens, recipe.max_response_tokens)
     size = BYTES_A_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
     return (
-        f"{pending} responses to {len(planned)} prompts of {planned.prompt_tokens} tokens in all: "
-        f"up to {tokens} tokens, {size / 1e9:.1g} GB of {recipe.output}"
+        f"{pending} responses to {len(planned)} prompts of {planned.prompt_tokens} tokens: "
+        f"up to {tokens} tokens, {size / 1e6:,.1f} MB in {recipe.output}"
     )
 
 
