@@ -35,7 +35,9 @@ BENCH = ("batches", "vocabularies", "context")
 TRAINING = ("batch_tokens", "max_length", "gradient_checkpointing=true", "zero_stage=2", "features.mode=online", SPREAD)
 SUBCOMMANDS = {
     "generate": Subcommand("generate", "recipe.generate:GenerateRecipe", "commands.generate:generate", DECODING, None),
-    "distill": Subcommand("distill", "recipe.distill:DistillRecipe", "distillation.generate:distill", DISTILLING, None),
+    "distill": Subcommand(
+        "distill", "recipe.distill:DistillRecipe", "distillation.generate:distill", DISTILLING, "distillation"
+    ),
     "train-drafter": Subcommand(
         "train_drafter", "recipe.train:TrainRecipe", "training.loop:train_drafter", TRAINING, "training"
     ),

@@ -71,9 +71,9 @@ def steps(recipe: DistillRecipe) -> list[str]:
 
     data = recipe.data
     if recipe.log is not None:
-        apart = f", but for the prompts in {recipe.exclude}" if recipe.exclude else ""
         return [
-            f"read the responses in {recipe.log}{apart}, as target {recipe.target.name} lays them out",
+            f"read the responses in {recipe.log}, as target {recipe.target.name} lays them out",
+            *filters(recipe),
             f"write {recipe.format} shards to {recipe.output}",
         ]
     origin = f"from {data.prompts}" if data.prompts else f"of the {data.source} source"
@@ -81,7 +81,20 @@ def steps(recipe: DistillRecipe) -> list[str]:
     return [
         asked(recipe) if recipe.server.urls else plan.check_target(recipe.target),
         f"read {number} prompts {origin} for {', '.join(data.domain)}",
+        *filters(recipe),
         f"generate {recipe.samples_per_prompt} response(s) of up to {recipe.sampling.max_new_tokens} tokens to each, "
         f"at temperatures {', '.join(map(str, recipe.temperatures))}",
         f"write {recipe.format} shards to {recipe.output}",
     ]
+
+
+def filters(recipe: DistillRecipe) -> list[str]:
+    """Sentences about what is left out."""
+    near, near_excluded = recipe.filters.near_prompts, recipe.filters.near_excluded
+    kinds = ["repeated ones"]
+    if near is not None:
+        kinds.append(f"those {near:g} similar to an earlier one")
+    if recipe.exclude is not None:
+        alike = f", and those {near_excluded:g} similar to one of them" if near_excluded is not None else ""
+        kinds.append(f"those in {recipe.exclude}{alike}")
+    return [f"leave out of the prompts {', '.join(kinds)}"]

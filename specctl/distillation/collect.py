@@ -7,8 +7,10 @@ from typing import Any
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText, load_target_text
-from specctl.distillation import logs
-from specctl.distillation.prompts import Rejections, prompt_ids, tell_left_out
+from specctl.distillation import card, logs
+from specctl.distillation.prepare import LeftOut, PromptFilter
+from specctl.distillation.prompts import Rejections
+from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.errors import DataError
@@ -29,10 +31,11 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite)
     target = target or load_target_text(**recipe.target.described)
     run.annotate(target=target.identity)
-    unwanted, layout = prompt_ids(recipe.exclude), recipe.target.chat_template_kwargs
+    layout = recipe.target.chat_template_kwargs
+    left_out = LeftOut(run.dir / "left-out.jsonl", recipe.exclude)
+    wanted = PromptFilter(recipe.filters, recipe.exclude, left_out)
     found: set[str] = set()
-    prompts: set[str] = set()
-    left_out = repeated = 0
+    repeated = 0
     with (
         ShardWriter(
             output,
@@ -46,41 +49,46 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     ):
         before, started = sum(store.done.values()), time.perf_counter()
         rows: list[dict[str, Any]] = []
+        responses = ResponseFilter.of(recipe, output, ALONE, target)
         for where, turn in logs.read(log, rejections):
             try:
                 row = logs.record(turn, domain, target, layout)
             except ValueError as error:
                 rejections.add(where, str(error), turn.answer)
                 continue
-            left_out += row["prompt_id"] in unwanted
             repeated += row["id"] in found
-            if row["prompt_id"] not in unwanted and row["id"] not in found:
+            id, messages = row["prompt_id"], row["messages"]
+            if row["id"] not in found and (wanted.known(id) or wanted.take(id, messages, where)):
                 found.add(row["id"])
-                prompts.add(row["prompt_id"])
-                rows += [] if row["id"] in store.done else [row]
+                rows += [] if row["id"] in store.done or row["id"] in responses.dropped else [row]
                 bar.update(1)
             if len(rows) >= recipe.batch_size or progress.interrupts.requested():
-                store.append(rows)
+                store.append(responses.keep(rows))
                 rows = []
                 progress.interrupts.check()
             if len(found) == recipe.data.limit:
                 break
-        store.append(rows)
+        store.append(responses.keep(rows))
         seconds = time.perf_counter() - started
         rejections.check()
+        left_out.tell()
         if not found:
             raise DataError(f"no responses in {log}", hint=f"expected {logs.EXPECTED}")
         store.complete()
-    tell_left_out(recipe.exclude, left_out)
+    kept = {id for id in found if id in store.done}
+    counts = {"read": wanted.count + left_out.counts.total(), "kept": wanted.count}
+    card.write(output, recipe, left_out, rejections, counts)
     if repeated:
         progress.log(f"{repeated} repeated responses of {domain} are kept once")
     return DistillResult(
         domain=domain,
-        prompts=len(prompts),
-        responses=len(found),
-        response_tokens=sum(store.done[id] for id in found),
+        prompts=wanted.count,
+        responses=len(kept),
+        response_tokens=sum(store.done[id] for id in kept),
         tokens_per_s=(sum(store.done.values()) - before) / seconds,
         rejected=rejections.count,
+        left_out=left_out.counts.total(),
+        dropped=len(responses.dropped),
         shards=store.shards,
         output=str(output),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,9 +19,12 @@ from specctl.decoding.loop import stream
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
+from specctl.distillation import card
 from specctl.distillation.collect import collect
-from specctl.distillation.plan import Job, parse_shard, plan
-from specctl.distillation.prompts import Rejections, prompt_ids, read_domains, tell_left_out
+from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
+from specctl.distillation.prepare import LeftOut, prepare
+from specctl.distillation.prompts import Rejections
+from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.engines.records import Ask, Refusal
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from specctl.engines.client import Client
 
 WINDOW = 8  # batches whose texts follow each other through one set of places
+HELD_JOBS, HELD_TOKENS = 8192, 2 << 20  # in memory at once; two such lists are 150 MB
+BYTES_A_TOKEN = 9  # of a shard: its id and its text in JSON, measured
 FLUSH_S = 5.0  # a finished text waits no longer for others to be written with
 
 
@@ -61,11 +67,8 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
     writer = parse_shard(recipe.shard)
     check_free(output, writer, resume=recipe.resume, overwrite=recipe.overwrite)
     with _client(recipe) as client:
-        read = read_domains(recipe.data, rejections, sample=True)
-        unwanted = prompt_ids(recipe.exclude)
-        wanted = [prompt for prompt in read if prompt.id not in unwanted]
-        tell_left_out(recipe.exclude, len(read) - len(wanted))
-        prompts = list({prompt.id: prompt for prompt in reversed(wanted)}.values())[::-1]  # of two domains the first
+        left_out = LeftOut(run.dir / "left-out.jsonl", recipe.exclude)
+        prompts = prepare(recipe, rejections, left_out)
         if client is None:
             decoding = target or load_target(**recipe.target.loading)
             answered = partial(_decoded, recipe, decoding, drafter)
@@ -75,7 +78,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
             client.check(text)
             answered = partial(_served, recipe, client, rejections)
         run.annotate(target=text.identity)
-        jobs = plan(recipe, text, prompts, rejections)
+        planned = plan(recipe, text, prompts, rejections)
         with ShardWriter(
             output,
             settings(recipe, domain, text, client),
@@ -87,22 +90,27 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
         ) as store:
             before = len(store.done)
             started = time.perf_counter()
-            tokens = _generate(recipe, text, jobs, store, domain, answered)
+            responses = ResponseFilter.of(recipe, output, writer, text)
+            tokens = _generate(recipe, text, planned, store, responses, domain, answered)
             seconds = time.perf_counter() - started
             rejections.check()
             store.complete()
+        counts = {key: dict(getattr(prompts, key)) for key in ("licenses", "languages")}
+        card.write(output, recipe, left_out, rejections, {"read": prompts.read, "kept": len(prompts), **counts})
         if before:
             progress.log(f"{before} responses were there already, {len(store.done) - before} are new")
         if client is not None and client.failures:
             progress.log(f"{client.failures} requests failed and were sent again")
-        there = [job for job in jobs if job.id in store.done]
+        there = Counter(owed.prompt for owed in planned.owed() if owed.id in store.done)
         return DistillResult(
             domain=domain,
-            prompts=len({job.prompt.id for job in there}),
-            responses=len(there),
-            response_tokens=sum(store.done[job.id] for job in there),
+            prompts=len(there),
+            responses=there.total(),
+            response_tokens=sum(store.done.get(owed.id, 0) for owed in planned.owed()),
             tokens_per_s=tokens / seconds if tokens else 0.0,
             rejected=rejections.count,
+            left_out=left_out.counts.total(),
+            dropped=len(responses.dropped),
             shards=store.shards,
             output=str(output),
         )
@@ -139,28 +147,64 @@ def settings(recipe: DistillRecipe, domain: str, target: TargetText, client: Cli
 
 
 def _generate(
-    recipe: DistillRecipe, target: TargetText, jobs: list[Job], store: ShardWriter, domain: str, answered: Answered
+    recipe: DistillRecipe,
+    target: TargetText,
+    planned: ResponsePlan,
+    store: ShardWriter,
+    responses: ResponseFilter,
+    domain: str,
+    answered: Answered,
 ) -> int:
     """Answer what is not done yet, up to the token budget, and store it in order. Returns the tokens generated."""
-    pending = [job for job in jobs if job.id not in store.done]
     budget = recipe.max_response_tokens  # which counts in the order of the plan, as a resumed run does
     ordered = budget is not None or not recipe.server.urls
-    total = sum(store.done[job.id] for job in jobs if job.id in store.done)
+    done = ChainMap(store.done, responses.dropped)
+    there = [done.get(owed.id) for owed in planned.owed()]
+    total, pending = sum(length or 0 for length in there), there.count(None)
     generated, started = 0, time.perf_counter()
-    with progress.track(f"distil {domain}", total=len(pending), unit="responses") as bar:
-        for rows in _records(recipe.batch_size, target, pending, answered(pending), ordered):
-            rows = within(rows, None if budget is None else budget - total)
-            store.append(rows)
-            new = sum(len(row["response_ids"]) for row in rows)
-            total, generated = total + new, generated + new
-            bar.update(len(rows), tokens=total, tokens_per_s=generated / (time.perf_counter() - started))
-            if budget is not None and total >= budget:
-                return generated
-            if bar.done < len(pending):
+    progress.log(estimate(recipe, planned, pending))
+    with progress.track(f"distil {domain}", total=pending, unit="responses") as bar:
+        for jobs in _held(planned.jobs(done)):
+            for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
+                answered_now = len(rows)
+                rows = within(responses.keep(rows), None if budget is None else budget - total)
+                store.append(rows)
+                new = sum(len(row["response_ids"]) for row in rows)
+                total, generated = total + new, generated + new
+                bar.update(answered_now, tokens=total, tokens_per_s=generated / (time.perf_counter() - started))
+                if budget is not None and total >= budget:
+                    return generated
+                if bar.done < pending:
+                    progress.interrupts.check()
+            if bar.done < pending:  # a signal ends what servers are asked
                 progress.interrupts.check()
-        if bar.done < len(pending):  # a signal ends what servers are asked
-            progress.interrupts.check()
     return generated
+
+
+def estimate(recipe: DistillRecipe, planned: ResponsePlan, pending: int) -> str:
+    """A line about what is ahead: responses, and the most tokens and disk that they take."""
+    tokens = pending * recipe.sampling.max_new_tokens
+    if recipe.max_response_tokens is not None:
+        tokens = min(tokens, recipe.max_response_tokens)
+    size = BYTES_A_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
+    return (
+        f"{pending} responses to {len(planned)} prompts of {planned.prompt_tokens} tokens: "
+        f"up to {tokens} tokens, {size / 1e6:,.1f} MB in {recipe.output}"
+    )
+
+
+def _held(jobs: Iterator[Job]) -> Iterator[list[Job]]:
+    """Jobs in lists that memory can hold. A list is answered to its end before the next is begun, so it is long."""
+    held: list[Job] = []
+    tokens = 0
+    for job in jobs:
+        held.append(job)
+        tokens += len(job.prompt_ids)
+        if len(held) == HELD_JOBS or tokens >= HELD_TOKENS:
+            yield held
+            held, tokens = [], 0
+    if held:
+        yield held
 
 
 def _records(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from array import array
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
+from specctl.distillation.prepare import Prompts
 from specctl.distillation.prompts import Prompt, Rejections
+from specctl.distillation.spool import Spool
 from specctl.errors import ChatTemplateError, DataError
 from specctl.recipe import DistillRecipe
 
+Row = TypeVar("Row")
 WINDOW_BATCHES = 32  # prompts are sorted by length inside windows of so many batches: dense batches, mixed order
 
 
@@ -36,28 +41,92 @@ def parse_shard(shard: str) -> tuple[int, int]:
     return index, count
 
 
-def plan(recipe: DistillRecipe, target: TargetText, prompts: list[Prompt], rejections: Rejections) -> list[Job]:
-    """Every response this writer owes, in the order in which it is generated.
+class Owed(NamedTuple):
+    """A response of a plan, without its prompt."""
 
-    Temperatures are cycled over prompts and repeats. Jobs are sorted by prompt length inside windows, so that batches
-    are dense, and the batches of a window are shuffled, so that stopping early does not favour short prompts.
-    """
+    id: str
+    prompt: int  # its place in the plan
+    temperature: float
+
+
+class ResponsePlan:
+    """Every response this writer owes. Prompts and their ids wait on disk; in memory are some bytes of each."""
+
+    def __init__(self, recipe: DistillRecipe, identity: dict[str, Any], context_length: int, prompts: Prompts):
+        self.recipe, self.identity, self.context_length, self.prompts = recipe, identity, context_length, prompts
+        self.prompt_tokens = 0
+        self._numbers, self._lengths = array("Q"), array("I")
+        self._prompt_ids = bytearray()
+        self._tokens = Spool()
+
+    def add(self, number: int, prompt: Prompt, tokens: list[int]) -> None:
+        """Add the prompt with that number, and its tokens."""
+        self._numbers.append(number)
+        self._lengths.append(len(tokens))
+        self._prompt_ids += bytes.fromhex(prompt.id)
+        self._tokens.append(array("i", tokens).tobytes())
+        self.prompt_tokens += len(tokens)
+
+    def __len__(self) -> int:
+        """Prompts."""
+        return len(self._numbers)
+
+    def prompt_id(self, place: int) -> str:
+        return self._prompt_ids[16 * place : 16 * place + 16].hex()
+
+    def owed(self) -> Iterator[Owed]:
+        """The responses, prompt by prompt. Temperatures are cycled over prompts and repeats."""
+        cycle = self.recipe.temperatures
+        for place, number in enumerate(self._numbers):
+            for repeat in range(self.recipe.samples_per_prompt):
+                temperature = cycle[(number + repeat) % len(cycle)]
+                if temperature == 0 and repeat >= len(cycle):
+                    continue  # the greedy response exists already and would be the same
+                seed = self.recipe.sampling.seed
+                id = response_id(self.prompt_id(place), temperature, seed, repeat, self.identity)
+                yield Owed(id, place, temperature)
+
+    def jobs(self, done: Container[str]) -> Iterator[Job]:
+        """The responses that are not done yet, in the order in which they are generated.
+
+        They are sorted by prompt length inside windows, so that batches are dense, and the batches of a window are
+        shuffled, so that stopping early does not favour short prompts.
+        """
+        size = self.recipe.batch_size
+        for number, window in enumerate(batched(self.owed(), WINDOW_BATCHES * size)):
+            dense = sorted(window, key=lambda owed: (self._lengths[owed.prompt], owed.id))
+            batches = list(batched(dense, size))
+            ragged = [batches.pop()] if len(batches[-1]) < size else []  # last, or later batches would be cut askew
+            random.Random(number * WINDOW_BATCHES * size).shuffle(batches)
+            yield from (self._job(owed) for batch in batches + ragged for owed in batch if owed.id not in done)
+
+    def _job(self, owed: Owed) -> Job:
+        tokens = array("i", self._tokens[owed.prompt]).tolist()
+        prompt = self.prompts[self._numbers[owed.prompt]]
+        room = min(self.recipe.sampling.max_new_tokens, self.context_length - len(tokens))
+        return Job(owed.id, prompt, tokens, owed.temperature, int(owed.id[:15], 16), room)
+
+
+def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections: Rejections) -> ResponsePlan:
+    """The plan of this writer's part of the prompts. Raises DataError where too many, or all, cannot be answered."""
     index, count = parse_shard(recipe.shard)
-    jobs: list[Job] = []
-    for number, prompt in enumerate(prompts):
-        if int(prompt.id, 16) % count != index:
-            continue
-        progress.interrupts.check()
-        prompt_ids = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
-        if prompt_ids is not None:
-            jobs += _jobs(recipe, target, number, prompt, prompt_ids)
+    made = ResponsePlan(recipe, target.identity, target.context_length, prompts)
+    with progress.track("lay out prompts", total=len(prompts), unit="prompts") as bar:
+        for number, prompt in enumerate(prompts):
+            progress.interrupts.check()
+            bar.update(1)
+            if int(prompt.id, 16) % count != index:
+                continue
+            tokens = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
+            if tokens is not None:
+                made.add(number, prompt, tokens)
     rejections.check()
-    if not jobs:
+    if not len(made):
         raise DataError(
             f"none of the {len(prompts)} prompts can be answered by target {target.identity['name']}",
             hint="; ".join(rejections.reasons) or f"--shard {recipe.shard} holds no prompt: use fewer shards",
         )
-    return _ordered(jobs, recipe.batch_size)
+    return made
 
 
 def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: dict[str, Any]) -> list[int] | None:
@@ -77,19 +146,6 @@ def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: 
     return None
 
 
-def _jobs(
-    recipe: DistillRecipe, target: TargetText, number: int, prompt: Prompt, prompt_ids: list[int]
-) -> Iterator[Job]:
-    cycle = recipe.temperatures
-    for repeat in range(recipe.samples_per_prompt):
-        temperature = cycle[(number + repeat) % len(cycle)]
-        if temperature == 0 and repeat >= len(cycle):
-            continue  # the greedy response exists already and would be the same
-        id = response_id(prompt.id, temperature, recipe.sampling.seed, repeat, target.identity)
-        room = min(recipe.sampling.max_new_tokens, target.context_length - len(prompt_ids))
-        yield Job(id, prompt, prompt_ids, temperature, int(id[:15], 16), room)
-
-
 def response_id(prompt_id: str, temperature: float, seed: int, repeat: int, identity: dict[str, Any]) -> str:
     """Stable id of a response: 32 hex digits over everything that decides its text, given the settings in meta.json."""
     named = {key: value for key, value in identity.items() if key != "weights"}  # which meta.json tells apart
@@ -97,13 +153,8 @@ def response_id(prompt_id: str, temperature: float, seed: int, repeat: int, iden
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def _ordered(jobs: list[Job], batch_size: int) -> list[Job]:
-    window = WINDOW_BATCHES * batch_size
-    ordered: list[Job] = []
-    for start in range(0, len(jobs), window):
-        dense = sorted(jobs[start : start + window], key=lambda job: (len(job.prompt_ids), job.id))
-        batches = [dense[i : i + batch_size] for i in range(0, len(dense), batch_size)]
-        ragged = [batches.pop()] if len(batches[-1]) < batch_size else []  # last, or later batches would be cut askew
-        random.Random(start).shuffle(batches)
-        ordered += [job for batch in batches + ragged for job in batch]
-    return ordered
+def batched(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    """Lists of `size` rows; the last one has what is left."""
+    source = iter(rows)
+    while batch := list(islice(source, size)):
+        yield batch

@@ -54,6 +54,8 @@ class Prompt:
     where: str  # "file:line" (or the generator), for messages about it
     reference: str | None = None  # the source's own answer, where it has one
     later: tuple[str, ...] = ()  # what the user says after each of the target's answers
+    license: str | None = None  # of the row, where it says so
+    language: str | None = None
 
 
 class Rejections:
@@ -233,23 +235,16 @@ def prompt_id(messages: list[dict[str, str]]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
-def prompt_ids(file: Path | None) -> frozenset[str]:
-    """Ids of the prompts in a file; none without one. Raises DataError where a line is no prompt."""
+def prompts_in(file: Path | None) -> Iterator[Prompt]:
+    """The prompts in a file; none without one. Raises DataError where a line is no prompt."""
     if file is None:
-        return frozenset()
-    rejections, found = Rejections(None, 0.0), set()
+        return
+    rejections = Rejections(None, 0.0)
     for prompt in _from_file(str(file), "", rejections, suite=True):
         rejections.seen += 1
+        rejections.check()
         if prompt is not None:
-            found.add(prompt.id)
-    rejections.check()
-    return frozenset(found)
-
-
-def tell_left_out(file: Path | None, count: int) -> None:
-    """Say how many were left out, as they are in `file`."""
-    if file is not None:
-        progress.log(f"{count} that are in {file} were left out")
+            yield prompt
 
 
 def candidates(
@@ -382,7 +377,8 @@ def parse_row(row: dict[str, Any], domain: str, where: str = "", *, suite: bool 
     if "turns" in row and not row.keys() & {"prompt", "messages"}:
         return _question(row, domain, where, suite)
     messages, reference = _row(row)
-    return Prompt(prompt_id(messages), messages, domain, where, reference)
+    license, language = (value if isinstance(value := row.get(key), str) else None for key in ("license", "language"))
+    return Prompt(prompt_id(messages), messages, domain, where, reference, (), license, language)
 
 
 def _question(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prompt:

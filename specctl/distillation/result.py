@@ -16,6 +16,8 @@ class DistillResult:
     response_tokens: int
     tokens_per_s: float  # of this run, prefill included, loading and rendering not
     rejected: int
+    left_out: int  # prompts that are repeated, excluded, or nearly so
+    dropped: int  # responses
     shards: int
     output: str
 

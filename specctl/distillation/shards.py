@@ -4,6 +4,8 @@
     shard-<i>of<n>-<k>.jsonl       one response a line; the last one of a writer may still be growing
     shard-<i>of<n>-<k>.parquet     a finished shard under `format=parquet`
     manifest-<i>of<n>.json         the finished shards of writer i of n, with their SHA-256
+    filtered-<i>of<n>.jsonl        responses that writer i of n dropped or cut, by id, with the reason
+    card.json                      the data card of it all
     writer-<i>of<n>.lock           there is a writer (see `specctl/lock.py`)
 
 Every writer has a manifest of its own, so the jobs of an array share a directory without sharing a file.
@@ -38,7 +40,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 ROW_GROUP = 512
 REPAIR = "delete that file and run `specctl distill --resume`: only its responses are generated again"
-_NAME = re.compile(r"(?:shard|manifest|writer)-(\d+)of(\d+)(?:-\d+)?\.(?:jsonl|parquet|json|lock)")
+_NAME = re.compile(r"(?:shard|manifest|writer|filtered)-(\d+)of(\d+)(?:-\d+)?\.(?:jsonl|parquet|json|lock)")
 
 
 def writer_of(path: Path) -> Writer | None:
@@ -48,7 +50,7 @@ def writer_of(path: Path) -> Writer | None:
 
 
 def files(directory: Path, kind: str) -> list[Path]:
-    """Files of one kind (shard, manifest, writer), in name order."""
+    """Files of one kind (shard, manifest, filtered, writer), in name order."""
     return sorted(path for path in directory.glob(f"{kind}-*") if writer_of(path) and path.is_file())
 
 

@@ -75,7 +75,7 @@ def check_free(directory: str | Path, writer: Writer, *, resume: bool, overwrite
     """
     directory = Path(directory)
     make_dir(directory)
-    present = [*shards.files(directory, "shard"), *shards.files(directory, "manifest")]
+    present = [path for kind in ("shard", "manifest", "filtered") for path in shards.files(directory, kind)]
     there = [path for path in present if shards.writer_of(path) == writer] + _of_other_splits(present, writer)
     if there and not (resume or overwrite):
         raise UsageError(
@@ -232,7 +232,7 @@ class ShardWriter:
         sealed = path.with_suffix(".parquet")
         if path.exists():
             sealed.unlink(missing_ok=True)
-            _drop_torn_line(path)
+            drop_torn_line(path)
         else:
             path = sealed
         rows = [len(record["response_ids"]) for record in shards.records(path)]
@@ -326,7 +326,8 @@ def _unsealed(directory: Path) -> list[Path]:
     )[::-1]
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
+    """Cut off what a kill has left of a line."""
     with open(path, "rb+") as file:
         whole = sum(len(line) for line in file if line.endswith(b"\n"))
         if whole < os.fstat(file.fileno()).st_size:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specctl.recipe.bench import BenchRecipe
-from specctl.recipe.distill import DistillRecipe
+from specctl.recipe.distill import DistillRecipe, FilterRecipe
 from specctl.recipe.eval import EvalRecipe
 from specctl.recipe.export import ExportRecipe
 from specctl.recipe.generate import GenerateRecipe
@@ -63,6 +63,7 @@ __all__ = [
     "EvalRecipe",
     "ExportRecipe",
     "FeatureRecipe",
+    "FilterRecipe",
     "GameRecipe",
     "GenerateRecipe",
     "Gpu",

@@ -12,11 +12,28 @@ from specctl.recipe.sections import (
     LocalPath,
     Name,
     SamplingRecipe,
+    Section,
     WriterRecipe,
     distilled_dir,
     label_of,
 )
 from specctl.recipe.server import ServerRecipe
+
+Similarity = Annotated[float, Field(gt=0, le=1)]
+
+
+class FilterRecipe(Section):
+    """Prompts and responses to leave out; similarities are Jaccard's, of word 5-grams, null = no comparison.
+
+    Of 25,000 prompts in nine domains 0.95 drops four, which differ in a full stop or a comma from others; 0.9 drops
+    eleven different questions about one database schema, 0.8 a twentieth of those.
+    """
+
+    near_prompts: Similarity | None = 0.95  # to an earlier prompt
+    near_excluded: Similarity | None = 0.8  # to a prompt of `exclude`: rather one too many
+    near_responses: Similarity | None = None  # to an earlier response of this writer
+    loops: Literal["cut", "drop", "keep"] = "cut"  # an n-gram repeated to the end of a text that reached its length
+    truncated: Literal["keep", "drop"] = "keep"  # responses that reached their length
 
 
 class DistillRecipe(WriterRecipe):
@@ -33,6 +50,7 @@ class DistillRecipe(WriterRecipe):
     max_response_tokens: PositiveInt | None = None  # stop after so many in all
     log: Name | None = None  # JSONL of responses that are there already, or "-": they are taken instead of new ones
     exclude: LocalPath | None = None  # JSONL of prompts, such as those to be measured on, which are left out
+    filters: FilterRecipe = FilterRecipe()
     server: ServerRecipe = ServerRecipe()  # who answers; without an address the target is loaded here
 
     @model_validator(mode="after")

@@ -148,6 +148,17 @@ def test_prompts_to_be_measured_on_are_left_out(go, tmp_path):
         go(many(3), "other", exclude=held)
 
 
+def test_near_duplicates_are_left_out_but_samples_and_later_turns_are_not(go):
+    """Two answers to one prompt are two samples; a second turn repeats all of the first, and is another prompt."""
+    words = " ".join(f"word{n}" for n in range(60))
+    asked = [{"prompt": words, "response": "One."}, {"prompt": words, "response": "Two."}]
+    near = {"prompt": words + "!", "response": "Three."}
+    first = [{"role": "user", "content": words + "?"}, {"role": "assistant", "content": "Yes."}]
+    later = {"messages": [*first, {"role": "user", "content": words}, {"role": "assistant", "content": "No."}]}
+    assert go([*asked, near, later]).responses == 3
+    assert go([*asked, near, later], "all", filters={"near_prompts": None}).responses == 5
+
+
 def test_what_stopped_goes_on_and_more_of_a_log_is_added(go, tmp_path):
     go(many(12), data={"limit": 5})
     assert len(list(store.read(tmp_path / "out"))) == 5

@@ -1,0 +1,208 @@
+"""The prompts of a run: each once, those to be measured on and near-duplicates left out, and then the first of them.
+
+All of it is decided before anything is answered, from the prompts and their order alone: `--resume`, and every job of
+an array, decides the same. Prompts wait on disk; in memory are the id of each, its place, and its signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from specctl import progress
+from specctl.distillation.near import NearIndex
+from specctl.distillation.prompts import Prompt, Rejections, candidates, check_files, no_prompts, prompts_in
+from specctl.distillation.spool import Spool
+from specctl.errors import DataError
+from specctl.recipe import DataRecipe, DistillRecipe, FilterRecipe
+
+REPEATED, EXCLUDED, NEAR_EXCLUDED, NEAR = "repeated", "excluded", "near-excluded", "near-duplicate"
+REASONS = {
+    REPEATED: "are there already",
+    EXCLUDED: "are in {file}",
+    NEAR_EXCLUDED: "are nearly the same as one in {file}",
+    NEAR: "are nearly the same as an earlier one",
+}
+LISTED = 1000  # ids of a reason that a data card lists; the run directory's left-out.jsonl has all
+
+
+@dataclass
+class LeftOut:
+    """Prompts that are left out: counted, and written to `path` as they appear, with the id of the one they repeat."""
+
+    path: Path
+    file: Path | None = None  # the prompts to be measured on
+    counts: Counter[str] = field(default_factory=Counter)
+    ids: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def add(self, reason: str, id: str, where: str, like: str) -> None:
+        self.counts[reason] += 1
+        if reason == REPEATED:
+            return
+        listed = self.ids.setdefault(reason, [])
+        if len(listed) < LISTED:
+            listed.append(id)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"prompt_id": id, "where": where, "reason": reason, "like": like}) + "\n")
+
+    def tell(self) -> None:
+        """Report in one line for each reason."""
+        for reason, words in REASONS.items():
+            if count := self.counts[reason]:
+                progress.log(f"{count} prompts {words.format(file=self.file)}: left out")
+        if self.ids:
+            progress.log(f"what was left out is listed in {self.path}")
+
+
+class PromptFilter:
+    """The decision about each prompt, in their order."""
+
+    def __init__(self, filters: FilterRecipe, exclude: Path | None, left_out: LeftOut):
+        self._left_out = left_out
+        self._seen: set[bytes] = set()
+        self._excluded: set[bytes] = set()
+        self._near = _Near(filters.near_prompts)
+        self._near_excluded = _Near(filters.near_excluded)
+        for prompt in prompts_in(exclude):
+            self._excluded.add(bytes.fromhex(prompt.id))
+            self._near_excluded.like(prompt.id, prompt.messages, add=True)
+
+    def take(self, id: str, messages: list[dict[str, str]], where: str) -> bool:
+        """Whether a prompt is kept; it is then seen. One that is not is among those left out."""
+        key = bytes.fromhex(id)
+        if key in self._excluded:
+            reason, like = EXCLUDED, id
+        elif key in self._seen:
+            reason, like = REPEATED, id
+        elif other := self._near_excluded.like(id, messages):
+            reason, like = NEAR_EXCLUDED, other
+        elif other := self._near.like(id, messages, add=True):
+            reason, like = NEAR, other
+        else:
+            self._seen.add(key)
+            return True
+        self._left_out.add(reason, id, where, like)
+        return False
+
+    @property
+    def count(self) -> int:
+        """Prompts that were kept."""
+        return len(self._seen)
+
+    def known(self, id: str) -> bool:
+        """Whether the prompt was kept before."""
+        return bytes.fromhex(id) in self._seen
+
+
+class _Near:
+    """Questions that are nearly the same. Later turns are not compared: what stands before them decides the answer."""
+
+    def __init__(self, threshold: float | None):
+        self._index = None if threshold is None else NearIndex(threshold)
+        self._ids = bytearray()
+
+    def like(self, id: str, messages: Sequence[dict[str, str]], *, add: bool = False) -> str | None:
+        """The id of a prompt that asks nearly the same; where there is none, this one may be added."""
+        if self._index is None or not messages or any(message["role"] == "assistant" for message in messages):
+            return None
+        found = (self._index.add if add else self._index.find)(messages[-1]["content"])
+        if found is not None:
+            return self._ids[16 * found : 16 * found + 16].hex()
+        if add:
+            self._ids += bytes.fromhex(id)
+        return None
+
+
+class Prompts:
+    """The prompts of a run, in their order, on disk."""
+
+    def __init__(self, spool: Spool, kept: array[int]):
+        self.licenses: Counter[str] = Counter()
+        self.languages: Counter[str] = Counter()
+        self._spool, self._kept = spool, kept
+
+    @property
+    def read(self) -> int:
+        """How many there were before any was left out."""
+        return len(self._spool)
+
+    def keep(self, place: int, prompt: Prompt) -> None:
+        """Add the prompt at a place of the spool."""
+        self._kept.append(place)
+        self.licenses.update([prompt.license] if prompt.license else [])
+        self.languages.update([prompt.language] if prompt.language else [])
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, number: int) -> Prompt:
+        row = json.loads(self._spool[self._kept[number]])
+        return Prompt(**row | {"later": tuple(row["later"])})
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[number] for number in range(len(self)))
+
+
+def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) -> Prompts:
+    """The prompts of all domains, domain by domain, `data.limit` of each.
+
+    Those of a file come in an order drawn with `data.seed`, of which a smaller limit is the beginning: files are often
+    sorted by origin. Raises DataError (a file that cannot be read, too much rejected, nothing left), UsageError.
+    """
+    data = recipe.data
+    check_files(data)
+    wanted = PromptFilter(recipe.filters, recipe.exclude, left_out)
+    spool = Spool()
+    kept = Prompts(spool, array("Q"))
+    for domain in data.domain:
+        before, read = len(kept), len(spool)
+        with progress.track(f"compare prompts of {domain}", unit="prompts") as bar:
+            for place, prompt in _in_order(data, domain, rejections, spool):
+                progress.interrupts.check()
+                bar.update(1)
+                if wanted.take(prompt.id, prompt.messages, prompt.where):
+                    kept.keep(place, prompt)
+                if len(kept) - before == data.limit:
+                    break
+        rejections.check()
+        if len(spool) == read:
+            raise no_prompts(str(data.prompts_of(domain) or domain))
+        if len(kept) == before:
+            left_out.tell()
+            raise DataError(f"all {len(spool) - read} prompts of {domain} are left out", hint=f"see {left_out.path}")
+    left_out.tell()
+    return kept
+
+
+def _in_order(data: DataRecipe, domain: str, rejections: Rejections, spool: Spool) -> Iterator[tuple[int, Prompt]]:
+    """Prompts with their places in `spool`: of a file in the order of its draw, else as they come."""
+    drawn = data.prompts_of(domain) not in (None, "-")
+    ranks, start = array("Q"), len(spool)
+    for prompt in candidates(data, domain, "train", rejections):
+        rejections.seen += 1
+        if prompt is None:
+            continue
+        progress.interrupts.check()
+        place = spool.append(json.dumps(asdict(prompt), ensure_ascii=False).encode())
+        if drawn:
+            ranks.append(_rank(data.seed, prompt.id))
+        else:
+            yield place, prompt
+    for offset in np.argsort(np.frombuffer(ranks, np.uint64), kind="stable") if ranks else ():
+        place = start + int(offset)
+        yield place, Prompts(spool, array("Q", [place]))[0]
+
+
+def _rank(seed: int, id: str) -> int:
+    """The same order as that of `read_prompts` with `sample`."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{id}".encode()).digest()[:8])

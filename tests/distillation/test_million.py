@@ -1,0 +1,24 @@
+"""Memory of `distill` does not grow with its prompts' texts."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def run(count):
+    command = [sys.executable, "-m", "tests.distillation.million", str(count)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_a_prompt_takes_less_than_a_kilobyte():
+    """1 KB each, beside half a GB, is what lets a million fit into 1.5 GB; prompts held as objects take 4 KB."""
+    few, many = run(20_000), run(50_000)
+    assert many["peak_mb"] - few["peak_mb"] < 30
+    assert 46_000 < many["responses"] < 47_500, "copies and near-duplicates are a part of the test"
+
+
+@pytest.mark.slow
+def test_a_million_prompts_fit_into_one_and_a_half_gigabytes():
+    assert run(1_000_000)["peak_mb"] < 1500

@@ -1,0 +1,79 @@
+"""Loops, truncated texts and repeated responses: what is done with them, and that a resumed run does the same."""
+
+import json
+import random
+
+import pytest
+
+from specctl.distillation.responses import ResponseFilter, decisions, loop
+from specctl.recipe import FilterRecipe
+
+BEGINNING = list(range(100, 150))
+
+
+def row(ids, stop="length", id="a", text=""):
+    return {"id": id, "prompt_id": "p", "response_ids": list(ids), "stop": stop, "text": text}
+
+
+def made(path, stored=(), **filters):
+    return ResponseFilter(FilterRecipe(**filters), path / "filtered-0of1.jsonl", stored, str)
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 40])
+def test_a_loop_is_found_with_its_start_and_shortest_period(period):
+    repeated = (list(range(period)) * 200)[:190]
+    assert loop(BEGINNING + repeated) == (len(BEGINNING), period)
+
+
+def test_what_is_no_loop():
+    """A row of a table, a list of three, a refrain in the middle: no response loses its end for them."""
+    noise = random.Random(0).choices(range(200, 250), k=400)
+    assert loop(noise) is None and loop([]) is None and loop([7] * 31) is None
+    assert loop(noise + [1, 2, 3] * 9) is None
+    assert loop([1, 2, 3] * 40 + noise[:5]) is None
+    assert loop(noise + list(range(60)) * 3) is None
+    assert loop([7] * 32) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept", "action"),
+    [({}, 54, "cut"), ({"loops": "keep"}, 90, "keep"), ({"loops": "drop"}, None, "drop")],
+)
+def test_loops_are_cut_kept_or_dropped_and_counted_each_time(tmp_path, filters, kept, action):
+    whole = BEGINNING + [1, 2] * 20
+    rows = made(tmp_path, **filters).keep([row(whole), row(whole, stop="eos", id="b")])
+    lengths = {kept_row["id"]: len(kept_row["response_ids"]) for kept_row in rows}
+    assert lengths == {"b": 90} | ({} if kept is None else {"a": kept}), "a text that ends by itself is no loop"
+    assert all(kept_row["text"] == str(kept_row["response_ids"]) for kept_row in rows if len(kept_row["text"]) > 1)
+    assert [(d["reason"], d["action"]) for d in decisions(tmp_path / "filtered-0of1.jsonl").values()] == [
+        ("loop", action)
+    ]
+
+
+def test_truncated_responses_are_kept_unless_told(tmp_path):
+    rows = [row(BEGINNING), row(BEGINNING, stop="eos", id="b")]
+    assert len(made(tmp_path).keep(rows)) == 2
+    assert [kept["id"] for kept in made(tmp_path, truncated="drop").keep(rows)] == ["b"]
+    assert decisions(tmp_path / "filtered-0of1.jsonl")["a"]["reason"] == "truncated"
+
+
+def test_near_duplicate_responses_are_dropped_when_told_and_again_after_a_stop(tmp_path):
+    words = " ".join(f"w{n}" for n in range(90))
+    rows = [row([n], "eos", id=str(n), text=text) for n, text in enumerate([words, words + "!", "else", "else"])]
+    assert len(made(tmp_path).keep(rows)) == 4
+    first = made(tmp_path, near_responses=0.9)
+    assert [kept["id"] for kept in first.keep(rows[:1])] == ["0"]
+    resumed = made(tmp_path, rows[:1], near_responses=0.9)
+    assert [kept["id"] for kept in resumed.keep(rows[1:])] == ["2", "3"] and [*resumed.dropped] == ["1"]
+
+
+def test_a_file_of_decisions_survives_a_kill_and_other_settings(tmp_path):
+    """Half a line, as a kill leaves it, takes no decision with it; what is no longer dropped is generated again."""
+    looping = [1, 2] * 40
+    made(tmp_path, loops="drop").keep([row(looping)])
+    path = tmp_path / "filtered-0of1.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"id": "to')
+    resumed = made(tmp_path, loops="drop")
+    resumed.keep([row(looping, id="c")])
+    assert made(tmp_path, loops="drop").dropped == {"a": 0, "c": 0} and not made(tmp_path).dropped
+    assert all(json.loads(line) for line in path.read_text().splitlines() if line)
