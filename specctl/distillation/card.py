@@ -65,7 +65,7 @@ def write(
 
 def _responses(directory: Path) -> dict[str, Any]:
     """Counts and lengths of all responses of a directory, and of those that were dropped."""
-    counted: dict[str, Counter[str]] = {key: Counter() for key in ("domain", "stop", "temperature")}
+    counted: dict[str, Counter[str]] = {"domain": Counter(), "stop": Counter(eos=0, length=0), "temperature": Counter()}
     prompt_tokens, response_tokens = array("I"), array("I")
     found = [row for path in shards.files(directory, "filtered") for row in decisions(path).values()]
     dropped = {row["id"]: row["reason"] for row in found if row["action"] == "drop"}

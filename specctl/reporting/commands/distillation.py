@@ -22,9 +22,11 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     """The card of each run whose directory has one; results alone of the others."""
     made = generic(runs)
     for run in runs:
-        path = Path(str(run.result.get("output", ""))) / CARD
+        if "output" not in run.result:
+            continue
+        path = Path(str(run.result["output"])) / CARD
         if not path.is_file():
-            run.notes.append(f"there is no {path}: stopped before its end, or moved")
+            run.notes.append(f"there is no {path}: jobs of its array are missing, or it was moved")
             continue
         card = json.loads(path.read_bytes())
         if len(runs) == 1:
