@@ -41,8 +41,8 @@ class Family:
             steps. Muon: measured at hidden size 256.
         cpu_tokens: response tokens after which training on a CPU ends, whatever the size of the data; None = `epochs`.
         unrolls: training runs several draft steps one after the other (training-time test).
-        steps, decay, weights: of these, where the recipe names none (`ttt_steps`, `ttt_decay`, `ttt_weights`).
-        paces: they may be weighted by how often a draft gets so far.
+        steps, decay: of these, where the recipe names none (`ttt_steps`, `ttt_decay`).
+        paces: they may be weighted by how often a draft gets so far (`ttt_weights`).
         requires: a function of a `TargetRecipe` that raises where the target lacks what the family is made of, as far
             as its files are on this machine; None = it is made for any target.
         strides: whether the steps beyond the first leave positions out, as they have no weights of their own to learn.
@@ -61,7 +61,6 @@ class Family:
     unrolls: bool = False
     steps: int = 6
     decay: float = 0.8
-    weights: str = "decay"
     paces: bool = False
     requires: str | None = None
     strides: bool = True
@@ -104,7 +103,6 @@ FAMILIES: dict[str, Family] = {
     "dflash": Family(
         "specctl.drafters.dflash.drafter",
         rates=ONE_LAYER,
-        weights="d-pace",  # 3.64 tokens a pass where decay has 3.46, on development prompts
         paces=True,
         adaptable=("fc", *LAYER),
         options=("block_size", "markov_rank", "confidence"),

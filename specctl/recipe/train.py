@@ -171,7 +171,7 @@ class TrainRecipe(WriterRecipe):
     ttt_steps: PositiveInt = 6  # of the training-time test: train about as deep as the drafts are; mtp: 3
     ttt_stride: PositiveInt | None = None  # every how many-th position goes beyond the first step; None = per device
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth, as a share of that before; mtp: 0.6
-    ttt_weights: Literal["decay", "d-pace"] = "decay"  # of draft depths; dflash: d-pace, how often a draft gets so far
+    ttt_weights: Literal["decay", "d-pace"] = "decay"  # of draft depths: ttt_decay, or how often a draft gets so far
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # hydra; its paper takes 0.2, for ten epochs at 7B
     optimizer: OptimizerRecipe = OptimizerRecipe()
     epochs: PositiveInt | None = None
@@ -212,8 +212,7 @@ class TrainRecipe(WriterRecipe):
     def of_family(self, arch: str) -> TrainRecipe:
         """This recipe, changed to a family, whose steps and weights it takes where it names none."""
         family = FAMILIES[arch]
-        weights = "decay" if "ttt_decay" in self.model_fields_set else family.weights  # whoever names a decay wants it
-        defaults = {"arch": arch, "ttt_steps": family.steps, "ttt_decay": family.decay, "ttt_weights": weights}
+        defaults = {"arch": arch, "ttt_steps": family.steps, "ttt_decay": family.decay}
         for key, value in defaults.items():
             if key == "arch" or key not in self.model_fields_set:
                 vars(self)[key] = value  # which leaves it unnamed

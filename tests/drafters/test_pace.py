@@ -95,10 +95,3 @@ def test_only_families_that_draft_on_are_weighted_so():
         else:
             with pytest.raises(ValueError, match=f"ttt_weights d-pace: a weighting of .* heads, not of {name}"):
                 TrainRecipe(arch=name, ttt_weights="d-pace")
-
-
-def test_whoever_names_a_decay_has_it():
-    assert TrainRecipe(arch="dflash").paced
-    assert not TrainRecipe(arch="dflash", ttt_decay=0.9).paced
-    assert TrainRecipe(arch="dflash", ttt_decay=0.9, ttt_weights="d-pace").paced
-    assert not TrainRecipe(arch="eagle3").paced and TrainRecipe().of_family("dflash").paced
