@@ -316,6 +316,21 @@ class TestCosts:
         assert costs.measure(target, Claims()).round(1) == 1
         assert max(longest) <= 100
 
+    def test_a_long_context_is_not_laid_out(self, target, monkeypatch):
+        """Eight caches of a large target's whole context would fit no memory."""
+        monkeypatch.setattr(target, "context_length", 2**20)
+        slots = []
+        real = costs.verify
+
+        def watched(target, state, draft):
+            slots.append(state.capacity)
+            return real(target, state, draft)
+
+        monkeypatch.setattr(costs, "verify", watched)
+        monkeypatch.setattr(costs, "REPEATS", 1)
+        costs.measure(target, Claims())
+        assert max(slots) < 2 * (costs.CONTEXT + costs.ROOM)
+
     def test_where_nothing_can_be_kept(self, target, tmp_path, monkeypatch):
         (tmp_path / "specctl").write_text("a file is in the way")
         monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))

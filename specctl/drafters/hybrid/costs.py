@@ -35,6 +35,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 63)
 LEVELS = 5  # of a head, timed together
 TEXTS, ROWS_EACH = 8, (1, 4)  # of the batch that is timed
 CONTEXT = 256  # tokens of the text that rounds are timed behind
+ROOM = 512  # tokens that may follow: of a large target, a cache of its whole context would not fit
 REPEATS, WARM_UP = 15, 2
 ENOUGH_S = 20.0  # a large target has its medians of fewer repeats
 ENVIRONMENT = "XDG_CACHE_HOME"
@@ -198,7 +199,7 @@ def _texts(target: Target, head: LevelDrafter, count: int) -> DecodeState:
     engine = Engine(target, taps=head.taps, host=True)
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)
-        engine.add(Request(prompt.tolist(), GREEDY, target.context_length))
+        engine.add(Request(prompt.tolist(), GREEDY, ROOM))
     engine.step()
     for row in engine.state.rows:
         row.stop = None  # their first tokens may end texts
