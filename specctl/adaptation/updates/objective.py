@@ -109,7 +109,8 @@ class Objective:
         return self._over_group(total.detach(), weight.detach(), gradient)
 
     def _over_group(self, total: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._group.sum(total), self._group.sum(weight.to(total)), self._group.sum(gradient)
+        weight = weight.to(total).contiguous()  # vmap spreads one number over members that have the same weight
+        return self._group.sum(total), self._group.sum(weight), self._group.sum(gradient)
 
     @torch.no_grad()
     def losses(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
