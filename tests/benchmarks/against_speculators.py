@@ -1,13 +1,15 @@
-"""One side of `python -m tests.benchmarks.training --against-speculators`: `speculators`' Eagle-3 class, trained.
+"""One side of `python -m tests.benchmarks.training --against-speculators`: `speculators`' Eagle-3 or DFlash class,
+trained.
 
     PYTHON against_speculators.py FILE packed|single        (started by tests.benchmarks.comparison)
 
 Runs under an interpreter with `speculators` 0.9 and without specctl, so it imports nothing of specctl.
-`Eagle3DraftModel.forward` is called as it is, with SDPA attention and the eager losses; the loop around it does what
+The class's `forward` is called as it is, with SDPA attention and the eager losses; the loop around it does what
 `speculators.train.trainer` does: autocast, backward, clip, AdamW. What stays different from our side:
 
-- It runs every position through every step, prompts included; the loss mask drops them afterwards. Its mask belongs to
-  the predicted token, so at step k the last k prompt positions are trained on too, which ours are not.
+- Eagle-3 runs every position through every step, prompts included; the loss mask drops them afterwards. Its mask
+  belongs to the predicted token, so at step k the last k prompt positions are trained on too, which ours are not.
+- DFlash begins blocks at the last two tokens of a response, too, which have one token to predict, and none.
 - Its residual stream is bf16 under autocast, ours fp32.
 - The features come after the target's final norm, so `verifier_norm` is the identity here.
 - Its argmaxes, and accuracies per step, are part of its forward and of the time.
@@ -18,6 +20,7 @@ Runs under an interpreter with `speculators` 0.9 and without specctl, so it impo
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -26,6 +29,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
@@ -62,7 +66,7 @@ def read(file: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return json.loads(opened.metadata()["settings"]), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
-def rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list[int]) -> dict[str, Tensor]:
+def slot_rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list[int]) -> dict[str, Tensor]:
     """The documents of `batch` packed into one row, as `Eagle3DraftModel.forward` takes it.
 
     Prompt positions have no teacher: zeros stand there, and the loss mask leaves them out.
@@ -87,14 +91,39 @@ def rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list[int])
     return {name: torch.cat(parts).unsqueeze(0) for name, parts in documents.items()}
 
 
-def make_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.nn.Module:
-    """`Eagle3DraftModel` with our head's weights, in fp32, its vocabulary head frozen as `speculators` trains it."""
-    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from transformers import LlamaConfig
+def token_rows(settings: dict[str, Any], tensors: dict[str, Tensor], batch: list[int]) -> dict[str, Any]:
+    """The documents of `batch` packed into one row, as `DFlashDraftModel.forward` takes it.
 
-    shape = settings["architecture"]
-    layer = LlamaConfig(
-        num_hidden_layers=1,
+    Position i holds the token i itself, where `slot_rows` have the one behind it. The first token of a document and its
+    last are not known, nor needed: the first is never an anchor, and the last one's block has nothing to predict. A
+    block of padding stands behind all documents; no block begins there.
+    """
+    documents: dict[str, list[Tensor]] = {}
+    for place, document in enumerate(batch):
+        (s0, s1), (q0, q1) = settings["slots"][document], settings["queries"][document]
+        slots, responses = s1 - s0, q1 - q0
+        tokens, taps, teacher = tensors["tokens"], tensors["taps"], tensors["teacher"]
+        parts = {
+            "input_ids": F.pad(tokens[s0:s1], (1, 1)),
+            "hidden_states": F.pad(taps[s0:s1], (0, 0, 0, 2)),
+            "document_ids": torch.full((slots + 2,), place),
+            "position_ids": torch.arange(slots + 2),
+            "verifier_last_hidden_states": F.pad(teacher[q0:q1], (0, 0, slots + 1 - responses, 1)),
+            "loss_mask": torch.arange(slots + 2) > slots - responses,
+        }
+        for name, part in parts.items():
+            documents.setdefault(name, []).append(part)
+    size = settings["architecture"]["block_size"]
+    row = {name: torch.cat(parts) for name, parts in documents.items()}
+    padded = {name: torch.cat((part, part.new_zeros(size, *part.shape[1:]))) for name, part in row.items()}
+    padded["document_ids"][-size:] = -1
+    return {name: part.unsqueeze(0) for name, part in padded.items()} | {"max_anchors": int(row["loss_mask"].sum())}
+
+
+def layer_config(kind: type, shape: dict[str, Any], layers: int) -> Any:
+    """A `transformers` configuration of our head's decoder layers."""
+    config = kind(
+        num_hidden_layers=layers,
         num_attention_heads=shape["num_heads"],
         num_key_value_heads=shape["num_kv_heads"],
         rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
@@ -106,22 +135,62 @@ def make_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.nn
             )
         },
     )  # fmt: skip
-    layer._attn_implementation = "sdpa"
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def eagle3_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.nn.Module:
+    """`Eagle3DraftModel` with our head's weights, in fp32, its vocabulary head frozen as `speculators` trains it."""
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from transformers import LlamaConfig
+
+    shape = settings["architecture"]
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
+        transformer_layer_config=layer_config(LlamaConfig, shape, 1),
         draft_vocab_size=shape["draft_vocab_size"],
         eagle_aux_hidden_state_layer_ids=shape["taps"],
+        **{name: shape.get(name, False) for name in ("fc_norm", "norm_before_residual", "norm_output")},
     )
-    model = Eagle3DraftModel(config)
+    head = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in own(tensors).items()}
+    return loaded(Eagle3DraftModel(config), head, tensors)
+
+
+def dflash_model(settings: dict[str, Any], tensors: dict[str, Tensor]) -> torch.nn.Module:
+    """`DFlashDraftModel` with our head's weights, in fp32. What stands in the slots behind the anchor is the embedding
+    of its mask token, which our side has taken, too."""
+    from speculators.models.dflash import DFlashSpeculatorConfig
+    from speculators.models.dflash.core import DFlashDraftModel
+    from transformers import Qwen3Config
+
+    shape = settings["architecture"]
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer_config(Qwen3Config, shape, shape["num_layers"]),
+        draft_vocab_size=shape["draft_vocab_size"],
+        block_size=shape["block_size"],
+        aux_hidden_state_layer_ids=shape["taps"],
+        mask_token_id=shape["mask_token_id"],
+        sample_from_anchor=shape["sample_from_anchor"],
+    )
+    head = {name: tensor for name, tensor in own(tensors).items() if name != "mask_embedding"}
+    return loaded(DFlashDraftModel(config), head | {"lm_head.weight": tensors["target_head"]}, tensors)
+
+
+def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our head's weights."""
+    return {name.removeprefix("head."): tensor for name, tensor in tensors.items() if name.startswith("head.")}
+
+
+def loaded(model: Any, head: dict[str, Tensor], tensors: dict[str, Tensor]) -> torch.nn.Module:
+    """`model` with the weights of a head and of the target."""
     model.verifier_norm = torch.nn.Identity()
-    head = {
-        name.removeprefix("head.").replace("midlayer.", "layers.0."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("head.")
-    }
-    head |= {"embed_tokens.weight": tensors["embedding"], "verifier_lm_head.weight": tensors["target_head"]}
-    model.load_state_dict(head)
+    model.load_state_dict(
+        head | {"embed_tokens.weight": tensors["embedding"], "verifier_lm_head.weight": tensors["target_head"]}
+    )
     return model.float()
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Forward = Callable[[dict[str, Any], Loss], Tensor]
 
 
 def make(file: str, packed: bool) -> Side:
@@ -129,43 +198,30 @@ def make(file: str, packed: bool) -> Side:
     from speculators.losses import eager
 
     settings, tensors = read(file)
-    model = make_model(settings, tensors)
+    blocks = settings["arch"] == "dflash"
+    model = (dflash_model if blocks else eagle3_model)(settings, tensors)
+    rows = token_rows if blocks else slot_rows
+    decay = settings["ttt_decay"]
+    weights = (
+        {"gamma": -1 / math.log(decay)}
+        if blocks
+        else {"ttt_steps": settings["ttt_steps"], "ttt_step_loss_decay": decay}
+    )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=settings["lr"], betas=settings["betas"], weight_decay=settings["weight_decay"]
     )
     batches = iter(settings["batches"])
 
-    def forward(batch: dict[str, Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(batch: dict[str, Any], loss: Loss) -> Tensor:
         with torch.autocast("cpu", getattr(torch, settings["dtype"]), enabled=settings["dtype"] != "float32"):
-            _, total, _ = model(
-                **batch,
-                ttt_steps=settings["ttt_steps"],
-                ttt_step_loss_decay=settings["ttt_decay"],
-                loss_config={"kl_div": (loss, 1.0)},
-            )
+            _, total, _ = model(**batch, **weights, loss_config={"kl_div": (loss, 1.0)})
         return total
 
     def losses() -> list[float]:
-        """Soft cross-entropies on the slots that our side trains on, from the logits of the first batch."""
-        found: list[Tensor] = []
-
-        def record(logits: Tensor, targets: Tensor) -> Tensor:
-            p = targets.float().softmax(-1)
-            found.append(-(p * logits.float().log_softmax(-1)).sum(-1)[0])
-            return eager.kl_div_loss(logits, targets)
-
         batch = rows(settings, tensors, settings["batches"][0])
         with torch.no_grad():
-            forward(batch, record)
-        document, inside = batch["document_ids"][0], batch["loss_mask"][0]
-        response = batch["verifier_last_hidden_states"][0].any(-1)
-        means = []
-        for k, loss in enumerate(found):
-            asked = slice(len(loss))
-            used = response[asked] & inside[k:] & (document[asked] == document[k:])
-            means.append(loss[used].mean().item())
-        return means
+            return (block_losses if blocks else step_losses)(forward, batch, settings)
 
     def step() -> int:
         batch = next(batches)
@@ -179,6 +235,45 @@ def make(file: str, packed: bool) -> Side:
         return tokens
 
     return Side(losses, step)
+
+
+def cross_entropies(forward: Forward, batch: dict[str, Any]) -> list[Tensor]:
+    """Soft cross-entropies [n] at every position, of every call of the loss."""
+    found: list[Tensor] = []
+
+    def record(logits: Tensor, targets: Tensor) -> Tensor:
+        each = -(targets.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+        found.append(each[0])
+        return each
+
+    forward(batch, record)
+    return found
+
+
+def step_losses(forward: Forward, batch: dict[str, Any], settings: dict[str, Any]) -> list[float]:
+    """Mean loss of every step of the training-time test, on the slots that our side trains on."""
+    document, inside = batch["document_ids"][0], batch["loss_mask"][0]
+    response = batch["verifier_last_hidden_states"][0].any(-1)
+    means = []
+    for k, loss in enumerate(cross_entropies(forward, batch)):
+        asked = slice(len(loss))
+        used = response[asked] & inside[k:] & (document[asked] == document[k:])
+        means.append(loss[used].mean().item())
+    return means
+
+
+def block_losses(forward: Forward, batch: dict[str, Any], settings: dict[str, Any]) -> list[float]:
+    """Mean loss of every place of a block behind its anchor, of the blocks that our side trains: those with two tokens
+    to predict."""
+    (each,) = cross_entropies(forward, batch)
+    size = settings["architecture"]["block_size"]
+    inside, document = batch["loss_mask"][0], batch["document_ids"][0]
+    anchors = inside.nonzero()[:, 0]  # all of them begin a block, in this order
+    places = anchors[:, None] + torch.arange(size)
+    used = inside[places] & (document[places] == document[anchors][:, None])
+    used &= used[:, 2:3]
+    each = each.unflatten(0, (-1, size))
+    return [each[:, k][used[:, k]].mean().item() for k in range(1, size)]
 
 
 if __name__ == "__main__":

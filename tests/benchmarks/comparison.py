@@ -1,8 +1,10 @@
-"""Our EAGLE-3 training step against that of `speculators`: the same documents, features, head and packing.
+"""Our training step against that of `speculators`, for `eagle3` or `dflash`.
+
+Both sides have the same documents, features, head and packing.
 
 One process a side, and one that waits for them. They take turns of a few steps, so that a machine whose speed drifts
 slows all of them, and a file carries what they share. Before any step both sides give their losses on the first batch,
-one for every step of the training-time test: only sides that compute the same thing are compared.
+one for every draft depth: only sides that compute the same thing are compared.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Measured:
         return sum(self.tokens) / sum(self.seconds)
 
 
-def compare(distilled: Path, python: Path, steps: int) -> dict[str, Measured]:
+def compare(distilled: Path, python: Path, steps: int, arch: str = "eagle3") -> dict[str, Measured]:
     """Run `steps` timed optimizer steps of every side; `python` is an interpreter that has `speculators` 0.9.
 
     Raises:
@@ -69,7 +71,7 @@ def compare(distilled: Path, python: Path, steps: int) -> dict[str, Measured]:
     """
     require_speculators(python)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        ours = [sys.executable, "-m", "tests.benchmarks.comparison_ours", place, str(distilled.resolve())]
+        ours = [sys.executable, "-m", "tests.benchmarks.comparison_ours", place, str(distilled.resolve()), arch]
         # Isolated (-I): the script's own folder, where names of the standard library occur, stays off its path.
         theirs = [str(python), "-I", against_speculators.__file__, str(shared(Path(place)))]
         if subprocess.run([*ours, "write", str(WARM_UP + steps)], env=environment()).returncode:
@@ -96,7 +98,7 @@ def compare(distilled: Path, python: Path, steps: int) -> dict[str, Measured]:
     return measured
 
 
-def report(measured: dict[str, Measured]) -> Iterator[str]:
+def report(measured: dict[str, Measured], arch: str = "eagle3") -> Iterator[str]:
     """Lines to print."""
     like = measured[LIKE]
     yield f"{len(like.tokens)} turns, {sum(like.tokens)} response tokens a side, {like.threads} threads"
@@ -110,10 +112,11 @@ def report(measured: dict[str, Measured]) -> Iterator[str]:
         spread = f"turns {by_turn[0]:.2f} to {by_turn[-1]:.2f}"
         yield f"like for like: {like.rate / other.rate:.2f} × {NAMES[name]} ({spread})"
     apart = furthest(like.losses, measured[PACKED].losses)
-    yield f"losses before the first step, by step of the training-time test; they agree to {apart:.0e}:"
+    yield f"losses before the first step, by draft depth; they agree to {apart:.0e}:"
     for name in (LIKE, PACKED):
         yield f"{NAMES[name]:36}{' '.join(f'{loss:.4f}' for loss in measured[name].losses)}"
-    yield "speculators runs prompts through all steps, specctl takes keys and values of the first step from them"
+    if arch == "eagle3":
+        yield "speculators runs prompts through all steps, specctl takes keys and values of the first step from them"
 
 
 def require_speculators(python: Path) -> None:

@@ -1,7 +1,7 @@
 """Our sides of the comparison with `speculators`, and the file that all sides share.
 
-python -m tests.benchmarks.comparison_ours PLACE DISTILLED write STEPS
-python -m tests.benchmarks.comparison_ours PLACE DISTILLED like|default
+python -m tests.benchmarks.comparison_ours PLACE DISTILLED ARCH write STEPS
+python -m tests.benchmarks.comparison_ours PLACE DISTILLED ARCH like|default
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
+from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.feature.ttt_attention import ranges
 from specctl.progress import track
-from specctl.recipe import FeatureRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe, FeatureRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import batches
 from specctl.training.engine import compute_dtype
@@ -36,19 +37,24 @@ def shared(place: Path) -> Path:
     return place / "shared.safetensors"
 
 
-def trainer_for(place: Path, distilled: Path, variant: str, dtype: Literal["auto", "fp32"] = "auto") -> Trainer:
+def trainer_for(
+    place: Path, distilled: Path, arch: str, variant: str, dtype: Literal["auto", "fp32"] = "auto"
+) -> Trainer:
     """A trainer on the first `DOCUMENTS` examples of `distilled`, without features; `dtype` of target and products.
 
-    `like` is what both sides can do: AdamW, every response position in every step of the training-time test, and a
-    vocabulary head that is not trained, as in `speculators`. `default` is the default recipe.
+    `like` is what both sides can do: AdamW, every response position in every step of the training-time test or with a
+    block of its own, and as in `speculators` a vocabulary head that is not trained; of a `dflash` no Markov head, and
+    for masks the embedding of the mask token. `default` is the default recipe.
     """
     target = TargetRecipe(device="cpu", dtype=dtype)
-    recipe = TrainRecipe(target=target, precision=dtype, distilled=distilled, output_dir=place / "drafter")
+    recipe = TrainRecipe(target=target, precision=dtype, distilled=distilled, arch=arch, output_dir=place / "drafter")
     if variant == LIKE:
         recipe = recipe.model_copy(update={"optimizer": OptimizerRecipe(type="adamw"), "ttt_stride": 1})
+        if arch == "dflash":
+            recipe = recipe.model_copy(update={"drafter": DrafterRecipe(markov_rank=0)})
     trainer = make_trainer(recipe, Run(place))
     if variant == LIKE:
-        trainer.trainee.module.lm_head.requires_grad_(False)
+        as_theirs(trainer)
     examples = trainer.corpus.train[:DOCUMENTS]
     trainer.corpus = replace(trainer.corpus, train=examples)
     per_epoch = len(batches(examples, trainer.batch_tokens, seed=recipe.data.seed, epoch=0))
@@ -56,11 +62,23 @@ def trainer_for(place: Path, distilled: Path, variant: str, dtype: Literal["auto
     return trainer
 
 
+def as_theirs(trainer: Trainer) -> None:
+    """What `speculators` does not train is not trained."""
+    head = trainer.trainee.module
+    if isinstance(head, BlockHead):
+        assert head.mask_embedding is not None
+        with torch.no_grad():
+            head.mask_embedding.copy_(trainer.target.model.embedding[head.config.mask_token_id])
+        head.mask_embedding.requires_grad_(False)
+    else:
+        head.lm_head.requires_grad_(False)
+
+
 def write(file: Path, trainer: Trainer, steps: int) -> None:
     """Compute the features and write what the sides share.
 
-    Settings: architecture, recipe, `batches` (the documents of each of `steps` steps), and by document its range of
-    `slots` among M, its range of `queries` (response slots) among N, and its number of `responses` tokens.
+    Settings: family, architecture, recipe, `batches` (the documents of each of `steps` steps), and by document its
+    range of `slots` among M, its range of `queries` (response slots) among N, and its number of `responses` tokens.
     Tensors: `tokens` [M] x_{i+1} of slot i; `taps` [M, F], `teacher` [N, H] and `best` [N] as in `Features`; `inside`
     [N] whether `best` is in the draft vocabulary; `embedding` [V, H], `target_head` [Vd, H]; our weights as `head.*`.
     """
@@ -73,6 +91,7 @@ def write(file: Path, trainer: Trainer, steps: int) -> None:
     epochs = (batches(examples, trainer.batch_tokens, seed=recipe.data.seed, epoch=epoch) for epoch in count())
     order = islice((batch for epoch in epochs for batch in epoch), steps)  # the trainer's own
     settings = {
+        "arch": recipe.arch,
         "architecture": head.config.to_dict(),
         "ttt_steps": recipe.ttt_steps,
         "ttt_decay": recipe.ttt_decay,
@@ -109,16 +128,16 @@ def read_features(file: Path) -> dict[int, Features]:
 
 
 def losses(trainer: Trainer) -> list[float]:
-    """Mean loss on the first batch by step of the training-time test."""
+    """Mean loss on the first batch by draft depth."""
     first = batches(trainer.corpus.train, trainer.batch_tokens, seed=trainer.recipe.data.seed, epoch=0)[0]
     with torch.no_grad():
         _, _, steps = trainer.forward([first])
     return [(loss / weight).item() for loss, weight in steps]
 
 
-def our_side(place: Path, distilled: Path, variant: str) -> Side:
+def our_side(place: Path, distilled: Path, arch: str, variant: str) -> Side:
     """The trainer's own step."""
-    trainer = trainer_for(place, distilled, variant)
+    trainer = trainer_for(place, distilled, arch, variant)
     assert isinstance(trainer.trainee, FeatureTrainee)
     trainer.trainee.store.kept = read_features(shared(place))
 
@@ -133,11 +152,11 @@ def our_side(place: Path, distilled: Path, variant: str) -> Side:
 
 def main() -> None:
     """A child of `comparison.compare`."""
-    place, distilled, role = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    place, distilled, arch, role = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     if role == "write":
-        write(shared(place), trainer_for(place, distilled, LIKE), int(sys.argv[4]))
+        write(shared(place), trainer_for(place, distilled, arch, LIKE), int(sys.argv[5]))
     else:
-        serve(lambda: our_side(place, distilled, role))
+        serve(lambda: our_side(place, distilled, arch, role))
 
 
 if __name__ == "__main__":

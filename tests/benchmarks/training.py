@@ -5,8 +5,8 @@
 
 Times `steps` optimizer steps of the default recipe, then profiles as many again; shares are of all operations' time.
 
-With PYTHON, an interpreter that has `speculators` 0.9, the EAGLE-3 step is timed against its Eagle-3 class instead: see
-`tests.benchmarks.comparison`. It wants an older `transformers`, so an environment of its own:
+With PYTHON, an interpreter that has `speculators` 0.9, the step of `eagle3` or `dflash` is timed against its class for
+that instead: see `tests.benchmarks.comparison`. It wants an older `transformers`, so an environment of its own:
 
     python -m venv V && V/bin/pip install torch==2.13.0 'speculators==0.9.*'
     V/bin/pip uninstall torchvision torchaudio    # where torch is a CPU build: those that pip finds are for CUDA
@@ -29,6 +29,8 @@ from specctl.runs import Run
 from specctl.training.loop import Trainer, make_trainer
 from tests.benchmarks.against_speculators import peak_memory
 from tests.benchmarks.comparison import compare, report
+
+COMPARED = ("eagle3", "dflash")
 
 # Rows of the profile; each counts the operations that it calls.
 PARTS = {
@@ -54,19 +56,19 @@ def main() -> None:
     parser.add_argument("--distilled", type=Path, required=True)
     parser.add_argument("--arch", default="eagle3", choices=sorted(trained()))
     parser.add_argument("--steps", type=int, default=None, help="60, or 24 against speculators")
-    parser.add_argument("--against-speculators", type=Path, metavar="PYTHON", help="time eagle3 against speculators")
+    parser.add_argument("--against-speculators", type=Path, metavar="PYTHON", help="time the step against theirs")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     options = parser.parse_args()
     if options.against_speculators is None:
         profiled_steps(options.distilled, options.arch, options.steps or 60, options.gradient_checkpointing)
         return
-    if options.arch != "eagle3":
-        parser.error("--against-speculators is for eagle3")
+    if options.arch not in COMPARED:
+        parser.error(f"--against-speculators is for {' and '.join(COMPARED)}")
     try:
-        measured = compare(options.distilled, options.against_speculators, options.steps or 24)
+        measured = compare(options.distilled, options.against_speculators, options.steps or 24, options.arch)
     except SpecctlError as error:
         parser.exit(error.exit_code, f"{error.message}\n" + (f"{error.hint}\n" if error.hint else ""))
-    print("\n".join(report(measured)))
+    print("\n".join(report(measured, options.arch)))
 
 
 def profiled_steps(distilled: Path, arch: Arch, count: int, gradient_checkpointing: bool) -> None:

@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from specctl.drafters.dflash import head as dflash_head
 from specctl.drafters.eagle3 import head as eagle3_head
 from specctl.errors import SpecctlError, UsageError
 from specctl.training.data import batches
 from tests.benchmarks import against_speculators, comparison
 from tests.benchmarks.comparison import LIKE, PACKED, Measured
 from tests.benchmarks.comparison_ours import losses, read_features, shared, trainer_for, write
+from tests.benchmarks.training import COMPARED
 
 
 @pytest.fixture(scope="module")
 def written(distilled, tmp_path_factory):
     """(our trainer with its features, the shared file's settings and tensors, the file)"""
     place = tmp_path_factory.mktemp("comparison")
-    trainer = trainer_for(place, distilled, LIKE)
+    trainer = trainer_for(place, distilled, "eagle3", LIKE)
     write(shared(place), trainer, steps=9)
     return trainer, *against_speculators.read(str(shared(place))), shared(place)
 
@@ -49,7 +51,7 @@ def test_a_packed_row_holds_each_document_s_slots(written):
     """Slot i: token i + 1, features of i, the target's state at i + 1; trained where our side trains."""
     trainer, settings, tensors, _ = written
     batch = settings["batches"][0]
-    row = against_speculators.rows(settings, tensors, batch)
+    row = against_speculators.slot_rows(settings, tensors, batch)
     ours = trainer.trainee.batch([trainer.corpus.train[document] for document in batch], 0)
     assert torch.equal(row["input_ids"][0], ours.key_tokens)
     assert torch.equal(row["hidden_states"][0], ours.features)
@@ -61,10 +63,30 @@ def test_a_packed_row_holds_each_document_s_slots(written):
     assert row["document_ids"][0].bincount().tolist() == [stop - start for start, stop in ours.layout.slots]
 
 
+def test_a_packed_row_of_blocks_holds_each_document_s_tokens(written):
+    """Token i, features of i, the target's state at i. A block begins where one of ours does, or learns little."""
+    trainer, settings, tensors, _ = written
+    batch = settings["batches"][0]
+    examples = [trainer.corpus.train[document] for document in batch]
+    blocks = settings | {"architecture": settings["architecture"] | {"block_size": 8}}
+    row = against_speculators.token_rows(blocks, tensors, batch)
+    texts = [torch.tensor([0, *example.tokens[1:-1], 0]) for example in examples]
+    assert torch.equal(row["input_ids"][0], torch.cat([*texts, torch.zeros(8, dtype=torch.long)]))
+    ours = trainer.trainee.batch(examples, 0)
+    start = torch.cat([torch.full((stop - start,), 2 * n) for n, (start, stop) in enumerate(ours.layout.slots)])
+    slots = torch.arange(len(ours.features)) + start
+    assert torch.equal(row["hidden_states"][0, slots], ours.features)
+    behind = slots[ours.query_rows] + 1
+    assert torch.equal(row["verifier_last_hidden_states"][0, behind], ours.teacher[: len(behind)])
+    last = [int(end) + 2 * n for n, (_, end) in enumerate(ours.layout.slots)]
+    assert row["loss_mask"][0].nonzero()[:, 0].tolist() == sorted([*behind.tolist(), *(end + 1 for end in last)])
+    assert row["max_anchors"] == row["loss_mask"].sum()
+
+
 def test_the_vocabulary_head_is_frozen_in_the_comparison_alone(written, distilled, tmp_path):
     trainer, *_ = written
     assert not trainer.trainee.module.lm_head.weight.requires_grad
-    assert trainer_for(tmp_path, distilled, "default").trainee.module.lm_head.weight.requires_grad
+    assert trainer_for(tmp_path, distilled, "eagle3", "default").trainee.module.lm_head.weight.requires_grad
 
 
 def test_turns_add_up():
@@ -107,30 +129,40 @@ def python():
 
 
 @pytest.mark.slow
-def test_speculators_computes_the_same_losses(python, distilled, tmp_path, monkeypatch):
-    """In fp32, where nothing hides in rounding: weights, shifts, masks, positions and attention of all six steps."""
-    trainer = trainer_for(tmp_path, distilled, LIKE, dtype="fp32")
+@pytest.mark.parametrize("arch", COMPARED)
+def test_speculators_computes_the_same_losses(python, distilled, tmp_path, monkeypatch, arch):
+    """In fp32, where nothing hides in rounding: weights, shifts, masks, positions and attention of all depths."""
+    trainer = trainer_for(tmp_path, distilled, arch, LIKE, dtype="fp32")
     with torch.no_grad():  # attention of fresh weights is nearly uniform: a wrong key or position would not show
-        for parameter in trainer.trainee.module.midlayer.self_attn.parameters():
-            parameter.mul_(4)
+        for name, parameter in trainer.trainee.module.named_parameters():
+            if "self_attn" in name:
+                parameter.mul_(4)
     write(shared(tmp_path), trainer, steps=1)
     command = [str(python), "-I", against_speculators.__file__, str(shared(tmp_path)), PACKED]
     with comparison.started(command) as side:
         theirs = comparison.answer(side)["losses"]
     assert comparison.furthest(losses(trainer), theirs) < 1e-5
-    attention = eagle3_head.ttt_attention
-    monkeypatch.setattr(eagle3_head, "ttt_attention", lambda q, k, v, *own: attention(q, k, v, *dropped(own)))
+    keyless(monkeypatch, arch)
     assert comparison.furthest(losses(trainer), theirs) > 1e-4  # the check sees one key less
 
 
-def dropped(own):
-    """Keys, values and layout of a step without the last key."""
-    keys, values, layout = own
-    return keys[:-1], values[:-1], layout
+def keyless(monkeypatch, arch):
+    """Let our side's attention do without the last key of a step, or of a block."""
+    if arch == "dflash":
+        block = dflash_head.block_attention
+        monkeypatch.setattr(
+            dflash_head, "block_attention", lambda q, k, v, own, layout: block(q, k, v, own[:, :, :-1], layout)
+        )
+        return
+    step = eagle3_head.ttt_attention
+    monkeypatch.setattr(
+        eagle3_head, "ttt_attention", lambda q, k, v, keys, values, at: step(q, k, v, keys[:-1], values[:-1], at)
+    )
 
 
 @pytest.mark.slow
-def test_every_side_runs_the_same_steps(python, distilled):
-    measured = comparison.compare(distilled, python, steps=1)
+@pytest.mark.parametrize("arch", COMPARED)
+def test_every_side_runs_the_same_steps(python, distilled, arch):
+    measured = comparison.compare(distilled, python, steps=1, arch=arch)
     assert measured.keys() == comparison.NAMES.keys()
     assert len({tuple(one.tokens) for one in measured.values()}) == 1
