@@ -105,7 +105,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         paces=True,
         adaptable=("fc", *LAYER),
-        options=("block_size", "markov_rank", "confidence"),
+        options=("block_size", "markov_rank", "confidence", "conv_kernel_size", "selector_rank"),
         learning=Learning(adam=6e-5, epochs=2, clip=0.5),
     ),
     "mtp": Family(

@@ -38,6 +38,8 @@ class DrafterRecipe(Section):
     draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth; None = 4
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None  # dflash: slots that are drafted at once; None = 8
     markov_rank: NonNegativeInt | None = None  # dflash: of the head that ties a block's tokens; 0 = none, None = 32
+    conv_kernel_size: NonNegativeInt | None = None  # dflash: taps of convolutions around its sublayers; None, 0 = none
+    selector_rank: NonNegativeInt | None = None  # dflash: of DFlash 2's selector, in the Markov head's place; 0 = none
     confidence: bool = False  # dflash: a head that says how likely a token is kept; engines read it
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
@@ -59,6 +61,12 @@ class DrafterRecipe(Section):
     def _confidence_reads_a_markov_head(self) -> DrafterRecipe:
         if self.confidence and self.markov_rank == 0:
             raise ValueError("confidence reads a Markov head: leave markov_rank=0 out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_thing_ties_a_block(self) -> DrafterRecipe:
+        if self.selector_rank and (self.markov_rank or self.confidence):
+            raise ValueError("selector_rank takes the place of a Markov head: leave markov_rank and confidence out")
         return self
 
 

@@ -52,7 +52,7 @@ def reads_features(drafter: nn.Module) -> bool:
 
 def matrix_parameters(drafter: nn.Module) -> int:
     """Parameters that every position is multiplied with."""
-    tables = ("embed_tokens", "markov_w1")
+    tables = ("embed_tokens", "markov_w1", "predecessor_codebook", "base_kernel")
     return sum(
         p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and not any(t in name for t in tables)
     )

@@ -12,7 +12,7 @@ from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.dflash import drafter as dflash
 from specctl.drafters.dflash.drafter import BlockDrafter
-from specctl.drafters.dflash.head import BlockHead
+from specctl.drafters.dflash.head import BlockHead, convolve
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, DraftingRecipe
@@ -26,11 +26,13 @@ KINDS = {
     "confident": {"confidence": True, "num_layers": 1},
     "dflash": {"markov_rank": 0, "block_size": 5},
     "pruned": {"vocab_size": 700, "block_size": 4, "num_layers": 1},
+    "dflash2": {"conv_kernel_size": 2, "selector_rank": 8, "block_size": 5},
+    "convolved": {"conv_kernel_size": 3, "vocab_size": 700},
 }
 
 
 def block_head(target, **sizes):
-    """A random head whose parts all count: a Markov head starts as nothing."""
+    """A random head whose parts all count: a Markov head starts as nothing, a convolution as the identity."""
     torch.manual_seed(1)
     shape = dflash.architecture(DrafterRecipe(**sizes), target)
     pruned = shape.draft_vocab_size < target.vocab_size
@@ -38,8 +40,8 @@ def block_head(target, **sizes):
     head = BlockHead(shape, ids)
     dflash.initialise(head, target)
     for name, parameter in head.named_parameters():
-        if "norm" in name or "markov" in name or "mask" in name or "confidence" in name:
-            parameter.data += 0.3 * torch.randn_like(parameter)
+        if any(part in name for part in ("norm", "markov", "mask", "confidence", "conv", "selector")):
+            parameter.data += (0.1 if "conv" in name or "selector" in name else 0.3) * torch.randn_like(parameter)
     return head
 
 
@@ -163,6 +165,45 @@ def test_confidence_learns_how_much_is_kept(target, examples, objective):
     for name, gradient in gradients[1].items():
         torch.testing.assert_close(gradients[0][name], gradient)
     assert all(gradients[0][f"confidence_head.proj.{part}"].any() for part in ("weight", "bias"))
+
+
+def test_a_selector_takes_the_place_of_a_markov_head(target):
+    for also in ({"markov_rank": 8}, {"confidence": True}):
+        with pytest.raises(ValueError, match="selector_rank"):
+            DrafterRecipe(selector_rank=8, **also)
+    shape = dflash.architecture(DrafterRecipe(selector_rank=8), target)
+    assert (shape.markov_rank, shape.sample_from_anchor) == (0, False)
+    for wrong, says in (
+        ({"conv_kernel_size": 9}, "9 taps"),
+        ({"conv_kernel_size": 2, "conv_group_size": 48}, "48"),
+        ({"markov_rank": 8}, "takes the place"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            replace(shape, **wrong)
+
+
+def test_a_fresh_convolution_changes_nothing(target, examples):
+    """And a fresh selector: a head of DFlash 2 starts as DFlash."""
+    heads = []
+    for parts in ({}, {"conv_kernel_size": 2}):
+        torch.manual_seed(1)
+        head = BlockHead(dflash.architecture(DrafterRecipe(markov_rank=0, **parts), target))
+        heads.append(head)
+    heads[1].load_state_dict(heads[0].state_dict(), strict=False)
+    (one, _), (two, _) = (training_logits(head, target, examples) for head in heads)
+    for rows, others in zip(one, two, strict=True):
+        for slot, logits in rows.items():
+            torch.testing.assert_close(logits, others[slot])
+
+
+def test_a_convolution_sees_the_slots_before_alone():
+    """y_i = Σ_t k_{i,t} ∘ x_{i−t}, by hand; a block is no continuation of the one before it."""
+    torch.manual_seed(0)
+    x, kernel = torch.randn(2, 4, 8), torch.randn(2, 4, 3, 8)
+    for block in range(2):
+        for slot in range(4):
+            by_hand = sum(kernel[block, slot, tap] * x[block, slot - tap] for tap in range(min(3, slot + 1)))
+            torch.testing.assert_close(convolve(x, kernel)[block, slot], by_hand)
 
 
 def test_confidence_needs_a_markov_head():

@@ -76,12 +76,18 @@ def random_heads(name, target, **drafting):
     return pool.family(name).drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
 
 
-def random_block(target, **drafting):
-    """A block-parallel head whose slots see what the target saw, and tell each other by a random Markov head."""
-    recipe = TrainRecipe(arch="dflash", drafter={"block_size": 5, "num_layers": 1})
+DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 8}
+
+
+def random_block(target, parts=None, **drafting):
+    """A block-parallel head whose slots see what the target saw, and tell each other at random: by a Markov head, or by
+    what `parts` name."""
+    recipe = TrainRecipe(arch="dflash", drafter={"block_size": 5, "num_layers": 1, **(parts or {})})
     torch.manual_seed(0)
     module = pool.family("dflash").build(recipe, target, lambda size: list(range(size)))
-    torch.nn.init.normal_(module.markov_head.markov_w2.weight, std=0.1)
+    for name, parameter in module.named_parameters():
+        if "_conv" in name or name in ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook"):
+            parameter.data += 0.1 * torch.randn_like(parameter)
     return pool.family("dflash").drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
 
 
@@ -123,6 +129,8 @@ DRAFTERS = {
     "eagle3 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0)),
     "dflash chain": lambda target, texts: random_block(target, width=1, children=1),
     "dflash tree": lambda target, texts: random_block(target, width=2, nodes=9, children=2),
+    "dflash2 chain": lambda target, texts: random_block(target, DFLASH2, width=1, children=1),
+    "dflash2 tree": lambda target, texts: random_block(target, DFLASH2, width=2, nodes=9, children=2),
     "peagle chain": lambda target, texts: random_heads("peagle", target, width=1, children=1),
     "peagle tree": lambda target, texts: random_heads("peagle", target, width=2, nodes=9, children=2),
     "hydra": lambda target, texts: random_heads("hydra", target),
@@ -331,6 +339,7 @@ def test_shrinking_batch(target, prompts, plain):
         "trees",
         "eagle3 tree",
         "dflash tree",
+        "dflash2 tree",
         "peagle tree",
         "hydra tree",
         "medusa",

@@ -1,5 +1,5 @@
-"""Family `dflash`: drafting with block-parallel heads, DFlash and DSpark. One pass of the head drafts a whole block; a
-Markov head, where there is one, then goes through it token by token."""
+"""Family `dflash`: drafting with block-parallel heads, DFlash, DSpark and DFlash 2. One pass of the head drafts a whole
+block; a Markov head or candidate selector, where there is one, then goes through it token by token."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 BLOCK = 8  # slots
 LAYERS = 2  # for a target of ten layers; the papers take five for one of 36
-CANDIDATES = 32  # tokens of each slot among which the Markov head chooses
-RANK = 32  # of the Markov head; the papers take 256 for vocabularies of 150,000 tokens
+CANDIDATES = 32  # tokens of each slot among which a Markov head chooses
+RANK = 32  # of the Markov head or the selector; the papers take 256 for vocabularies of 150,000 tokens
 
 
 @dataclass(frozen=True)
 class BlockRows(ChainRows):
-    """Rows of a block with a Markov head.
+    """Rows of a block whose tokens are tied.
 
     Attributes:
         tokens: of each sequence, the anchor and its chain.
-        following: (logits [d, Vd], tokens [d]) → the logits behind these tokens.
+        states: [B, K, H] that the rows are read off.
+        following: (logits [d, Vd], states [d, H], tokens [d]) → the logits behind these tokens.
     """
 
     tokens: Sequence[list[int]] = ()
-    following: Callable[[Tensor, Tensor], Tensor] = lambda logits, tokens: logits
+    states: Sequence[Tensor] = ()
+    following: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda logits, states, tokens: logits
 
     def of(self, b: int, depth: int) -> Tensor:
         rows = super().of(b, depth)
-        return self.following(rows, torch.tensor(self.tokens[b][:depth], device=rows.device))
+        return self.following(rows, self.states[b][:depth], torch.tensor(self.tokens[b][:depth], device=rows.device))
 
 
 class BlockDrafter(ParallelDrafter):
@@ -75,9 +77,16 @@ class BlockDrafter(ParallelDrafter):
         pruned = head.config.draft_vocab_size < head.config.vocab_size
         self.ids = head.draft_ids.to(self.device) if pruned else None
         self._to_target = head.draft_ids.tolist() if pruned else range(head.config.vocab_size)
-        markov = head.markov_head
-        self.before = None if markov is None else markov.markov_w1.weight.detach().to(self.device, self.dtype)
-        self.after = None if markov is None else markov.markov_w2.weight.detach().to(self.device, self.dtype)
+        markov, selector = head.markov_head, head.candidate_selector
+        self.before = self.after = self.steer = None
+        self.candidates = CANDIDATES
+        if markov is not None:
+            self.before = markov.markov_w1.weight.detach().to(self.device, self.dtype)
+        if selector is not None:
+            self.before = selector.predecessor_codebook.detach().to(self.device, self.dtype)
+            self.steer, self.candidates = self.linear(selector.hidden_projection), head.config.selector_top_k
+        if head.tie is not None:
+            self.after = head.tie.successors.detach().to(self.device, self.dtype)
 
     def feature(self, tapped: Tensor) -> Tensor:
         return self.fc(tapped).float()
@@ -101,18 +110,18 @@ class BlockDrafter(ParallelDrafter):
             keys, values = pairs[:, layer, : self.kv_heads], pairs[:, layer, self.kv_heads :]
             cache.write(layer, Rope.rotate(torch.cat((part.key_norms(keys), values), 1), table), plan)
 
-    def transitions(self, state: DecodeState, logits: Tensor, children: int) -> Transitions:
-        """The likeliest tokens of each level, which the Markov head reorders behind every candidate before them."""
+    def transitions(self, state: DecodeState, states: Tensor, logits: Tensor, children: int) -> Transitions:
+        """The likeliest tokens of each level, reordered behind every candidate before them by what ties the block."""
         if self.before is None or self.after is None:
-            return super().transitions(state, logits, children)
+            return super().transitions(state, states, logits, children)
         batch, depth, vocabulary = logits.shape
         children = min(children, vocabulary)
-        many = min(max(CANDIDATES, children), vocabulary)
+        many = min(max(self.candidates, children), vocabulary)
         logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
         anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
         tokens = index if self.ids is None else self.ids[index]
         before = torch.cat((anchors.view(-1, 1, 1).expand(-1, 1, many), tokens[:, :-1]), 1)
-        change = F.embedding(before, self.before) @ self.after[index].mT  # [B, depth, C before, C]
+        change = self._edges(states.unsqueeze(2), before) @ self.after[index].mT  # [B, depth, C before, C]
         # Tokens beyond the candidates are taken to be as probable as before.
         left = torch.log1p(-logprob.exp().sum(-1).clamp_max(1 - 1e-6))[..., None, None]
         changed = logprob.unsqueeze(2) + change
@@ -120,17 +129,21 @@ class BlockDrafter(ParallelDrafter):
         gains, places = changed.topk(children, -1)
         return index.tolist(), gains.tolist(), places.tolist()
 
-    def rows(self, state: DecodeState, chains: list[list[int]], logits: Tensor) -> ChainRows:
-        """The rows that chains were chosen from, whose part of the Markov head is only made for those who ask."""
+    def _edges(self, states: Tensor, before: Tensor) -> Tensor:
+        """[..., r] what the rows of `after` are multiplied with, behind the tokens `before` [...]."""
+        assert self.before is not None
+        edges = F.embedding(before, self.before)
+        return edges if self.steer is None else edges * self.steer(states)
+
+    def rows(self, state: DecodeState, chains: list[list[int]], states: Tensor, logits: Tensor) -> ChainRows:
+        """The rows that chains were chosen from; what ties them is only added for those who ask."""
         if self.before is None:
-            return super().rows(state, chains, logits)
+            return super().rows(state, chains, states, logits)
         anchors = [row.ids[-1:] for row in state.rows]
         tokens = [[*anchor, *chain] for anchor, chain in zip(anchors, chains, strict=True)]
-        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, following=self.following)
+        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, states=states.unbind(), following=self.following)
 
     def block(self, state: DecodeState, depth: int) -> Tensor:
-        """Logits [B, depth, Vd] of the block that begins at every sequence's last token; the Markov head's part is not
-        in them."""
         cache, base = self.current(state).cache, state.cached
         size, batch = self.config.block_size, state.batch
         positions = torch.tensor(base, device=state.device)[:, None] + torch.arange(size, device=state.device)
@@ -143,12 +156,12 @@ class BlockDrafter(ParallelDrafter):
         table = self._rope_for(cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
         x = self._entered(torch.tensor([row.ids[-1] for row in state.rows], device=state.device))
         for place, layer in enumerate(self.passes):
-            qkv = layer.project(x, table)
+            qkv, kernel = layer.project(x, table)
             cache.write(place, qkv[:, self.heads :], plan)
             query = qkv[:, : self.heads].unflatten(0, (batch, size))
-            x = layer.leave(x, attend(query, cache, place, plan, self.dim**-0.5))
+            x = layer.leave(x, attend(query, cache, place, plan, self.dim**-0.5), kernel)
         first = self.config.first
-        return self.logits(x.unflatten(0, (batch, size))[:, first : first + depth])
+        return self.norm(x).unflatten(0, (batch, size))[:, first : first + depth]
 
     def _entered(self, anchors: Tensor) -> Tensor:
         """The layers' input [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
@@ -156,15 +169,14 @@ class BlockDrafter(ParallelDrafter):
         x[:, 0] = F.embedding(anchors, self.embedding)
         return x.flatten(0, 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Draft vocabulary logits [..., Vd] of the layers' output [..., H]."""
-        x = self.norm(hidden.flatten(0, -2))
-        return self.head(x if self.scale == 1 else x * self.scale).unflatten(0, hidden.shape[:-1])
+    def logits(self, states: Tensor) -> Tensor:
+        x = states.flatten(0, -2)
+        return self.head(x if self.scale == 1 else x * self.scale).unflatten(0, states.shape[:-1])
 
-    def following(self, logits: Tensor, before: Tensor) -> Tensor:
-        if self.before is None or self.after is None:
+    def following(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
+        if self.after is None:
             return logits
-        return logits + F.linear(F.embedding(before, self.before), self.after)
+        return logits + F.linear(self._edges(states, before), self.after)
 
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
         cache, size = self.current(state).cache, self.config.block_size
@@ -182,16 +194,17 @@ class BlockDrafter(ParallelDrafter):
             ).flatten()
         )
         for place, layer in enumerate(self.passes):
-            qkv = layer.project(x, table).unflatten(0, (many, width * size)).transpose(1, 2)
-            query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+            qkv, kernel = layer.project(x, table)
+            parts = qkv.unflatten(0, (many, width * size)).transpose(1, 2)
+            query, key, value = parts.split((self.heads, self.kv_heads, self.kv_heads), 1)
             keys = torch.cat((cache.keys[place][index, :, :end], key), 2)
             values = torch.cat((cache.values[place][index, :, :end], value), 2)
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
             )
-            x = layer.leave(x, out.transpose(1, 2).flatten(0, 1).flatten(1))
+            x = layer.leave(x, out.transpose(1, 2).flatten(0, 1).flatten(1), kernel)
         first = self.config.first
-        return x.view(many, width, size, -1)[:, :, first : first + depths]
+        return self.norm(x).view(many, width, size, -1)[:, :, first : first + depths]
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -232,7 +245,7 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
     """Shaped by the recipe; what it leaves out follows the target's own layers."""
     layer = head_config(recipe, target)
     taps = tuple(recipe.taps or default_taps(target.num_layers))
-    rank = RANK if recipe.markov_rank is None else recipe.markov_rank
+    rank = recipe.markov_rank if recipe.markov_rank is not None else 0 if recipe.selector_rank else RANK
     return BlockConfig(
         **asdict(
             replace(layer, taps=taps, draft_vocab_size=min(recipe.vocab_size or target.vocab_size, target.vocab_size))
@@ -244,6 +257,8 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
         own_mask=True,
         markov_rank=rank,
         confidence=recipe.confidence,
+        conv_kernel_size=recipe.conv_kernel_size or 0,
+        selector_rank=recipe.selector_rank or 0,
     )
 
 

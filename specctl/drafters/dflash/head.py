@@ -1,5 +1,5 @@
-"""Block-parallel heads as trainable modules: DFlash (Chen et al. 2026, arXiv 2602.06036) and
-DSpark (Cheng et al. 2026, arXiv 2607.05147).
+"""Block-parallel heads as trainable modules: DFlash (Chen et al. 2026, arXiv 2602.06036), DSpark (Cheng et al. 2026,
+arXiv 2607.05147) and DFlash 2 (Inco and Z Lab, August 2026).
 
 A block begins at an anchor, the last committed token x_p, and goes on with masks. Decoder layers run once over all of
 it: their queries are those of the block, their keys and values those of the target's features before the anchor and of
@@ -8,6 +8,10 @@ the whole block, without a causal mask. The target's own vocabulary head reads a
 The slots of a block do not know what the ones before them will say. DSpark's Markov head gives that back at the end,
 where it is cheap: behind token y the logits of the next one change by W₂ W₁[y], of a low rank. DSpark's confidence head
 says of every slot how likely the target is to keep what is drafted there: σ(w · [h ; W₁[y]] + b).
+
+DFlash 2 has two other answers. A short causal convolution before and behind every sublayer lets a slot see what the one
+before it is about to say. Its candidate selector is a Markov head that the slot's own state h steers: behind token y
+the logit of c changes by ⟨A[y] ∘ W h, B[c]⟩.
 
 Slot i of a sequence holds the target's features g_i and the token x_{i+1}, as in EAGLE-3, so the block that begins at
 slot i has the anchor x_{i+1}, and its step k = 0, 1, … predicts x_{i+2+k}.
@@ -32,6 +36,8 @@ from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
 from specctl.kernels.distill import linear_distill
 
+GROUP, CANDIDATES = 16, 16  # of the published heads of DFlash 2
+
 
 @dataclass(frozen=True)
 class BlockConfig(HeadConfig):
@@ -45,6 +51,10 @@ class BlockConfig(HeadConfig):
         own_mask: their embedding is the head's own; otherwise it is that of the token in the target.
         markov_rank: rank of the Markov head; 0 = none.
         confidence: has a confidence head, which reads the Markov head's W₁.
+        conv_kernel_size: taps of the convolutions around every sublayer, the slot itself included; 0 = none.
+        conv_group_size: channels that share what a convolution's kernel adds for a slot.
+        selector_rank: rank of the candidate selector, which takes the Markov head's place; 0 = none.
+        selector_top_k: tokens of each slot that the selector chooses among.
     """
 
     num_layers: Count
@@ -54,11 +64,21 @@ class BlockConfig(HeadConfig):
     own_mask: bool
     markov_rank: Annotated[int, Field(strict=True, ge=0, le=65_536)]
     confidence: Annotated[bool, Field(strict=True)] = False
+    conv_kernel_size: Annotated[int, Field(strict=True, ge=0, le=64)] = 0
+    conv_group_size: Count = GROUP
+    selector_rank: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 0
+    selector_top_k: Count = CANDIDATES
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.confidence and not self.markov_rank:
             raise ValueError("a confidence head reads a Markov head, and markov_rank is 0")
+        if self.selector_rank and self.markov_rank:
+            raise ValueError("a candidate selector takes the place of a Markov head, and markov_rank is not 0")
+        if self.conv_kernel_size > self.block_size:
+            raise ValueError(f"convolutions of {self.conv_kernel_size} taps, blocks have {self.block_size} slots")
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            raise ValueError(f"{self.hidden_size} channels are no groups of {self.conv_group_size} (conv_group_size)")
 
     @property
     def depth(self) -> int:
@@ -86,26 +106,66 @@ class BlockAttention(HeadAttention):
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
 
+class GroupedConv(nn.Module):
+    """Causal convolutions along a block, before and behind a sublayer: y_i = Σ_t (base_t + δ_{i,t}) ∘ x_{i−t}. The
+    sublayer's input makes δ, one number for each group of channels, of both. They start as the identity."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        size, taps = config.hidden_size, config.conv_kernel_size
+        self.taps, self.group = taps, config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
+        self.base_kernel.data[:, 0] = 1
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // self.group), bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Kernels [..., 2, T, H] for a sublayer's input [..., H]."""
+        return kernels(self.base_kernel, self.kernel_projection(x), self.group)
+
+
+def kernels(base: Tensor, delta: Tensor, group: int) -> Tensor:
+    """Kernels [..., 2, T, H] in fp32 of their common part [2, T, H] and what a slot adds to it [..., 2·T·H/group]."""
+    return base + delta.float().unflatten(-1, (2, base.shape[1], -1)).repeat_interleave(group, -1)
+
+
+def convolve(x: Tensor, kernel: Tensor) -> Tensor:
+    """Blocks x [..., S, H] behind a convolution with kernel [..., S, T, H]; nothing stands before a block."""
+    out = kernel[..., 0, :] * x
+    for tap in range(1, kernel.shape[-2]):
+        out = out + kernel[..., tap, :] * F.pad(x[..., :-tap, :], (0, 0, tap, 0))
+    return out
+
+
 class BlockLayer(HeadLayer):
     """A decoder layer over blocks and their context."""
 
     self_attn: BlockAttention
+    config: BlockConfig
 
-    def __init__(self, config: HeadConfig):
+    def __init__(self, config: BlockConfig):
         super().__init__(config, config.hidden_size)
         self.self_attn = BlockAttention(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        convolved = config.conv_kernel_size > 0
+        self.attention_conv = GroupedConv(config) if convolved else None
+        self.mlp_conv = GroupedConv(config) if convolved else None
 
     def forward(self, x: Tensor, context: Tensor, positions: Tensor, places: Tensor, layout: Layout) -> Tensor:
         """The layer's output [n, S, H], of x [n, S, H] at `positions` [n, S] and the context [M, H] at `places` [M]."""
         attention, inputs = self.self_attn, self.input_layernorm(x)
+        kernel = None if self.attention_conv is None else self.attention_conv(inputs)
+        inputs = _before(inputs, kernel)
         key, value = self._pairs(context, places)
         own = torch.stack(self._pairs(inputs.flatten(0, 1), positions.flatten()))
         query = attention.q_proj(inputs).flatten(0, 1).unflatten(-1, (-1, self.config.head_dim))
         query = self.rope(attention.q_norm(query.float()).to(own.dtype), positions.flatten())
         blocks = x.shape[:2]
         out = block_attention(query.unflatten(0, blocks), key, value, own.unflatten(1, blocks), layout)
-        return self.leave(x.flatten(0, 1), out.flatten(0, 1)).unflatten(0, blocks)
+        x = x + _behind(attention.o_proj(out.flatten(2)), kernel)
+        inputs = self.post_attention_layernorm(x)
+        kernel = None if self.mlp_conv is None else self.mlp_conv(inputs)
+        return x + _behind(self.mlp(_before(inputs, kernel)), kernel)
 
     def _pairs(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, normed and rotated, and values, each [N, Hkv, D], of inputs [N, H]."""
@@ -113,6 +173,16 @@ class BlockLayer(HeadLayer):
         value = attention.v_proj(inputs).view(shape)
         key = attention.k_norm(attention.k_proj(inputs).view(shape).float()).to(value.dtype)
         return self.rope(key, positions), value
+
+
+def _before(x: Tensor, kernel: Tensor | None) -> Tensor:
+    """The input of a sublayer with convolutions, or without."""
+    return x if kernel is None else convolve(x, kernel[..., 0, :, :]).to(x.dtype)
+
+
+def _behind(x: Tensor, kernel: Tensor | None) -> Tensor:
+    """The output of a sublayer with convolutions, or without."""
+    return x if kernel is None else convolve(x, kernel[..., 1, :, :])
 
 
 class MarkovHead(nn.Module):
@@ -123,6 +193,35 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
+
+    @property
+    def successors(self) -> Tensor:
+        """[Vd, r] what `forward` is multiplied with."""
+        return self.markov_w2.weight
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[n, r] of the tokens `before` [n]."""
+        return self.markov_w1(before)
+
+
+class CandidateSelector(nn.Module):
+    """Token y and hidden state h ↦ B (A[y] ∘ W h), what is added to the logits of the token behind y. It starts as
+    nothing."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(draft_vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    @property
+    def successors(self) -> Tensor:
+        """[Vd, r] what `forward` is multiplied with."""
+        return self.successor_codebook
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[n, r] of states [n, H] and the tokens `before` [n]."""
+        return F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
 
 
 class ConfidenceHead(nn.Module):
@@ -141,7 +240,8 @@ class ConfidenceHead(nn.Module):
 
 class BlockHead(DraftHead):
     """Parameters carry the names of the published checkpoints (`fc`, `hidden_norm`, `layers.0.*`, `norm`,
-    `markov_head.*`, `confidence_head.*`); a draft vocabulary brings a vocabulary head of its own, `lm_head`."""
+    `markov_head.*`, `confidence_head.*`, `candidate_selector.*`); a draft vocabulary brings a vocabulary head of its
+    own, `lm_head`."""
 
     config: BlockConfig
 
@@ -160,6 +260,13 @@ class BlockHead(DraftHead):
         rank = config.markov_rank
         self.markov_head = MarkovHead(config.vocab_size, config.draft_vocab_size, rank) if rank else None
         self.confidence_head = ConfidenceHead(size + rank) if config.confidence else None
+        selector = config.vocab_size, config.draft_vocab_size, size, config.selector_rank
+        self.candidate_selector = CandidateSelector(*selector) if config.selector_rank else None
+
+    @property
+    def tie(self) -> MarkovHead | CandidateSelector | None:
+        """The part that ties a block's tokens to those before them."""
+        return self.candidate_selector if self.markov_head is None else self.markov_head
 
     def mask(self, embedding: Tensor) -> Tensor:
         """[H] what stands in the slots behind the anchor, given the target's token embedding [V, H]."""
@@ -220,19 +327,19 @@ class BlockHead(DraftHead):
 
     def _product(self, hidden: Tensor, before: Tensor, target_head: Tensor) -> Product:
         """The product that makes the logits of hidden states [n, H] behind the tokens `before` [n]."""
+        edges = None if self.tie is None else self.tie(hidden, before)
         if self.lm_head is None:
             # A cap would not change the order of tokens.
             hidden, weight, bias = hidden * self.squash.scale, target_head, self.squash.shift
         else:
             weight, bias = self.lm_head.weight, None
-        if self.markov_head is None:
+        if self.tie is None or edges is None:
             return hidden, weight, bias
         # W h + W₂ W₁[y] as one product of what stands side by side.
-        markov = self.markov_head
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        wide = torch.cat((weight.to(dtype), markov.markov_w2.weight.to(dtype)), 1)
-        return torch.cat((hidden, markov.markov_w1(before).to(hidden.dtype)), 1), wide, bias
+        wide = torch.cat((weight.to(dtype), self.tie.successors.to(dtype)), 1)
+        return torch.cat((hidden, edges.to(hidden.dtype)), 1), wide, bias
 
 
 def layers_of(head: BlockHead) -> list[BlockLayer]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from specctl.decoding.models.layers import RMSNorm
 from specctl.decoding.rope import Rope
 from specctl.decoding.target import Target
-from specctl.drafters.dflash.head import BlockHead, BlockLayer
+from specctl.drafters.dflash.head import BlockHead, BlockLayer, GroupedConv, convolve, kernels
 from specctl.drafters.feature.layer import HeadWeights
 
 
@@ -18,6 +18,28 @@ class HeadNorms(RMSNorm):
 
     def fused(self, x: Tensor) -> Tensor:
         return (F.rms_norm(x.float(), x.shape[-1:], None, self.eps) * self.weight).to(self.dtype)
+
+
+class ConvPass(HeadWeights):
+    """The convolutions around a sublayer, over the rows of blocks."""
+
+    def __init__(self, head: BlockHead, conv: GroupedConv, target: Target):
+        super().__init__(head, target)
+        self.size, self.group = head.config.block_size, conv.group
+        self.base = conv.base_kernel.detach().to(self.device, torch.float32)
+        self.delta = self.linear(conv.kernel_projection)
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The sublayer's input of rows [N, H], and the kernels [n, S, T, H] of what stands behind it."""
+        kernel = kernels(self.base, self.delta(x), self.group).unflatten(0, (-1, self.size))
+        return self._convolved(x, kernel[:, :, 0]).to(x.dtype), kernel[:, :, 1]
+
+    def behind(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """The sublayer's output [N, H] fp32."""
+        return self._convolved(x, kernel)
+
+    def _convolved(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return convolve(x.unflatten(0, (-1, self.size)), kernel).flatten(0, 1)
 
 
 class BlockPass(HeadWeights):
@@ -37,15 +59,25 @@ class BlockPass(HeadWeights):
         key = attention.k_norm.weight.expand(config.num_kv_heads, -1)
         self.norms = HeadNorms(torch.cat((query, key)).to(self.device), config.rms_norm_eps, self.dtype)
         self.key_norms = HeadNorms(key.to(self.device), config.rms_norm_eps, self.dtype)
+        convs = layer.attention_conv, layer.mlp_conv
+        self.convs = [ConvPass(head, conv, target) for conv in convs if conv is not None]
 
-    def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries, keys and values [N, Hq + 2·Hkv, D] of rows [N, H], normed and rotated."""
-        heads = table[0].shape[1]
-        qkv = self.qkv(self.input_norm(x)).view(len(x), heads, -1)
-        return Rope.rotate(torch.cat((self.norms(qkv[:, : self.normed]), qkv[:, self.normed :]), 1), table)
+    def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values [N, Hq + 2·Hkv, D] of rows [N, H], normed and rotated, and what `leave` needs of a
+        convolution."""
+        heads, kernel, inputs = table[0].shape[1], None, self.input_norm(x)
+        if self.convs:
+            inputs, kernel = self.convs[0].before(inputs)
+        qkv = self.qkv(inputs).view(len(x), heads, -1)
+        return Rope.rotate(torch.cat((self.norms(qkv[:, : self.normed]), qkv[:, self.normed :]), 1), table), kernel
 
-    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
+    def leave(self, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
         """The layer's output [N, H] fp32 from its residual stream and what its heads saw [N, Hq·D]."""
-        x = x + self.o(attended)
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate).mul_(up))
+        out = self.o(attended)
+        x = x + (out if kernel is None else self.convs[0].behind(out, kernel))
+        inputs = self.post_norm(x)
+        if kernel is not None:
+            inputs, kernel = self.convs[1].before(inputs)
+        gate, up = self.gate_up(inputs).chunk(2, -1)
+        out = self.down(F.silu(gate).mul_(up))
+        return x + (out if kernel is None else self.convs[1].behind(out, kernel))

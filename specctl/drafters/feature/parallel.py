@@ -36,17 +36,18 @@ class ParallelDrafter(Shaped, FeatureReader):
 
     @abstractmethod
     def block(self, state: DecodeState, depth: int) -> Tensor:
-        """Logits [B, depth, Vd] of the tokens behind every sequence's last one, for which the memory is up to date."""
+        """States [B, depth, H], behind the final norm, of the tokens behind every sequence's last one, for which the
+        memory is up to date."""
 
     @abstractmethod
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
-        """Hidden states [L, W, depths, H] of the blocks that begin at `slots` [L][W] of the sequences in `live`."""
+        """The same [L, W, depths, H] of the blocks that begin at `slots` [L][W] of the sequences in `live`."""
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Draft vocabulary logits [..., Vd] of hidden states [..., H]."""
+    def logits(self, states: Tensor) -> Tensor:
+        """Draft vocabulary logits [..., Vd] of states [..., H]."""
 
-    def following(self, logits: Tensor, before: Tensor) -> Tensor:
+    def following(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
         """Logits [..., Vd] of tokens behind those of `before` [...], where a head has a say in that."""
         return logits
 
@@ -56,14 +57,14 @@ class ParallelDrafter(Shaped, FeatureReader):
         chain = self.shape.chain or bool(state.exact_rows)
         shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
         rooms, floor = [row.room for row in state.rows], shape.floor
-        growing, logits = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
-        if logits is None:
+        growing, drafted = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
+        if drafted is None:
             return empty_draft(state.batch, state.device)
         if chain:
             chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
-            return DraftTree.from_chains(chains, state.device, q=self.rows(state, chains, logits))
+            return DraftTree.from_chains(chains, state.device, q=self.rows(state, chains, *drafted))
         chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
-        return best(growing, rooms, shape.nodes, state.device, self.rows(state, chains, logits))
+        return best(growing, rooms, shape.nodes, state.device, self.rows(state, chains, *drafted))
 
     def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
@@ -72,15 +73,17 @@ class ParallelDrafter(Shaped, FeatureReader):
 
     def _grow(
         self, state: DecodeState, budget: int, shape: TreeShape, pays: Pays
-    ) -> tuple[list[GrowingTree], Tensor | None]:
-        """Trees of candidates, and the block's logits [B, depth, Vd]; None where there is no room for any."""
+    ) -> tuple[list[GrowingTree], tuple[Tensor, Tensor] | None]:
+        """Trees of candidates, and the block's states [B, depth, H] and logits [B, depth, Vd]; None where there is no
+        room for any."""
         self.advance(state)
         growing = [GrowingTree() for _ in state.rows]
         depth = min(shape.depth, self.depths, max(row.room for row in state.rows), budget)
         if depth <= 0:
             return growing, None
-        logits = self.block(state, depth)
-        known = self.transitions(state, logits, shape.children)
+        states = self.block(state, depth)
+        logits = self.logits(states)
+        known = self.transitions(state, states, logits, shape.children)
         ranks: list[list[int]] = [[] for _ in growing]  # of every node, its place among the candidates of its level
         for step in range(depth):
             if step and not pays([tree.joint[tree.frontier(1)[0]] for tree in growing]):
@@ -91,9 +94,9 @@ class ParallelDrafter(Shaped, FeatureReader):
                     chosen = likeliest[step][before]
                     rank += chosen
                     tree.add(node, gains[step][before], [self._to_target[candidates[step][i]] for i in chosen])
-        return growing, logits
+        return growing, (states, logits)
 
-    def transitions(self, state: DecodeState, logits: Tensor, children: int) -> Transitions:
+    def transitions(self, state: DecodeState, states: Tensor, logits: Tensor, children: int) -> Transitions:
         """The likeliest `children` of each level of a block's logits [B, depth, Vd], whatever stands before them."""
         batch, depth, vocabulary = logits.shape
         many = min(children, vocabulary)
@@ -101,7 +104,7 @@ class ParallelDrafter(Shaped, FeatureReader):
         places = torch.arange(many).expand(batch, depth, many, -1)
         return index.tolist(), logprob.unsqueeze(2).expand(-1, -1, many, -1).tolist(), places.tolist()
 
-    def rows(self, state: DecodeState, chains: list[list[int]], logits: Tensor) -> ChainRows:
+    def rows(self, state: DecodeState, chains: list[list[int]], states: Tensor, logits: Tensor) -> ChainRows:
         """The rows that chains were chosen from."""
         return ChainRows(logits.unbind(1), self.ids)
 
@@ -121,13 +124,14 @@ class ParallelDrafter(Shaped, FeatureReader):
         if not live:
             return [Score(span, **kind) for span in spans]
         slots = begun_at([spans[b] for b in live], depths)
-        hidden = self.blocks_at(state, live, slots, depths)
+        states = self.blocks_at(state, live, slots, depths)
         rows = []
         for k in range(depths):
-            part = slice(depths - 1 - k, hidden.shape[1] - k)
+            part = slice(depths - 1 - k, states.shape[1] - k)
             texts = [state.rows[b].ids for b in live]
             said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
-            rows.append(self.following(self.logits(hidden[:, part, k]), torch.tensor(said, device=state.device)))
+            found_at = states[:, part, k]
+            rows.append(self.following(self.logits(found_at), found_at, torch.tensor(said, device=state.device)))
         found = dict(zip(live, torch.stack(rows, 1), strict=True))
         return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
 

@@ -40,11 +40,12 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         self.ids = head.draft_ids.to(self.device)
         self._to_target = self.ids.tolist()
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(hidden.flatten(0, -2))).unflatten(0, hidden.shape[:-1])
+    def logits(self, states: Tensor) -> Tensor:
+        return self.head(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
 
     def block(self, state: DecodeState, depth: int) -> Tensor:
-        return self.logits(self.current(state).hidden.view(state.batch, self.depths, -1)[:, :depth])
+        hidden = self.current(state).hidden.view(state.batch, self.depths, -1)[:, :depth]
+        return self.norm(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
 
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
@@ -117,7 +118,7 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         x = self._leave(x, attended(0, pairs, query))
         for place, layer in enumerate(self.upper, 1):
             x = layer.leave(x, attended(place, *layer.project(x, table)))
-        return x.view(many, width, depths, -1)
+        return self.norm(x).view(many, width, depths, -1)
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
