@@ -1,11 +1,13 @@
-"""Block-parallel heads as published: DFlash and DSpark, as vLLM and SGLang read them.
+"""Block-parallel heads as published: DFlash, DSpark and DFlash 2, as vLLM and SGLang read them.
 
 Tensors: fc, hidden_norm, layers.*, norm, for DSpark markov_head.* and confidence_head.proj, by which both engines can
-verify less where little will be kept; a smaller draft vocabulary adds lm_head and d2t
-(int64 [Vd], offsets). `target_layer_ids` name outputs of layers, one less than indices of hidden_states.
+verify less where little will be kept; for DFlash 2 layers.*.{attention,mlp}_conv.* and candidate_selector.*; a smaller
+draft vocabulary adds lm_head and d2t (int64 [Vd], offsets). `target_layer_ids` name outputs of layers, one less than
+indices of hidden_states.
 
-A block. DFlash's `block_size` counts the anchor, which drafts nothing; DSpark's slots all draft. Engines feed as many
-masks as they are told to draft tokens, and every slot sees every other: a shorter block is another head.
+A block. DFlash's `block_size` counts the anchor, which drafts nothing, and so does DFlash 2's; DSpark's slots all
+draft. Engines feed as many masks as they are told to draft tokens, and every slot sees every other: a shorter block is
+another head.
 
 The mask. All read the target's row of `mask_token_id`. A head with an embedding of its own brings it to DFlash in both
 engines as `mask_embedding.pt`, to vLLM's DSpark as that row of its own `embed_tokens`; SGLang's takes neither.
@@ -25,19 +27,27 @@ from specctl.formats import eagle3_raw, engines, foreign, llama
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
-DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
-READ = {DFLASH: False, DSPARK: True, "DSparkDraftModel": True, "LingDSparkModel": True}
-"""Architecture → whether it has a Markov head; the last two name what Qwen3DSparkModel is."""
+DFLASH, DSPARK, DFLASH2 = "dflash", "dspark", "dflash2"
+ARCHITECTURES = {DFLASH: "DFlashDraftModel", DSPARK: "Qwen3DSparkModel", DFLASH2: "DFlash2DraftModel"}
+"""Kind of head → its name in config.json."""
+READ = {name: kind for kind, name in ARCHITECTURES.items()} | {"DSparkDraftModel": DSPARK, "LingDSparkModel": DSPARK}
+"""Architecture → kind; the last two name what Qwen3DSparkModel is."""
 METHODS = {
-    ("vllm", False): "dflash",
-    ("vllm", True): "dspark",
-    ("sglang", False): "DFLASH",
-    ("sglang", True): "DSPARK",
+    ("vllm", DFLASH): "dflash",
+    ("vllm", DSPARK): "dspark",
+    ("vllm", DFLASH2): "dflash",
+    ("sglang", DFLASH): "DFLASH",
+    ("sglang", DSPARK): "DSPARK",
+    ("sglang", DFLASH2): "DFLASH",
 }
-"""Reader, Markov head → what it calls the method."""
+"""Reader, kind → what it calls the method."""
 MASK_FILE, EMBEDDING, LM_HEAD = "mask_embedding.pt", "embed_tokens.weight", "lm_head.weight"
 MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
+SELECTOR = tuple(f"candidate_selector.{n}" for n in ("predecessor_codebook", "successor_codebook"))
+STEER = "candidate_selector.hidden_projection.weight"
+LOCAL = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of what DFlash 2 has and the others have not."""
 LAYERS = "target_layer_ids"
 THETA = 1_000_000.0  # where none is named, in vLLM
 OTHER_NAMES = {
@@ -62,8 +72,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (None, True),
     "projector_type": (None,),
     "markov_head_type": (None, "vanilla"),
-    "conv_kernel_size": (None, 0),
-    "selector_rank": (None, 0),
+    "input_embedding_scale": (None, 1.0),
     "output_multiplier": (None, 1.0),
     "final_logit_softcapping": (None, 0),
     "noise_embed_scale": (None, 1.0),
@@ -88,12 +97,17 @@ class Block(NamedTuple):
     mask_token_id: int
     markov_rank: int
     mask: Tensor | None
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The directory of a head. CheckpointError where its reader could not feed it, or would draft otherwise."""
-    shape, markov = head.architecture, has_markov(head)
-    if shape["sample_from_anchor"] != markov:
+    shape, kind = head.architecture, kind_of(head)
+    if shape["sample_from_anchor"] != (kind == DSPARK):
+        markov = kind == DSPARK
         raise CheckpointError(
             f"the head has {'a' if markov else 'no'} Markov head and drafts from its {'second' if markov else 'first'} "
             f"slot on: engines know the opposite only",
@@ -108,17 +122,22 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     layers = [tap - 1 for tap in shape["taps"]]
     config = {
         **layer_config(head, facts),
-        "architectures": [DSPARK if markov else DFLASH],
+        "architectures": [ARCHITECTURES[kind]],
         "draft_vocab_size": shape["draft_vocab_size"],
         "num_target_layers": facts.num_layers,
         "block_size": shape["block_size"],
         "mask_token_id": shape["mask_token_id"],
     }
-    if markov:
+    if kind == DSPARK:
         # vLLM finds these at the top alone, SGLang in both places.
         config |= {LAYERS: layers, "sample_from_anchor": True, **markov_keys(head)}
     else:
-        config["dflash_config"] = {LAYERS: layers, "mask_token_id": shape["mask_token_id"], "causal": False}
+        config["dflash_config"] = {
+            LAYERS: layers,
+            "mask_token_id": shape["mask_token_id"],
+            "causal": False,
+            **local_keys(head),
+        }
     return files(head, facts, config)
 
 
@@ -142,15 +161,34 @@ def files(head: Head, facts: TargetFacts, config: dict[str, Any]) -> Files:
     if mask is None:
         return Files(config, tensors)
     token = head.architecture["mask_token_id"]
-    if has_markov(head):
+    if kind_of(head) == DSPARK:
         embedding = facts.token_embedding().to(mask.dtype, copy=True)
         embedding[token] = mask
         return Files(config, tensors | {EMBEDDING: embedding})
     return Files(config, tensors, pickles={MASK_FILE: {"mask_token_id": token, "embedding": mask.clone()}})
 
 
-def has_markov(head: Head) -> bool:
-    return bool(head.architecture["markov_rank"])
+def kind_of(head: Head) -> str:
+    """`DFLASH`, `DSPARK` or `DFLASH2`. CheckpointError for a head that is none of them."""
+    shape = head.architecture
+    convolved, selects = bool(shape.get("conv_kernel_size")), bool(shape.get("selector_rank"))
+    if convolved != selects:
+        raise CheckpointError(
+            f"the head has {'convolutions' if convolved else 'a candidate selector'} and no "
+            f"{'candidate selector' if convolved else 'convolutions'}: engines run both (DFlash 2) or neither",
+            hint="train it with drafter.conv_kernel_size=2 drafter.selector_rank=32, or without both",
+        )
+    if selects and shape["draft_vocab_size"] != shape["vocab_size"]:
+        raise CheckpointError(
+            f"the head has a draft vocabulary of {shape['draft_vocab_size']}, engines run DFlash 2 with the whole one",
+            hint="train it without drafter.vocab_size",
+        )
+    return DFLASH2 if selects else DSPARK if shape["markov_rank"] else DFLASH
+
+
+def local_keys(head: Head) -> dict[str, Any]:
+    """The keys of convolutions and candidate selector, where a head has them."""
+    return {key: head.architecture[key] for key in LOCAL} if kind_of(head) == DFLASH2 else {}
 
 
 def markov_keys(head: Head) -> dict[str, Any]:
@@ -162,9 +200,9 @@ def markov_keys(head: Head) -> dict[str, Any]:
 
 
 def check_logits(head: Head, facts: TargetFacts) -> None:
-    """A Markov head adds to the target's logits: CheckpointError where engines would add to a multiple of them."""
+    """CheckpointError where engines would add to a multiple of them."""
     scaled = {key: value for key in TARGET_SCALES if (value := getattr(facts.text_config, key, None)) not in (None, 1)}
-    if scaled and has_markov(head) and LM_HEAD not in head.tensors:
+    if scaled and kind_of(head) != DFLASH and LM_HEAD not in head.tensors:
         raise CheckpointError(
             f"target {facts.name} scales its logits ({scaled}), engines do not scale those of a draft",
             hint="train with drafter.vocab_size: the head then has a vocabulary matrix of its own",
@@ -179,7 +217,7 @@ def _check_sglang(head: Head) -> None:
             f"the head has a draft vocabulary of {shape['draft_vocab_size']}, SGLang drafts with the whole one",
             hint="train without drafter.vocab_size, or --to vllm",
         )
-    if has_markov(head) and shape["own_mask"]:
+    if kind_of(head) == DSPARK and shape["own_mask"]:
         raise CheckpointError(
             "the head has learnt the embedding of its masks; SGLang's DSPARK reads the target's row of mask_token_id",
             hint="--to vllm takes it; SGLang takes such heads without a Markov head: drafter.markov_rank=0",
@@ -207,9 +245,10 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise found.refuse(LAYERS, layers, "a list of the layers whose outputs the head reads, from 0")
     mask = next((said[key] for key in ("mask_token_id", "dspark_noise_token_id") if said.get(key) is not None), None)
-    anchor = said.get("sample_from_anchor", known[0])
-    if anchor is not known[0] or config.get("dspark_bonus_anchor") not in (None, not anchor):
-        raise found.refuse("sample_from_anchor", anchor, f"{known[0]}: the layout of a {config['architectures'][0]}")
+    spark = known[0] == DSPARK
+    anchor = said.get("sample_from_anchor", spark)
+    if anchor is not spark or config.get("dspark_bonus_anchor") not in (None, not anchor):
+        raise found.refuse("sample_from_anchor", anchor, f"{spark}: the layout of a {config['architectures'][0]}")
     block = read_block(
         found,
         facts,
@@ -217,8 +256,12 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
         block_size=said.get("block_size", said.get("dspark_block_size")),
         sample_from_anchor=anchor,
         mask_token_id=mask,
-        markov_rank=said.get("markov_rank", said.get("dspark_markov_rank")) if known[0] else 0,
+        markov_rank=said.get("markov_rank", said.get("dspark_markov_rank")) if spark else 0,
+        local=said if known[0] == DFLASH2 else {},
     )
+    for key in ("conv_kernel_size", "selector_rank") if known[0] != DFLASH2 else ():
+        if said.get(key):
+            raise found.refuse(key, said[key], f"missing: this belongs to a {ARCHITECTURES[DFLASH2]}")
     return read_parts(found, said, block, facts)
 
 
@@ -231,8 +274,10 @@ def read_block(
     sample_from_anchor: Any,
     mask_token_id: Any,
     markov_rank: Any,
+    local: Mapping[str, Any],
 ) -> Block:
-    """The block of a head of a configuration's values. CheckpointError where they are none that a head can have."""
+    """The block of a head of a configuration's values; `local`: where its convolutions and candidate selector are
+    described, if it has them. CheckpointError where they are none that a head can have."""
     if list(taps) != sorted(set(taps)) or not taps or not all(0 <= tap < facts.num_layers for tap in taps):
         right = f"ascending layers, as outputs (from 0) below {facts.num_layers - 1}: target {facts.name}"
         raise found.refuse(LAYERS, [tap - 1 for tap in taps], right)
@@ -246,7 +291,14 @@ def read_block(
     if type(markov_rank) is not int or markov_rank < 0 or bool(markov_rank) != (MARKOV[0] in found.tensors):
         right = f"the columns of {MARKOV[0]}, 0 without that tensor"
         raise found.refuse("markov_rank", markov_rank, right)
-    return Block(taps, block_size, sample_from_anchor, mask_token_id, markov_rank, _shipped_mask(found, mask_token_id))
+    sizes: dict[str, int] = {}
+    for key in LOCAL if local else ():
+        value = local.get(key)
+        if type(value) is not int or value < 1:
+            raise found.refuse(key, value, "written out, 1 or more: a head of DFlash 2 has it")
+        sizes[key] = value
+    mask = _shipped_mask(found, mask_token_id)
+    return Block(taps, block_size, sample_from_anchor, mask_token_id, markov_rank, mask, **sizes)
 
 
 def _shipped_mask(found: Foreign, token: int) -> Tensor | None:
@@ -277,6 +329,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
     size, rank = shape["hidden_size"], block.markov_rank
     rows = llama.rows(found, LM_HEAD)
     drafted = vocab if rows is None else rows
+    local = _local_shapes(found, block, shape, layers, vocab) if block.selector_rank else {}
     layer = llama.layer_shapes(shape, size) | {
         "input_layernorm.weight": (size,),
         "self_attn.q_norm.weight": (shape["head_dim"],),
@@ -292,14 +345,16 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
             **({} if rows is None else {LM_HEAD: (rows, size)}),
             **({MARKOV[0]: (vocab, rank), MARKOV[1]: (drafted, rank)} if rank else {}),
             **({CONFIDENCE[0]: (1, size + rank), CONFIDENCE[1]: (1,)} if confident else {}),
+            **local,
         },
     )
     if mask is not None:
         if mask.shape != (size,):
             raise found.refuse("embedding", f"of shape {list(mask.shape)}", f"[{size}]", where=found.file)
         tensors["mask_embedding"] = mask.to(tensors["fc.weight"].dtype)
-    if rank:
-        tensors[MARKOV[0]] = _rows(tensors[MARKOV[0]], facts.vocab_size)
+    for name in (MARKOV[0], *SELECTOR):
+        if name in tensors:
+            tensors[name] = _rows(tensors[name], facts.vocab_size)
     if ids is None:
         if rank:
             tensors[MARKOV[1]] = _rows(tensors[MARKOV[1]], facts.vocab_size)
@@ -321,6 +376,34 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
         "taps": list(block.taps),
     }
     return Head("dflash", architecture, tensors, (*notes, *more, *dropped))
+
+
+def _local_shapes(
+    found: Foreign, block: Block, shape: Mapping[str, Any], layers: int, vocab: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of what DFlash 2 has and the others have not, by tensor. CheckpointError where sizes do not fit."""
+    size, taps, rank = shape["hidden_size"], block.conv_kernel_size, block.selector_rank
+    if size % block.conv_group_size:
+        raise found.refuse("conv_group_size", block.conv_group_size, f"a divisor of hidden_size, {size}")
+    if taps > block.block_size:
+        raise found.refuse("conv_kernel_size", taps, f"at most the slots of a block, {block.block_size}")
+    rows = llama.rows(found, LM_HEAD)
+    if rows is not None and rows != vocab:
+        raise found.refuse("draft_vocab_size", rows, f"{vocab}, the whole vocabulary, as engines run DFlash 2")
+    convs = {
+        "base_kernel": (2, taps, size),
+        "kernel_projection.weight": (2 * taps * size // block.conv_group_size, size),
+    }
+    return {
+        **{
+            f"layers.{k}.{side}_conv.{n}": s
+            for k in range(layers)
+            for side in ("attention", "mlp")
+            for n, s in convs.items()
+        },
+        **dict.fromkeys(SELECTOR, (vocab, rank)),
+        STEER: (rank, size),
+    }
 
 
 def _read_layers(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) -> tuple[int, dict[str, Any]]:
@@ -417,7 +500,8 @@ def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
     """The command line of an engine."""
-    found = engines.serving(to, METHODS[to, has_markov(head)], place, facts, tokens, schedule)
+    kind = kind_of(head)
+    found = engines.serving(to, METHODS[to, kind], place, facts, tokens, schedule, v2_runner=kind != DFLASH)
     if to == "sglang" and head.architecture["own_mask"]:
         found.notes.append(ROW.format(head.architecture["mask_token_id"]))
     return found

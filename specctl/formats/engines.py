@@ -80,7 +80,7 @@ _WITHOUT = {
 }
 """Engine and its name of a method → whether it refuses a target of this architecture."""
 _HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP", "nextn": "MTP"}
-V2_RUNNER = "vLLM 0.32 drafts with DSpark heads in its V2 model runner alone, which VLLM_USE_V2_MODEL_RUNNER=1 asks for"
+V2_RUNNER = "vLLM 0.32 drafts with such heads in its V2 model runner alone, which VLLM_USE_V2_MODEL_RUNNER=1 asks for"
 
 ADAPTIVE = "speculative_adaptive.json"
 """SGLang's draft lengths by load, beside the head's files."""
@@ -139,12 +139,13 @@ def serving(
     tokens: int,
     schedule: Sequence[LengthRange] = (),
     options: Mapping[str, Any] | None = None,
+    v2_runner: bool = False,
 ) -> Serving:
     """The command line that serves the target with the drafter at `place`; a note where the engine would refuse it.
 
     With a `schedule` the length follows the load: vLLM's `num_speculative_tokens_per_batch_size` (inclusive ranges from
     batch 1 on, of which the last goes on for ever), SGLang's `ADAPTIVE` (topk 1, EAGLE and EAGLE-3). `options`: further
-    ones of vLLM's speculative configuration.
+    ones of vLLM's speculative configuration; `v2_runner`: it drafts so in its V2 model runner alone.
     """
     note = refusal(engine, method, facts)
     if note is not None:
@@ -153,7 +154,7 @@ def serving(
     revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
     if engine == "vllm":
         spec = json.dumps(speculative({"method": method, "model": str(place)}, tokens, schedule) | dict(options or {}))
-        runner, notes = ("VLLM_USE_V2_MODEL_RUNNER=1 ", [V2_RUNNER]) if method == "dspark" else ("", [])
+        runner, notes = ("VLLM_USE_V2_MODEL_RUNNER=1 ", [V2_RUNNER]) if v2_runner else ("", [])
         if schedule:
             notes = [*notes, *VLLM_SCHEDULES]
         return Serving([f"{runner}vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"], notes)

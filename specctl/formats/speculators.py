@@ -3,9 +3,9 @@
 Its layer ids are indices of hidden_states, as vLLM's. Where `norm_before_residual` is missing, vLLM takes it for true.
 By default the package trains heads with three of EAGLE-3.1's norms (all but `fc_norm`) and a window of 2,048 tokens.
 
-Of block-parallel heads (types dflash and dspark) `block_size` counts the anchor in any case; layers without a window
-see the whole block, whatever `sliding_window_non_causal` says, but vLLM's dflash runs them causally unless it is true.
-The package itself masks by the target's row of `mask_token_id`.
+Of block-parallel heads (types dflash, dspark and dflash2) `block_size` counts the anchor in any case; layers without a
+window see the whole block, whatever `sliding_window_non_causal` says, but vLLM's dflash runs them causally unless it is
+true. The package itself masks by the target's row of `mask_token_id`.
 
 MTP layers are those of targets with tensors `mtp.*`, under names of the package's own; `speculators stitch-mtp` writes
 them back into the target. Its layer of a dense target is Qwen3's.
@@ -29,7 +29,9 @@ from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
-TYPES = ("eagle3", "peagle", "dflash", "dspark", "mtp")
+BLOCKS = {dflash.DFLASH: "DFlashDraftModel", dflash.DSPARK: "DSparkDraftModel", dflash.DFLASH2: "DFlash2DraftModel"}
+"""Type of a block-parallel head → its architecture."""
+TYPES = ("eagle3", "peagle", *BLOCKS, "mtp")
 LAYER = "transformer_layer_config"
 BLOCK_LAYERS = "aux_hidden_state_layer_ids"
 MTP_LAYOUT = replace(
@@ -136,24 +138,25 @@ def _layer_keys(head: Head, facts: TargetFacts, layer: dict[str, Any]) -> dict[s
 
 def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
     """A block-parallel head, of the type of its kind. CheckpointError where vLLM would draft otherwise."""
-    shape, markov = head.architecture, dflash.has_markov(head)
-    if shape["sample_from_anchor"] and not markov:
+    shape, kind = head.architecture, dflash.kind_of(head)
+    if shape["sample_from_anchor"] and kind != dflash.DSPARK:
         raise CheckpointError(
             "the head has no Markov head and drafts from its first slot on, which vLLM's dflash does not",
             hint="train it with drafter.markov_rank, or drafting otherwise",
         )
     dflash.check_logits(head, facts)
     config = {
-        "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
-        **_proposal("dspark" if markov else "dflash", facts, tokens),
+        "architectures": [BLOCKS[kind]],
+        **_proposal(kind, facts, tokens),
         BLOCK_LAYERS: list(shape["taps"]),
         "mask_token_id": shape["mask_token_id"],
         "block_size": shape["block_size"],
         "sample_from_anchor": shape["sample_from_anchor"],
         "sliding_window_non_causal": True,
+        **dflash.local_keys(head),
         **_layer_keys(head, facts, dflash.layer_config(head, facts)),
     }
-    if markov:
+    if kind == dflash.DSPARK:
         config |= dflash.markov_keys(head)
     return dflash.files(head, facts, config)
 
@@ -178,7 +181,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     llama.check_types(found, config)
     if kind == "mtp":
         return _read_mtp(found, facts)
-    if kind in ("dflash", "dspark"):
+    if kind in BLOCKS:
         return _read_block(found, layer, facts)
     # Flags among the layer's keys do not count: vLLM overwrites them, the package reads its own.
     flags = {key: config.get(key) for key in (*NORMS, "use_aux_norm", "target_hidden_size")}
@@ -191,7 +194,8 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
 
 
 def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> Head:
-    config, markov = found.config, found.config[TYPE] == "dspark"
+    config, kind = found.config, found.config[TYPE]
+    markov = kind == dflash.DSPARK
     taps, anchor = config.get(BLOCK_LAYERS), config.get("sample_from_anchor")
     if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
         raise found.refuse(BLOCK_LAYERS, taps, "a list of indices of hidden_states")
@@ -207,6 +211,7 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
         sample_from_anchor=bool(anchor) if anchor is None else anchor,
         mask_token_id=config.get("mask_token_id"),
         markov_rank=config.get("markov_rank", 0) if markov else 0,
+        local=config if kind == dflash.DFLASH2 else {},
     )
     confidence = ("enable_confidence_head", "confidence_head_with_markov")
     more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state", *confidence)
@@ -223,9 +228,11 @@ def serving(
     block, parallel = head.family == "dflash", head.family == "peagle"
     if parallel and head.architecture.get("fc_norm"):
         return Serving([], [UNREAD_NORM])
-    method = dflash.METHODS["vllm", dflash.has_markov(head)] if block else "eagle3"
+    kind = dflash.kind_of(head) if block else None
+    method = "eagle3" if kind is None else dflash.METHODS["vllm", kind]
     options = {"parallel_drafting": True} if parallel else None
-    found = engines.serving("vllm", method, place, facts, tokens, schedule, options)
+    v2_runner = kind in (dflash.DSPARK, dflash.DFLASH2)
+    found = engines.serving("vllm", method, place, facts, tokens, schedule, options, v2_runner)
     # vLLM refuses a verifier that is a local path when such a directory is served by itself.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")

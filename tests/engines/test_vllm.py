@@ -185,13 +185,14 @@ HEADS = {
     "dspark": {},
     "dspark pruned": {"vocab_size": 1024},
     "dspark confident": {"confidence": True},
+    "dflash2": {"conv_kernel_size": 2, "selector_rank": 32},
     "lm": {},
 }
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_vllm_drafts_what_is_drafted_here(name, target, prompts, responses, tmp_path, capsys):
-    family = {"dspark": "dflash"}.get(name.split()[0], name.split()[0])
+    family = {"dspark": "dflash", "dflash2": "dflash"}.get(name.split()[0], name.split()[0])
     if family == "lm":
         drafter = disturbed(target, tmp_path / "drafter")
     else:

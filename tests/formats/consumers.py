@@ -173,6 +173,11 @@ def spread(logits, d2t, config):
 class BlockLayer(Layer):
     """A Qwen3 layer whose keys and values of the context do not come from its own input."""
 
+    def __init__(self, config, tensors, prefix):
+        super().__init__(config, tensors, prefix)
+        self.base = lambda name: tensors.get(f"{prefix}{name}.base_kernel")
+        self.group = config.get("dflash_config", {}).get("conv_group_size")
+
     def pairs(self, inputs, positions):
         k, v = ((inputs @ self.get(f"self_attn.{name}_proj").T).view(len(inputs), self.kv, self.dim) for name in "kv")
         return self.rotate(self.norm(k, self.get("self_attn.k_norm")), positions), v
@@ -180,6 +185,7 @@ class BlockLayer(Layer):
     def over(self, x, positions, context):
         """The stream behind the layer for the block x; all of it sees the context and all of it, itself included."""
         normed = self.norm(x, self.get("input_layernorm"))
+        normed, attended = self.convolved("attention_conv", normed)
         q = (normed @ self.get("self_attn.q_proj").T).view(len(x), self.heads, self.dim)
         q = self.rotate(self.norm(q, self.get("self_attn.q_norm")), positions)
         own, before = self.pairs(normed, positions), self.pairs(context, torch.arange(len(context)))
@@ -187,12 +193,28 @@ class BlockLayer(Layer):
             torch.cat(two).repeat_interleave(self.heads // self.kv, 1) for two in zip(before, own, strict=True)
         )
         weights = (torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5).softmax(-1)
-        x = x + torch.einsum("hqk,khd->qhd", weights, values).flatten(1) @ self.get("self_attn.o_proj").T
-        y = self.norm(x, self.get("post_attention_layernorm"))
-        return (
-            x
-            + (F.silu(y @ self.get("mlp.gate_proj").T) * (y @ self.get("mlp.up_proj").T)) @ self.get("mlp.down_proj").T
+        x = x + attended(torch.einsum("hqk,khd->qhd", weights, values).flatten(1) @ self.get("self_attn.o_proj").T)
+        y, fed = self.convolved("mlp_conv", self.norm(x, self.get("post_attention_layernorm")))
+        return x + fed(
+            (F.silu(y @ self.get("mlp.gate_proj").T) * (y @ self.get("mlp.up_proj").T)) @ self.get("mlp.down_proj").T
         )
+
+    def convolved(self, name, inputs):
+        """DFlashGroupedConv.prepare and finish: the inputs behind one convolution, and the other as a function."""
+        base = self.base(name)
+        if base is None:
+            return inputs, lambda out: out
+        delta = (inputs @ self.get(f"{name}.kernel_projection").T).view(len(inputs), *base.shape[:2], -1)
+
+        def side(which, x):
+            out = torch.zeros_like(x)
+            for slot in range(len(x)):
+                for tap in range(min(base.shape[1], slot + 1)):
+                    kernel = base[which, tap] + delta[slot, which, tap].repeat_interleave(self.group)
+                    out[slot] += kernel * x[slot - tap]
+            return out
+
+        return side(0, inputs), lambda out: side(1, out)
 
 
 def speculators_block_in_vllm(config):
@@ -200,11 +222,12 @@ def speculators_block_in_vllm(config):
     layer = dict(config["transformer_layer_config"])
     layer["draft_vocab_size"] = config["draft_vocab_size"]
     below, anchor = [i - 1 for i in config["aux_hidden_state_layer_ids"]], config.get("sample_from_anchor", False)
-    if config["speculators_model_type"] == "dflash":
-        layer |= {"architectures": ["DFlashDraftModel"]}
+    if config["speculators_model_type"] in ("dflash", "dflash2"):
+        layer |= {"architectures": config["architectures"]}
         causal = not config.get("sliding_window_non_causal", True)
         nested = {"mask_token_id": config["mask_token_id"], "target_layer_ids": below, "sample_from_anchor": anchor}
-        layer["dflash_config"] = nested | {"causal": causal}
+        local = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        layer["dflash_config"] = nested | {"causal": causal} | {key: config[key] for key in local if key in config}
         return layer
     layer |= {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": below, "sample_from_anchor": anchor}
     more = ("mask_token_id", "markov_rank", "block_size", "enable_confidence_head", "confidence_head_with_markov")
@@ -212,16 +235,19 @@ def speculators_block_in_vllm(config):
 
 
 def block(directory, model, committed, forced, engine, tokens):
-    """DFlash and DSpark, `tokens` drafted at once; the embedding of the masks is the engines' greatest difference.
+    """DFlash, DSpark and DFlash 2, `tokens` drafted at once; the embedding of the masks is the engines' greatest
+    difference.
 
-    vLLM: qwen3_dflash.py, qwen3_dspark.py and the proposers that feed them. SGLang: models/dflash.py, models/dspark.py
-    and the workers, which take the target's vocabulary head.
+    vLLM: qwen3_dflash.py, qwen3_dspark.py, qwen3_dflash2.py and the proposers that feed them. SGLang: models/dflash.py,
+    models/dspark.py and the workers, which take the target's vocabulary head.
     """
     config, tensors = config_and_tensors(directory)
     if "speculators_model_type" in config:
         config = speculators_block_in_vllm(config)
     (name,), nested = config["architectures"], config.get("dflash_config", {})
-    spark = {"DFlashDraftModel": False, "Qwen3DSparkModel": True}[name]
+    spark = {"DFlashDraftModel": False, "DFlash2DraftModel": False, "Qwen3DSparkModel": True}[name]
+    selects = name == "DFlash2DraftModel"
+    assert ("candidate_selector.predecessor_codebook" in tensors) == selects
     assert config["model_type"] == "qwen3" and not nested.get("causal"), "a causal block is another head"
     assert set(config["layer_types"]) == {"full_attention"} and nested.get("sample_from_anchor", spark) is spark
     assert config.get("sample_from_anchor", True)
@@ -253,12 +279,16 @@ def block(directory, model, committed, forced, engine, tokens):
     head = model.get_output_embeddings().weight.detach()
     if engine == "vllm" and "lm_head.weight" in tensors:
         head = tensors["lm_head.weight"]
-    logits = norm(x[0 if spark else 1 :], tensors["norm.weight"]) @ head.T
+    x = norm(x[0 if spark else 1 :], tensors["norm.weight"])
+    logits = x @ head.T
     rows = []
     for k, before in enumerate([committed[-1], *forced]):
         said = logits[k]
         if spark:
             said = said + tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
+        if selects:  # of its candidates alone: `selector_top_k` of the logits so far
+            first, second = (tensors[f"candidate_selector.{part}cessor_codebook"] for part in ("prede", "suc"))
+            said = said + (first[before] * (tensors["candidate_selector.hidden_projection.weight"] @ x[k])) @ second.T
         rows.append(spread(said, tensors.get("d2t") if engine == "vllm" else None, config))
     return torch.stack(rows)
 

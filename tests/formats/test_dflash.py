@@ -13,6 +13,7 @@ from tests.formats.conftest import export, import_head
 PRUNED, MARKOV = {"draft_vocab": 300}, {"rank": 8}
 CONFIDENT = MARKOV | {"confidence": True}
 OWN = {"own_mask": False}
+DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 4}
 
 
 @pytest.fixture
@@ -22,7 +23,9 @@ def head(make, tmp_path):
     return lambda to="vllm", change=None, **options: export(make("dflash", **options), to, tmp_path / "head", change)
 
 
-@pytest.mark.parametrize("options", [{}, PRUNED, MARKOV, PRUNED | MARKOV, OWN, OWN | MARKOV, CONFIDENT], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, PRUNED, MARKOV, PRUNED | MARKOV, OWN, OWN | MARKOV, CONFIDENT, DFLASH2], ids=str
+)
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 def test_a_block_comes_back_as_it_went(head, make, target, tmp_path, to, options):
     result = import_head(head(to, **options), target, tmp_path / "drafter")
@@ -176,7 +179,12 @@ BAD = {
     "domino": ({}, nested(projector_type="domino"), "projector_type is domino", "missing"),
     "anchor drafts": ({}, nested(sample_from_anchor=True), "sample_from_anchor is True", "layout"),
     "anchor does not": (MARKOV, setting(sample_from_anchor=False), "sample_from_anchor is False", "layout"),
-    "dflash2": ({}, setting(architectures=["DFlash2DraftModel"]), "architectures is ['DFlash2DraftModel']", "one of"),
+    "not dflash2": ({}, setting(architectures=["DFlash2DraftModel"]), "conv_kernel_size is None", "written out"),
+    "no dflash2": (DFLASH2, setting(architectures=["DFlashDraftModel"]), "conv_kernel_size is 2", "missing"),
+    "groups": (DFLASH2, nested(conv_group_size=48), "conv_group_size is 48", "a divisor of hidden_size"),
+    "longer than a block": (DFLASH2, nested(conv_kernel_size=9), "conv_kernel_size is 9", "at most the slots"),
+    "another selector": (DFLASH2, nested(selector_rank=5), "predecessor_codebook is of shape", "[4096, 5]"),
+    "scaled embedding": (DFLASH2, nested(input_embedding_scale=2.0), "input_embedding_scale is 2.0", "1.0"),
     "gated": (MARKOV, setting(markov_head_type="gated"), "markov_head_type is gated", "vanilla"),
     "no rank": (MARKOV, without("markov_rank"), "markov_rank is None", "columns"),
     "other rank": (MARKOV, setting(markov_rank=4), "markov_w1.weight is of shape", "[4096, 4]"),

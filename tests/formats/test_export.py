@@ -146,6 +146,7 @@ def test_eagle1_as_an_engine_computes_it(make, ours, model, text, tmp_path, to):
     assert_same(drafted(consumers.eagle1, tmp_path / "out", model, text, engine=to), ours(drafter))
 
 
+DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 4}
 BLOCKS = [
     *(("vllm", rank, vocab, own) for rank in (0, 8) for vocab in (None, 700) for own in (True, False)),
     *(("speculators", rank, vocab, own) for rank in (0, 8) for vocab, own in ((None, False), (700, True))),
@@ -164,6 +165,22 @@ def test_blocks_as_an_engine_computes_them(make, ours, model, text, tmp_path, to
     assert_same(found, ours(drafter))
     shipped = "mask_embedding.pt" in result.files
     assert shipped == (own_mask and not rank)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_dflash2_as_an_engine_computes_it(make, ours, model, text, tmp_path, to):
+    """Convolutions inside a block alone, and a selector that reads the states behind the final norm."""
+    drafter = make("dflash", **DFLASH2)
+    result = export(drafter, to, tmp_path / "out")
+    assert result.tokens == 5 and result.max_difference < 1e-4
+    engine = "sglang" if to == "sglang" else "vllm"
+    found = drafted(consumers.block, tmp_path / "out", model, text, engine=engine, tokens=5)
+    assert_same(found, ours(drafter))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    said = config if to == "speculators" else config["dflash_config"]
+    assert said | DFLASH2 | {"conv_group_size": 16, "selector_top_k": 16} == said
+    assert to == "speculators" or '"dflash"' in result.commands[0] or "DFLASH " in result.commands[0]
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
@@ -213,6 +230,9 @@ def test_the_comparison_sees_other_blocks(make, ours, model, text, tmp_path):
         ("vllm", {"rank": 8, "sample_from_anchor": False}, "a Markov head"),
         ("speculators", {"sample_from_anchor": True}, "no Markov head"),
         ("vllm", {"taps": (2, 10)}, "taps"),
+        ("vllm", {"rank": 8, "conv_kernel_size": 2}, "convolutions and no candidate selector"),
+        ("speculators", {"selector_rank": 4}, "a candidate selector and no convolutions"),
+        ("sglang", {"draft_vocab": 64, "conv_kernel_size": 2, "selector_rank": 4}, "draft vocabulary of 64"),
     ],
 )
 def test_blocks_that_an_engine_would_draft_otherwise(make, tmp_path, to, options, says):
@@ -426,6 +446,7 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
         *(("peagle", options) for options in PEAGLE.values()),
         ("dflash", {}),
         ("dflash", {"draft_vocab": 64, "rank": 8}),
+        ("dflash", DFLASH2),
         *((family, {}) for family in ("eagle", "lm", "medusa", "hydra")),
     ],
 )

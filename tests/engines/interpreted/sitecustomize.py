@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from triton import backends  # reads the variable
 from triton.backends.compiler import GPUTarget
+from triton.runtime import interpreter
 
 
 class Driver:
@@ -37,3 +38,18 @@ class Driver:
 
 backends.backends.clear()
 backends.backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+
+
+def with_bits(run, place):
+    """A masked load or store whose mask, its argument at `place`, may be of integers, as interpreted ones become."""
+
+    def masked(self, *arguments):
+        mask = arguments[place]
+        mask.data = mask.data.astype(bool)
+        return run(self, *arguments)
+
+    return masked
+
+
+for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+    setattr(interpreter.InterpreterBuilder, name, with_bits(getattr(interpreter.InterpreterBuilder, name), place))
