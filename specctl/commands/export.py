@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
@@ -128,7 +127,7 @@ def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code:
         return stitched.write(files.base, directory, files.tensors, files.config)
     tensors = checkpoint.separate(files.tensors)
     if files.weights.endswith(".safetensors"):
-        save_file(tensors, directory / files.weights, metadata={"format": "pt"})  # transformers asks for it
+        checkpoint.write_tensors(directory / files.weights, tensors, {"format": "pt"})  # transformers asks for it
     else:
         torch.save(tensors, directory / files.weights)
     for name, content in files.pickles.items():

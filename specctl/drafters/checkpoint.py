@@ -68,7 +68,7 @@ def save(
     place = Path(directory).absolute()
     check_free(place, overwrite)
     with staged(place) as draft:
-        save_file(separate(tensors), draft / WEIGHTS)
+        write_tensors(draft / WEIGHTS, separate(tensors))
         sync(draft / WEIGHTS)
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
@@ -209,6 +209,15 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     return found
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that all may read whom the umask lets: the library's own files are their owner's alone,
+    and an engine often runs as somebody else."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata)
+    path.chmod(mode)
 
 
 def check_free(place: Path, overwrite: bool) -> None:

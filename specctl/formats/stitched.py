@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.drafters import checkpoint
@@ -68,7 +68,7 @@ def _exchange(file: Path, to: Path, tensors: Mapping[str, Tensor]) -> None:
     with safe_open(file, framework="pt") as weights:
         metadata = weights.metadata()
     # In the drafter's own precision: engines round what they load to the target's.
-    save_file(checkpoint.separate({**load_file(file), **tensors}), to, metadata=metadata)
+    checkpoint.write_tensors(to, checkpoint.separate({**load_file(file), **tensors}), metadata)
 
 
 def _link(file: Path, to: Path) -> None:

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl.drafters.checkpoint import TRAINING, read_json, separate
+from specctl.drafters.checkpoint import TRAINING, read_json, separate, write_tensors
 from specctl.errors import CheckpointError, SpecctlError, one_line
 from specctl.progress import warn
 from specctl.runs import atomic_write, make_dir, sha256, to_json
@@ -78,7 +78,7 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
     """Save `state` and tensors of one process; the `keep` newest checkpoints stay. OSError leaves what was there."""
     try:
         _prepare(root, step)
-        save_file(separate(tensors), _draft(root, step) / TENSORS)
+        write_tensors(_draft(root, step) / TENSORS, separate(tensors))
         _finish(root, step, state, keep)
     except SafetensorError as error:  # a full disk, in its words
         raise OSError(str(error)) from error

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from specctl.drafters.checkpoint import write_tensors
 from specctl.errors import CheckpointError, SpecctlError
 from specctl.lock import Lock
 from specctl.progress import log, warn
@@ -167,7 +167,7 @@ class FeatureFiles:
             f"{i}.{name}": tensor.cpu() for i, features in examples.items() for name, tensor in vars(features).items()
         }
         try:
-            save_file(tensors, draft, metadata={"key": self.key, "sha256": _digest(tensors), **origin})
+            write_tensors(draft, tensors, {"key": self.key, "sha256": _digest(tensors), **origin})
             with open(draft, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(draft, path)

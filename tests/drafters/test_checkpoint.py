@@ -51,6 +51,13 @@ def test_views_are_stored_as_what_they_show(tmp_path):
     assert torch.equal(found["t"], matrix.T) and torch.equal(found["row"], matrix[1])
 
 
+def test_who_may_read_files_may_read_weights(tmp_path):
+    """An engine that runs as somebody else; safetensors writes for the owner alone."""
+    (tmp_path / "any").touch()
+    checkpoint.write_tensors(tmp_path / "weights", {"x": torch.ones(2)})
+    assert (tmp_path / "weights").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def test_the_card_has_the_target_and_the_numbers(drafter):
     card = (drafter / "README.md").read_text()
     assert 'base_model: "builtin"' in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card
