@@ -31,14 +31,14 @@ from specctl.training.trainees import Trainee
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedLength:
     """Tokens of a round, the target's own included, and α by depth; NaN and none without held-out responses."""
 
     mat: float = math.nan
     acceptance: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, counts: Tensor) -> Expected:
+    def of(cls, counts: Tensor) -> ExpectedLength:
         """From counts [depths, 2] of hits and drafts."""
         shares = [hits / drafts for hits, drafts in counts.tolist() if drafts]
         if not shares:
@@ -63,7 +63,7 @@ class HeldOut:
             self.store.prepare(self.examples, recipe.features, recipe.features_dir, homes, rank)
 
     @torch.no_grad()
-    def measure(self, engine: Any, rank: int, world: int) -> tuple[Expected, Expected]:
+    def measure(self, engine: Any, rank: int, world: int) -> tuple[ExpectedLength, ExpectedLength]:
         """The lengths to expect of the engine's weights, of both halves; all ranks call this, and share the texts."""
         module = self.trainee.module
         counts = torch.zeros(2, module.steps, 2, device=self.trainee.target.device)
@@ -77,7 +77,7 @@ class HeldOut:
         engine.train()
         if world > 1:
             dist.all_reduce(counts)
-        choosing, reporting = (Expected.of(half) for half in counts)
+        choosing, reporting = (ExpectedLength.of(half) for half in counts)
         return choosing, reporting
 
 

@@ -34,7 +34,7 @@ from specctl.training.datastore import collect
 from specctl.training.dealing import Batch, batches, columns, level, rows
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.estimate import loads_layers_here
-from specctl.training.expected import Expected, HeldOut
+from specctl.training.expected import ExpectedLength, HeldOut
 from specctl.training.logging import Trackers
 from specctl.training.outcome import TrainResult, facts, held_out_acceptance, made_of, mats, recipe_hash
 from specctl.training.schedule import Schedule, batch_tokens
@@ -288,7 +288,7 @@ class Trainer:
 
     def _expect(self) -> None:
         """Write the drafter when more is expected of it than so far; the last one where nothing can be expected."""
-        at, choosing, reporting = self.at, Expected(), Expected()
+        at, choosing, reporting = self.at, ExpectedLength(), ExpectedLength()
         if self.held is not None:
             choosing, reporting = self.held.measure(self.engine, self.rank, self.world)
         tensors = weights(self.engine)
