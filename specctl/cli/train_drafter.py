@@ -277,8 +277,26 @@ def _training(recipe: TrainRecipe) -> list[str]:
     return [
         *(_served(recipe) if recipe.features.mode == "server" else []),
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
-        f"measure mat on {recipe.eval.prompts} held-out prompts every {recipe.eval.every} steps and keep the best",
-        "measure the best once more, on as many others",
+        *_checks(recipe),
+    ]
+
+
+def _checks(recipe: TrainRecipe) -> list[str]:
+    """Lines on how a checkpoint is chosen, as far as the target's configuration is here."""
+    from specctl.cli import plan
+    from specctl.training.estimate import loads_layers_here
+
+    prompts, every = recipe.eval.prompts, recipe.eval.every
+    if not recipe.spares_layers or plan.local_target(recipe.target) is None or loads_layers_here(recipe):
+        return [
+            f"measure mat on {prompts} held-out prompts every {every} steps and keep the best",
+            "measure the best once more, on as many others",
+        ]
+    if recipe.features.mode == "cached":
+        return ["keep the last weights: without the target's layers mat is not measured"]
+    return [
+        f"expect a mat from the responses to {prompts} held-out prompts every {every} steps and keep the best; without "
+        "the target's layers it is not measured: specctl eval --server does, once the drafter is exported and served"
     ]
 
 
@@ -308,9 +326,15 @@ def _served(recipe: TrainRecipe) -> list[str]:
 
 def show(document: dict[str, Any]) -> Any:
     """The fields of the result, and which prompts its mat was measured on: it is not the figure of `eval`."""
-    mat = document.get("mat", math.nan)
+    mat, expected = document.get("mat", math.nan), document.get("expected_mat", math.nan)
     of = "held-out prompts of the training data; specctl eval measures the test split"
-    return fields(document if math.isnan(mat) else document | {"mat": f"{text(mat)} ({of})"})
+    if not math.isnan(mat):
+        document = document | {"mat": f"{text(mat)} ({of})"}
+    told = {key: value for key, value in document.items() if "expected" not in key}
+    if math.isnan(expected):
+        return fields(told)
+    how = "from held-out responses, not measured; specctl export, serve it, and specctl eval --server measures mat"
+    return fields(told | {"expected_mat": f"{text(expected)} ({how})"})
 
 
 def show_pool(document: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
+from specctl.decoding.models.ends import Ends, load_ends
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
 from specctl.decoding.models.supported import unusable, why_unusable
@@ -20,10 +21,11 @@ from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
     from specctl.decoding.models.hf import HFModel
+    from specctl.decoding.models.lean import LeanModel
 
 
 class Model(Protocol):
-    """A model as a target needs it: `LeanModel` or `HFModel`."""
+    """A model as a target needs it: `LeanModel`, `HFModel` or `Ends`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -42,8 +44,9 @@ class Target(TargetText):
     """A loaded target and its tokenizer.
 
     Attributes:
-        model: runs the steps (`LeanModel` or `HFModel`).
-        row_flops: of the products of one row with all weights, attention aside; of a mixture, with all experts.
+        model: runs the steps (`LeanModel` or `HFModel`); without `whole` its layers are not there (`Ends`).
+        row_flops: of the products of one row with all weights that are there, attention aside; of a mixture, with all
+            experts.
         head_weight, squash: [V, H] its vocabulary head, and what becomes of the products with it: its logits.
 
     With `consume` the weights of `model` become the target's alone: nobody else may use it afterwards.
@@ -59,6 +62,7 @@ class Target(TargetText):
         path: str = "auto",
         weights: str | None = None,
         consume: bool = False,
+        whole: bool = True,
     ):
         reason = lean.why_not(model.config)
         if not type(model).__module__.startswith("transformers.models."):
@@ -84,9 +88,11 @@ class Target(TargetText):
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
         _check_finite(name, model, head)
         if self.path == "lean":
-            self.model: Model = lean.LeanModel(model, consume)
+            own: LeanModel | HFModel = lean.LeanModel(model, consume)
         else:
-            self.model = _tried(name, model)
+            own = _tried(name, model, whole)
+        self.whole = whole
+        self.model: Model = own if whole else Ends(own)
         self.device, self.dtype = self.model.device, self.model.dtype
         self.head_weight: Tensor = head.detach().to(self.device)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
@@ -161,8 +167,9 @@ def _norm_weight(norm) -> Tensor | None:
     return weight + 1 if round(added) == 1 else weight
 
 
-def _tried(name: str, model) -> HFModel:
-    """The model behind its own forward, after a trial that it can verify drafts. CheckpointError where it cannot."""
+def _tried(name: str, model, whole: bool) -> HFModel:
+    """The model behind its own forward, after a trial, if it is whole, that it can verify drafts. CheckpointError where
+    it cannot."""
     from specctl.decoding.models.hf import HFModel
     from specctl.decoding.models.self_check import trial
 
@@ -173,7 +180,7 @@ def _tried(name: str, model) -> HFModel:
         except Exception as error:  # whatever the code of an unknown architecture raises
             reason = f"its code does not take a cache from outside ({type(error).__name__}: {error})"
         else:
-            reason = trial(wrapped)
+            reason = trial(wrapped) if whole else None
     if reason is not None:
         raise unusable(name, reason)
     return wrapped
@@ -189,26 +196,25 @@ def load_target(
     device_map: str | None = None,
     max_memory: str | None = None,
     path: str = "auto",
+    whole: bool = True,
 ) -> Target:
     """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where.
 
     device_map: how `accelerate` spreads the layers over the GPUs of this process; max_memory: at most so much of each.
+    whole: with its layers; without, it has embedding, final norm and vocabulary head, and no forward.
     """
     where = pick_device(device)
     if where.type == "cpu":
         keep_freed_memory()
-    model = load_model(
-        name,
-        device=where,
-        dtype=pick_dtype(dtype, where),
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        device_map=device_map,
-        max_memory=max_memory,
-    )
-    tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if whole:
+        spread = {"device_map": device_map, "max_memory": max_memory}
+        model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, **spread)
+    else:
+        model = load_ends(name, device=where, dtype=pick_dtype(dtype, where), **options)
+    tokenizer = load_tokenizer(name, **options)
     weights = weights_digest(name, revision)
-    target = Target(name, model, tokenizer, revision=revision, path=path, weights=weights, consume=True)
+    target = Target(name, model, tokenizer, revision=revision, path=path, weights=weights, consume=True, whole=whole)
     if where.type == "cuda":
         torch.cuda.empty_cache()  # what was packed left holes, which nobody but torch could use
     return target

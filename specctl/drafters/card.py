@@ -12,9 +12,15 @@ def model_card(name: str, config: dict[str, Any], info: dict[str, Any]) -> str:
     head = {"license": info.get("licence"), "base_model": target.get("name"), "library_name": "specctl"}
     # JSON scalars are YAML scalars, quoted where they have to be.
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items() if value)
-    facts = "".join(f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key != "mat")
-    mat = info.get("mat") or {}
-    table = "".join(f"| {domain} | {value:.2f} |\n" for domain, value in mat.items())
+    lengths = {
+        "mat": "Tokens per target pass (mat)",
+        "expected_mat": "Tokens per target pass that held-out responses let expect, not measured (expected mat)",
+    }
+    facts = "".join(f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key not in lengths)
+    tables = ""
+    for key, what in lengths.items():
+        rows = "".join(f"| {domain} | {value:.2f} |\n" for domain, value in (info.get(key) or {}).items())
+        tables += f"{what}:\n\n| domain | {key.replace('_', ' ')} |\n|---|---|\n{rows}\n" if rows else ""
     return (
         f"---\n{front}tags:\n- speculative-decoding\n---\n\n"
         f"# {name}\n\n"
@@ -22,6 +28,6 @@ def model_card(name: str, config: dict[str, Any], info: dict[str, Any]) -> str:
         f"(hidden size {target.get('hidden_size')}, {target.get('num_layers')} layers, "
         f"vocabulary {target.get('vocab_hash')}). It changes how fast the target writes, not what it writes.\n\n"
         f"{facts}\n"
-        + (f"Tokens per target pass (mat):\n\n| domain | mat |\n|---|---|\n{table}\n" if table else "")
+        + tables
         + f'```\nspecctl generate "your prompt" --target {target.get("name")} --drafter PATH\n```\n'
     )

@@ -71,6 +71,7 @@ class Client:
     Attributes:
         servers: those of `recipe.urls`.
         failures: requests that failed so far, and were sent again.
+        probe: the text that every server was asked about, as ids; empty until `compare`.
     """
 
     def __init__(self, recipe: ServerRecipe):
@@ -78,7 +79,7 @@ class Client:
         self.failures = 0
         self._turn = itertools.count()
         self._vocabulary: int | None = None
-        self._probe: list[int] = []
+        self.probe: list[int] = []
         self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
         self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their places
 
@@ -118,18 +119,18 @@ class Client:
         Raises CheckpointError.
         """
         self._vocabulary = target.vocab_size
-        self._probe = target.tokenizer.encode(PROBE, add_special_tokens=False)
+        self.probe = target.tokenizer.encode(PROBE, add_special_tokens=False)
         for server in self.servers:
             theirs = self._told(self._tokenized(server))
             if theirs is None:
                 progress.log(f"{server.url} does not tokenize: that its vocabulary is the target's is not checked")
-            elif theirs != self._probe:
+            elif theirs != self.probe:
                 raise CheckpointError(
                     f"{server.url} serves {server.model} with another tokenizer than that of target {target.name}",
                     "--target names the model that is served, or a directory with its config.json and tokenizer",
                 )
             server.logprobs = self._told(self._logprobs(server))
-            if _distance(server.logprobs, self.servers[0].logprobs) > SAME:
+            if distance(server.logprobs, self.servers[0].logprobs) > SAME:
                 raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
 
     def answers(
@@ -406,7 +407,7 @@ class Client:
 
     async def _logprobs(self, server: Endpoint) -> list[float]:
         """Log probabilities of the probe's tokens, but for the first; empty where the server gives none."""
-        body = server.dialect.probe(self._probe, server.model)
+        body = server.dialect.probe(self.probe, server.model)
         response = await self._http.post(server.url + server.dialect.GENERATE, json=body)
         try:
             return server.dialect.logprobs(document(response)) if response.status_code == 200 else []
@@ -418,7 +419,7 @@ class Client:
         now = await self._logprobs(server)
         if now or not server.logprobs:  # else it is still loading, and is asked again
             self._suspects.discard(server.url)
-        if _distance(now, server.logprobs) > SAME:
+        if distance(now, server.logprobs) > SAME:
             raise EngineError(
                 f"{server.url} was restarted with other weights while it was used",
                 "what is finished is kept, and is of the first; name one server for each of them",
@@ -440,7 +441,7 @@ async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _distance(one: list[float], other: list[float]) -> float:
+def distance(one: list[float], other: list[float]) -> float:
     """Mean difference of log probabilities; 0 where there are none to compare."""
     pairs = list(zip(one, other, strict=False))
     return sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0

@@ -89,13 +89,15 @@ class FeatureRecipe(Section):
     """Target features: kept in memory or on disk (`cached`), or recomputed for every batch (`online`).
 
     `auto` is memory where they fit into `budget_gb` (of each process), else the disk where `dir` is given and has room.
-    `server` keeps them on disk as `cached` does, and an engine computes them.
+    `server` keeps them on disk as `cached` does, and an engine computes them. Both can do without the target's layers,
+    `cached` where all features are there already: acceptance is then expected from held-out responses, not measured.
     """
 
     mode: Literal["auto", "memory", "cached", "online", "server"] = "auto"
     budget_gb: PositiveFloat = 2.0
     dir: LocalPath | None = None  # None = beside the distilled data: runs on the same data share them
     server: ServerRecipe = ServerRecipe()  # who computes them; with an address `auto` is `server`
+    whole_target: bool | None = None  # load the target's layers, too; None = where they fit beside the training
 
     @model_validator(mode="after")
     def _server_where_one_is_named(self) -> FeatureRecipe:
@@ -103,6 +105,8 @@ class FeatureRecipe(Section):
             self.mode = "server"
         if self.server.urls and self.mode != "server":
             raise ValueError(f"mode {self.mode} asks no server: leave out server, or mode")
+        if self.whole_target is False and self.mode not in ("server", "cached"):
+            raise ValueError(f"whole_target false: mode {self.mode} runs the target's layers; server and cached do not")
         return self
 
 
@@ -234,6 +238,12 @@ class TrainRecipe(WriterRecipe):
         return FAMILIES[self.arch].objective
 
     @property
+    def spares_layers(self) -> bool:
+        """Whether the drafter can be trained without the target's layers: a head, on features that are kept."""
+        family = FAMILIES[self.arch]
+        return self.features.mode in ("server", "cached") and family.trainee is not None and not family.is_lm
+
+    @property
     def paced(self) -> bool:
         """Whether draft depths are weighted by how often a draft gets so far."""
         return self.ttt_weights == "d-pace"
@@ -303,6 +313,9 @@ class TrainRecipe(WriterRecipe):
             raise ValueError(f"ttt_weights d-pace: a weighting of {able} heads, not of {self.arch}")
         if self.features.mode == "server" and (family.trainee is None or (self.distillation == "ce" and family.is_lm)):
             raise ValueError(f"features.mode server: {self.arch} under this objective learns from texts alone")
+        if self.features.whole_target is False and not self.spares_layers:
+            able = listed([name for name, other in FAMILIES.items() if other.trainee and not other.is_lm])
+            raise ValueError(f"features.whole_target false: {self.arch} needs the target's layers; {able} do not")
         if self.pretrain != PretrainRecipe() and self.init is not None:
             raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
         if self.lora.enabled and self.init is None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training examples, held-out prompts (whose responses are not trained on), and a fingerprint of the data."""
+    """Training examples, held-out prompts (whose responses are not trained on), and a fingerprint of the data.
+
+    `responses`: those of each held-out prompt that could have been trained on.
+    """
 
     train: list[Example]
     held_out: list[list[int]]
     fingerprint: str
     domains: list[str]
+    responses: list[list[Example]] = field(default_factory=list)
 
     @property
     def choosing(self) -> list[list[int]]:
@@ -60,8 +64,8 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
         DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
     """
     examples: list[Example] = []
-    spared: list[Example] = []
     aside: dict[str, list[int]] = {}
+    spared: dict[str, list[Example]] = {}  # by held-out prompt
     short = 0
     digest = hashlib.sha256()
     domains: dict[str, None] = {}
@@ -79,16 +83,17 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             usable = example.response_length >= 2
             if key in aside or (_share(key) < held_out and len(aside) < quota):
                 aside[key] = record["prompt_ids"]
-                spared += [example] * usable
+                spared.setdefault(key, []).extend([example] * usable)
             elif usable:
                 examples.append(example)
             else:
                 short += 1
     if short:
         log(f"{short} responses are left out: fewer than two tokens, or none within max_length {max_length}")
-    if spared and not examples:
+    if any(spared.values()) and not examples:
         warn(f"all {len(aside)} prompts of {names} would be held out: training on them, mat is not measured")
-        examples, aside = [replace(example, index=i) for i, example in enumerate(spared)], {}
+        kept = [example for responses in spared.values() for example in responses]
+        examples, aside, spared = [replace(example, index=i) for i, example in enumerate(kept)], {}, {}
     elif examples and not aside:
         warn(f"no prompt of {names} is held out: mat is not measured; distil more, or raise eval.fraction")
     if not examples:
@@ -96,7 +101,7 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             f"{names}: no response of two tokens or more within max_length {max_length}",
             "distil more prompts, or raise max_length",
         )
-    return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains))
+    return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains), list(spared.values()))
 
 
 def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: Target) -> None:

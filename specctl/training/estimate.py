@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from specctl.decoding.models import lean
+from specctl.decoding.models.loading import load_config
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
 from specctl.training.dealing import Batch, batches, level, rows, useful_share
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK
-from specctl.training.machine import DEVICES, GB, Machine
+from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.target_outline import Outline
@@ -57,13 +58,15 @@ class Texts:
 @dataclass(frozen=True)
 class Estimate:
     """The result. Sizes are in GB (10⁹ bytes); `memory_gb` is the peak of the fullest GPU by what takes it, and
-    `advice` names the recipe keys that help when it does not fit, that for the largest part first."""
+    `advice` names the recipe keys that help when it does not fit, that for the largest part first. `loaded_parameters`:
+    those of the target that training loads, all of them or those outside of its layers."""
 
     gpu: str
     gpus: int
     processes: int
     utilisation: float
     target_parameters: int
+    loaded_parameters: int
     drafter_parameters: int
     responses: int
     response_tokens: int
@@ -84,9 +87,14 @@ class Estimate:
         per = "process" if self.gpu == "cpu" else "GPU"
         length = f"{self.response_tokens / self.responses:.0f} tokens{'' if self.texts_counted else ' (assumed)'}"
         fit = "fits" if self.fits else "does NOT fit; what helps: " + "; ".join(self.advice)
+        ends = (
+            f"estimate: {_count(self.loaded_parameters)} parameters of the target are loaded: embedding, final norm "
+            "and vocabulary head, without its layers (features.whole_target=true loads them)"
+        )
         return [
             f"estimate: {_count(self.target_parameters)} parameters in the target, {_count(self.drafter_parameters)} "
             f"in the drafter; {self.responses:,} responses of {length}",
+            *([ends] if self.loaded_parameters < self.target_parameters else []),
             f"estimate: {self.steps:,} steps, {self.flops:.2g} FLOPs, {_time(self.hours)} on {self.gpus} × {self.gpu} "
             f"at {self.utilisation:.0%} of peak (an assumption){_waiting(self.useful_share, self.processes)}; "
             "distillation and acceptance checks not included",
@@ -98,7 +106,8 @@ class Estimate:
 
 def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -> Estimate:
     """The estimate of a recipe whose family has weights; `config` is the target's, as `load_config` returns it."""
-    planned = PlannedTraining(recipe, Outline.of(config, machine.dtype(recipe.target.dtype)), machine, texts)
+    outline = Outline.of(config, machine.dtype(recipe.target.dtype))
+    planned = PlannedTraining(recipe, outline, machine, texts, loads_layers(recipe, outline, machine))
     epoch, useful = planned.epoch()
     batch = planned.batch_tokens if machine.processes == 1 else mean_tokens(epoch)
     steps = Schedule.of(recipe, planned.target, max(1, round(texts.tokens / batch))).steps
@@ -111,7 +120,8 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
         gpus=machine.gpus,
         processes=machine.processes,
         utilisation=DEVICES[machine.gpu].utilisation,
-        target_parameters=planned.outline.parameters,
+        target_parameters=outline.parameters,
+        loaded_parameters=planned.loaded,
         drafter_parameters=planned.parameters,
         responses=texts.responses,
         response_tokens=round(texts.tokens),
@@ -128,6 +138,28 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
     )
 
 
+def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> bool:
+    """Whether training loads all of the target. Where the recipe leaves that open it does if all fits beside a training
+    on texts of `max_length` tokens, half of them prompt."""
+    chosen = recipe.features.whole_target
+    if chosen is not None or not recipe.spares_layers:
+        return chosen is not False
+    half = recipe.max_length / 2
+    planned = PlannedTraining(recipe, outline, machine, Texts(1, half, half, counted=False))
+    memory = planned.memory(planned.batch_tokens / machine.processes)
+    return sum(memory.values()) <= HEADROOM * machine.memory_gb * GB
+
+
+def loads_layers_here(recipe: TrainRecipe) -> bool:
+    """`loads_layers` of this process' machine; all is loaded on a GPU that the table does not know."""
+    chosen, machine = recipe.features.whole_target, machine_for(recipe)
+    if chosen is not None or not recipe.spares_layers or machine is None:
+        return chosen is not False
+    target = recipe.target
+    config = load_config(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    return loads_layers(recipe, Outline.of(config, machine.dtype(target.dtype)), machine)
+
+
 class PlannedTraining:
     """A training that has not begun, and what it would take.
 
@@ -135,10 +167,14 @@ class PlannedTraining:
         target: the outline on the device that it would be on.
         features: bytes of the target's features of all texts, wherever they are kept; 0 where the drafter reads none.
         mode: where that is; `auto` keeps them in memory where they are within the budget.
+        loaded: parameters of the target that are loaded.
     """
 
-    def __init__(self, recipe: TrainRecipe, outline: Outline, machine: Machine, texts: Texts):
+    def __init__(
+        self, recipe: TrainRecipe, outline: Outline, machine: Machine, texts: Texts, loads_layers: bool = True
+    ):
         self.recipe, self.outline, self.machine, self.texts = recipe, outline, machine, texts
+        self.loads_layers, self.loaded = loads_layers, outline.parameters if loads_layers else outline.ends
         self.drafter = outline.drafter(recipe)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
@@ -160,9 +196,9 @@ class PlannedTraining:
         return epoch, useful_share(epoch if self.mode == "memory" else [level(batch, work) for batch in epoch], work)
 
     def flops(self, steps: int, batch: float) -> float:
-        """Operations of so many steps on so many tokens, and of the target on the texts, unless a server runs it."""
+        """Operations of so many steps on so many tokens, and of the target on the texts where it runs here."""
         found = steps * batch * drafter_flops(self.drafter, self.depth, self.texts)
-        if self.features and self.mode != "server":
+        if self.features and self.mode != "server" and self.loads_layers:
             tokens = steps * batch if self.mode == "online" else self.texts.tokens
             found += 2 * self.outline.active * self.texts.length * tokens
         return found
@@ -172,7 +208,7 @@ class PlannedTraining:
         recipe, outline, machine = self.recipe, self.outline, self.machine
         compute = machine.dtype(recipe.precision)
         found = {
-            "target": outline.parameters * outline.dtype.itemsize / machine.shards,
+            "target": self.loaded * outline.dtype.itemsize / (machine.shards if self.loads_layers else 1),
             "drafter": state_bytes(self.drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
             "activations": activation_bytes(self.drafter, tokens, self.depth, self.texts, compute),
         }
@@ -181,7 +217,8 @@ class PlannedTraining:
         if self.features:
             kept = self.features / machine.processes if self.mode == "memory" else 0
             found["features"] = tokens * feature_bytes(self.drafter, outline, self.texts) + kept
-            found["target's forward"] = forward_bytes(outline, machine)
+            if self.loads_layers:
+                found["target's forward"] = forward_bytes(outline, machine)
         return found
 
     def disk(self) -> dict[str, float]:
@@ -282,6 +319,8 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
     fitting = int(batch * (1 + room / of_batch)) // 64 * 64
     spread = "fewer processes, so that each has more GPUs for its target"
     knobs = {"target": spread if machine.shards > 1 else "target.device_map=auto and several GPUs for each process"}
+    if recipe.spares_layers and recipe.features.whole_target:
+        knobs["target"] = "features.whole_target=false"
     if machine.processes > 1 and recipe.zero_stage < 3:
         knobs["drafter"] = f"zero_stage={recipe.zero_stage + 1}"
     if fitting > 0:

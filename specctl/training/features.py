@@ -20,7 +20,7 @@ from specctl.decoding.plan import plan_rows
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, ranges
-from specctl.errors import SpecctlError
+from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example
@@ -66,7 +66,8 @@ class FeatureStore:
             homes: by rank, the examples whose features it keeps where that is in memory; None = one process has all.
 
         Raises:
-            SpecctlError: they do not fit, or are not finite.  UsageError: another process is writing them.
+            SpecctlError: they do not fit, or are not finite.
+            UsageError: another process is writing them, or some are missing and the target has no layers.
             Interrupted: SIGTERM or SIGUSR1; shards that were written stay.
         """
         homes = homes or [examples]
@@ -82,6 +83,12 @@ class FeatureStore:
         missing = [number for number, count in enumerate(absent) if count]
         needed = sum(self.estimate(group) for number in missing for group in shards[number])
         mode = choose(recipe, files.dir, self.estimate(examples) // world, needed, free)
+        if missing and mode == "cached" and not self.target.whole:
+            raise UsageError(
+                f"{len(missing)} of {len(shards)} shards of target features are not in {files.dir}, and the layers of "
+                f"target {self.target.name} that would compute them are not loaded",
+                "features.whole_target=true computes them here, --features-from http://host:8000 by a server",
+            )
         mine = missing[rank::world]
         if mode == "memory":
             with track("target features", total=len(homes[rank]), unit="responses") as bar:

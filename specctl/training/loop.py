@@ -2,7 +2,8 @@
 
 The measure that counts is `mat`, taken by the decoding core on held-out prompts while training goes on: high training
 accuracy with low acceptance in service is the most frequent complaint in this field. The best drafter by mat is kept,
-and measured once more on prompts that did not choose it.
+and measured once more on prompts that did not choose it. Where the target's layers are not loaded, the length that
+held-out responses let expect stands in for it (`expected.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from specctl.training.data import Corpus, load_corpus
 from specctl.training.datastore import collect
 from specctl.training.dealing import Batch, batches, columns, level, rows
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
+from specctl.training.estimate import loads_layers_here
+from specctl.training.expected import ExpectedLength, HeldOut
 from specctl.training.logging import Trackers
 from specctl.training.outcome import TrainResult, facts, held_out_acceptance, made_of, mats, recipe_hash
 from specctl.training.schedule import Schedule, batch_tokens
@@ -49,6 +52,8 @@ class Progressed:
     seconds: Amount = 0.0  # in training steps, over all sittings
     loss: float = math.nan
     best_mat: Amount = 0.0
+    best_expected: Amount = 0.0  # instead, where the target has no layers here
+    reported_expected: Amount = 0.0  # of the same weights, on the other half
     recipe: str = ""
     made_of: dict[str, str] = field(default_factory=dict)  # what a recipe only names, by digest
     run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
@@ -82,7 +87,10 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     """Load target and data, join the other processes, and build the drafter with its engine."""
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
-    target = load_target(**recipe.target.loading)
+    whole = loads_layers_here(recipe)
+    if not whole:
+        log(f"target {recipe.target.name} is loaded without its layers: mat is expected, not measured")
+    target = load_target(**recipe.target.loading, whole=whole)
     corpus = load_corpus(recipe, target)
     rank, world = start_processes(target.device)
     trainee = make_trainee(recipe, target, corpus)
@@ -125,6 +133,8 @@ class Trainer:
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
         self.at = Progressed(recipe=recipe_hash(recipe), made_of=made_of(recipe, target, corpus))
+        server = recipe.features.mode == "server"
+        self.held = HeldOut(trainee, corpus) if server and not target.whole else None
         self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
 
     def start(self) -> None:
@@ -142,6 +152,8 @@ class Trainer:
         if store is not None and self.at.step < self.schedule.steps:
             homes = columns(rows(self.corpus.train, self.world, self.work))
             store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
+            if self.held is not None:
+                self.held.prepare(recipe, self.rank, self.world)
         if newest is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
             checkpoint.discard(self.checkpoints)
         dist.barrier()
@@ -206,7 +218,8 @@ class Trainer:
             tokens_per_s=at.tokens / at.seconds,
         )  # fmt: skip
         self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
-        measured = {"mat": at.best_mat} if at.best_mat else {}  # from the first check on: no mat is 0
+        lengths = {"mat": at.best_mat, "expected_mat": at.best_expected}
+        measured = {name: length for name, length in lengths.items() if length}  # from the first check on: none is 0
         bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
 
     def forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -254,7 +267,11 @@ class Trainer:
         return largest.item()
 
     def _evaluate(self) -> None:
-        """Decode the held-out prompts with the current weights; write the drafter when it is the best so far."""
+        """Decode the held-out prompts with the current weights, or see what their responses let expect where there are
+        no layers to decode with; write the drafter when it is the best so far."""
+        if not self.target.whole:
+            self._expect()
+            return
         tensors = weights(self.engine)
         if self.rank == 0:
             at = self.at
@@ -269,10 +286,29 @@ class Trainer:
                 at.best_mat = mat
                 self._write(tensors)
 
+    def _expect(self) -> None:
+        """Write the drafter when more is expected of it than so far; the last one where nothing can be expected."""
+        at, choosing, reporting = self.at, ExpectedLength(), ExpectedLength()
+        if self.held is not None:
+            choosing, reporting = self.held.measure(self.engine, self.rank, self.world)
+        tensors = weights(self.engine)
+        if self.rank:
+            return
+        if math.isnan(choosing.mat):
+            self._write(tensors)
+            return
+        self.run.metrics(step=at.step, expected_mat=choosing.mat, expected_acceptance_by_position=choosing.acceptance)
+        self.trackers.log(at.step, expected_mat=choosing.mat)
+        if choosing.mat > at.best_expected:
+            at.best_expected = choosing.mat
+            at.reported_expected = 0.0 if math.isnan(reporting.mat) else reporting.mat
+            self._write(tensors)
+
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         at, recipe = self.at, self.recipe
         mat = mats(self.corpus, choosing=at.best_mat or math.nan)
-        info = facts(recipe, self.corpus, steps=at.step, tokens=at.tokens, mat=mat)
+        expected = mats(self.corpus, reported=at.reported_expected or math.nan, choosing=at.best_expected or math.nan)
+        info = facts(recipe, self.corpus, steps=at.step, tokens=at.tokens, mat=mat, expected=expected)
         kept = self.trainee.tensors(tensors)
         drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
 
@@ -284,7 +320,7 @@ class Trainer:
     def _measured(self) -> tuple[float, list[float]]:
         """mat and acceptance by position of the kept drafter on the prompts that did not choose it; written beside its
         weights."""
-        if self.rank or not self.corpus.reporting:
+        if self.rank or not self.corpus.reporting or not self.target.whole:
             return math.nan, []
         kept = drafter_directory.load(self.recipe.output)
         drafter = load_drafter(str(self.recipe.output), self.target, DraftingRecipe())
@@ -311,4 +347,6 @@ class Trainer:
             acceptance_by_position=acceptance,
             drafter=str(self.recipe.output),
             choosing_mat=at.best_mat or math.nan,
+            expected_mat=at.reported_expected or math.nan,
+            choosing_expected_mat=at.best_expected or math.nan,
         )

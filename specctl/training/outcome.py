@@ -23,7 +23,9 @@ from specctl.training.data import Corpus
 class TrainResult:
     """The result document. `tokens_per_s` counts response tokens over the time spent in training steps (or collecting);
     `mat` and `acceptance_by_position` are those of the kept drafter on held-out prompts that had no part in choosing
-    it, `choosing_mat` its mat on those that had, the best of all checks; NaN (null in JSON) without any."""
+    it, `choosing_mat` its mat on those that had, the best of all checks; NaN (null in JSON) without any. Where the
+    target's layers were not loaded, `expected_mat` and `choosing_expected_mat` are there instead: no measurement, see
+    `expected.py`."""
 
     arch: str
     domain: str
@@ -36,6 +38,8 @@ class TrainResult:
     acceptance_by_position: list[float]
     drafter: str
     choosing_mat: float = math.nan
+    expected_mat: float = math.nan
+    choosing_expected_mat: float = math.nan
 
 
 def held_out_acceptance(
@@ -62,8 +66,17 @@ def greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafte
     )
 
 
-def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: dict[str, float]) -> dict[str, Any]:
-    """drafter.json: where the drafter comes from, and how well it drafts."""
+def facts(
+    recipe: TrainRecipe,
+    corpus: Corpus,
+    *,
+    steps: int,
+    tokens: int,
+    mat: dict[str, float],
+    expected: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """drafter.json: where the drafter comes from, and how well it drafts, or is expected to."""
+    told = {"expected_mat": expected} if expected else {}
     return {
         "domain": corpus.domains,
         "data_fingerprint": corpus.fingerprint,
@@ -71,6 +84,7 @@ def facts(recipe: TrainRecipe, corpus: Corpus, *, steps: int, tokens: int, mat: 
         "steps": steps,
         "train_tokens": tokens,
         "mat": mat,
+        **told,
         "licence": "that of the target",
     }
 

@@ -1,5 +1,6 @@
 """Target features that an engine computes: its hidden states of the training texts, made into what our own forward
-would have given. The forward of the target in this process runs over one text only, to which the engine's is compared.
+would have given. The forward of the target in this process runs over one text only, to which the engine's is compared;
+where the target has no layers here, its vocabulary head has to make of the last states what the engine itself does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from specctl.decoding.models.loading import location
 from specctl.decoding.target import Target
-from specctl.engines.client import Client
+from specctl.engines.client import Client, distance
 from specctl.engines.records import EngineError, Refusal, Wanted
 from specctl.engines.registry import DIALECTS
 from specctl.errors import CheckpointError, UsageError
@@ -22,6 +23,9 @@ from specctl.recipe import ServerRecipe
 from specctl.training.example import Example
 from specctl.training.feature_files import Features
 
+FAR = 0.1  # nats, of the mean of the probe's tokens: bf16 makes 0.01 of it, fp8 0.03, the layer before 1
+PLAUSIBLE = 1 / 3  # of the next tokens: a model's own texts are 0.6 … 1, foreign prose half, chance is nothing
+TEXTS = 8  # that are looked at
 SAME = 0.15  # of a state's length: what other kernels, bf16 and fp8 weights make of it is less, another layer is more
 
 
@@ -67,7 +71,11 @@ def served(
         client.check_states(states)
         origin = {"server": ", ".join(sorted({f"{one.facts.engine} {one.facts.version}" for one in client.servers}))}
         texts = [(number, example) for number, examples in shards.items() for example in examples]
-        check_same(store, client, states, max((example for _, example in texts), key=lambda e: len(e.tokens)))
+        longest = sorted((example for _, example in texts), key=lambda e: -len(e.tokens))
+        if target.whole:
+            check_same(store, client, states, longest[0])
+        else:
+            check_plausible(store, client, states, longest[:TEXTS])
         done: dict[int, dict[int, Features]] = {number: {} for number in shards}
         tokens = 0
         for place, rows in client.states([_sent(example) for _, example in texts], states):
@@ -111,11 +119,16 @@ def made(store: OwnForward, client: Client, states: Wanted, example: Example, ro
     target = store.target
     rows = rows.to(target.device)
     with torch.inference_mode():
-        last = rows[:, -1].to(target.dtype) if client.servers[0].dialect.NORMED else target.model.normed(rows[:, -1])
+        last = final(target, client, rows)
         parts = {tap: rows[:, place].to(target.dtype) for place, tap in enumerate(states.ids[:-1])}
         parts[target.num_layers] = last
         tapped = torch.cat([parts[tap] for tap in store.taps], -1) if store.taps else None
     return store.features(example, last, tapped)
+
+
+def final(target: Target, client: Client, rows: Tensor) -> Tensor:
+    """The final states [S, H] behind the norm, of an engine's states [S, layers, H] on the target's device."""
+    return rows[:, -1].to(target.dtype) if client.servers[0].dialect.NORMED else target.model.normed(rows[:, -1])
 
 
 def check_same(store: OwnForward, client: Client, states: Wanted, example: Example) -> None:
@@ -129,14 +142,65 @@ def check_same(store: OwnForward, client: Client, states: Wanted, example: Examp
             theirs = made(store, client, states, example, rows)
             worst = max([worst, *differences(own, theirs, len(store.taps))])
             if worst > SAME:
-                raise CheckpointError(
-                    f"states from {', '.join(one.url for one in client.servers)} are not those of target "
-                    f"{store.target.name}: they differ by {worst:.0%}; other weights, or other layers than "
-                    f"{list(states.ids)}",
-                    "; or ".join(f"start it with: {command}" for command in commands(client.recipe, states)),
-                )
+                raise _others(store, client, states, f"they differ by {worst:.0%}")
     interrupts.check()
     log(f"states of the server differ from the target's own by {worst:.2g} of their length")
+
+
+def check_plausible(store: OwnForward, client: Client, states: Wanted, examples: list[Example]) -> None:
+    """The states are what they should be, as far as it shows without the target's layers. CheckpointError where not.
+
+    Every server makes of its own last states what the vocabulary head here does: the log probabilities of the probe's
+    tokens, if it tells them. The head finds the next token of `examples` in their states often enough, and each server
+    gives the same states twice, and those that the others give.
+
+    This tells other vocabulary heads and final norms, another layer as the last one, rows in the wrong place or out of
+    a cache, weights that have nothing to do with the texts. It does not tell which layers the other states are of, nor
+    weights that share the head and write alike, as a fine-tune's, nor a norm applied twice where its weight is even.
+    """
+    target, count = store.target, len(client.servers)
+    furthest = right = total = 0.0
+    for _, rows in client.states([client.probe] * count, states):
+        if isinstance(rows, Tensor):  # a refusal is told with the text that is refused
+            own = _logprobs(target, client, rows, client.probe)
+            furthest = max([furthest, *(distance(one.logprobs, own) for one in client.servers)])
+    if furthest > FAR:
+        what = f"the vocabulary head makes log probabilities of them that are {furthest:.2g} nats off the server's own"
+        raise _others(store, client, states, what)
+    for example in examples:
+        answers = []
+        for _ in range(2):
+            asked = client.states([_sent(example)] * count, states)  # one each: the idlest server is asked
+            answers += [made(store, client, states, example, rows) for _, rows in asked]
+        interrupts.check()
+        for answer in answers[1:]:
+            if max(differences(answers[0], answer, len(store.taps))) > SAME:
+                raise _others(store, client, states, "they are not the same when they are asked for again")
+        following = torch.tensor(example.tokens[example.prompt_length + 1 :])
+        right += min((answer.best.cpu() == following).sum().item() for answer in answers)
+        total += len(following)
+    share = right / total
+    if share < PLAUSIBLE:
+        raise _others(store, client, states, f"they predict {share:.0%} of the next tokens of the texts")
+    told = f"; log probabilities within {furthest:.2g} nats" if any(one.logprobs for one in client.servers) else ""
+    log(f"states of the server predict {share:.0%} of the next tokens of {len(examples)} texts{told}")
+
+
+@torch.inference_mode()
+def _logprobs(target: Target, client: Client, rows: Tensor, ids: list[int]) -> list[float]:
+    """Log probabilities of all ids but the first, by the vocabulary head here on an engine's states [S, layers, H]."""
+    logits = target.model.logits(final(target, client, rows[:-1].to(target.device))).float()
+    following = torch.tensor(ids[1:], device=target.device)
+    return logits.log_softmax(-1).gather(1, following[:, None])[:, 0].tolist()
+
+
+def _others(store: OwnForward, client: Client, states: Wanted, what: str) -> CheckpointError:
+    """The error where states are not the target's, and what shows it."""
+    return CheckpointError(
+        f"states from {', '.join(one.url for one in client.servers)} are not those of target {store.target.name}: "
+        f"{what}; other weights, or other layers than {list(states.ids)}",
+        "; or ".join(f"start it with: {command}" for command in commands(client.recipe, states)),
+    )
 
 
 def differences(own: Features, theirs: Features, taps: int) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from specctl.decoding.models.ends import without_layers
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.kernels.distill import Squash
@@ -22,11 +23,13 @@ class Outline:
     Attributes:
         parameters: all of them, shared ones once.
         active: those of matrices that every token is multiplied with (a mixture visits a few of its experts).
+        ends: those outside of the layers.
     """
 
     config: Any
     parameters: int
     active: int
+    ends: int
     hidden_size: int
     vocab_size: int
     num_layers: int
@@ -47,6 +50,7 @@ class Outline:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+            ends = AutoModelForCausalLM.from_config(without_layers(config))
         text = config.get_text_config()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2]
@@ -55,6 +59,7 @@ class Outline:
             config=text,
             parameters=sum(p.numel() for p in model.parameters()),
             active=round(sum(count * _visited(name, text) for name, count in matrices)) - looked_up,
+            ends=sum(p.numel() for p in ends.parameters()),
             hidden_size=embedding.shape[1],
             vocab_size=embedding.shape[0],
             num_layers=text.num_hidden_layers,

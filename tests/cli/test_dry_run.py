@@ -150,3 +150,23 @@ def test_the_command_of_a_server_with_the_drafters_states(specctl, options, ids)
     assert any(f'"eagle_aux_hidden_state_layer_ids": {ids}' in step for step in steps)
     assert any("sglang.launch_server" in step for step in steps) == (len(ids) == 1)
     assert any("ask http://h:1 for the target's states" in step for step in steps) == (len(ids) == 1)
+
+
+def test_the_plan_says_what_a_target_without_layers_cannot(specctl, tmp_path):
+    options = ["--domain", "sql", "features.mode=server", "--dry-run", "--json"]
+    whole, ends = (
+        specctl("train-drafter", *options, *more).json["steps"] for more in ([], ["features.whole_target=false"])
+    )
+    assert any(step.startswith("measure mat") for step in whole)
+    assert not any(step.startswith("measure mat") for step in ends)
+    assert any(step.startswith("expect a mat") and "eval --server" in step for step in ends)
+    assert any("without its layers" in step for step in ends)
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_family_that_needs_the_layers_is_refused_by_name(specctl, tmp_path, dry):
+    before = sorted(tmp_path.rglob("*"))
+    options = ["--arch", "lm", "--domain", "sql", "objective=kl", "features.mode=cached", "features.whole_target=false"]
+    done = specctl("train-drafter", *options, *dry)
+    assert done.code == 2 and "lm needs the target's layers" in done.err
+    assert sorted(tmp_path.rglob("*")) == before

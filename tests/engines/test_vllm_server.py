@@ -2,6 +2,7 @@
 --server` counts what our own loop counts; and a head is trained on the hidden states that it hands out."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from specctl.commands import export as exporting
 from specctl.commands.eval import evaluate
@@ -171,6 +173,8 @@ def test_features_and_a_head(target, tmp_path):
     with serving(tmp_path / "capture.log", *options, PYTHONPATH=str(Path(__file__).parent)) as url:
         asked = FeatureRecipe(server=ServerRecipe(urls=[url], wait_s=300, concurrency=8))
         theirs = loop.train_drafter(recipe("served", asked), run_in(tmp_path / "served.run"))
+        alone = asked.model_copy(update={"whole_target": False, "dir": tmp_path / "asked for again"})
+        ends = loop.train_drafter(recipe("ends", alone), run_in(tmp_path / "ends.run"))
         examples = load_corpus(own, target).train
         long = replace(examples[0], index=len(examples), tokens=[token for e in examples for token in e.tokens][:900])
         store = FeatureStore(target, tuple(taps))
@@ -184,5 +188,9 @@ def test_features_and_a_head(target, tmp_path):
     best = [(a.best != b.best).sum().item() for a, b in zip(found, expected, strict=True)]
     largest = {name: max(getattr(one, name).abs().max().item() for one in expected) for name in furthest}
     print(len(found), "texts", furthest, "of", largest, sum(best), "best differ", ours.mat, theirs.mat)
+    print("without the target's layers", ends.expected_mat, ends.choosing_expected_mat)
     assert all(furthest[name] < 1e-5 * largest[name] for name in furthest) and sum(best) <= 1
     assert theirs.mat == pytest.approx(ours.mat, abs=0.02) and ours.mat > 1.3
+    learnt, again = (checkpoint.load(tmp_path / name).tensors for name in ("served", "ends"))
+    assert all(torch.allclose(learnt[name].float(), again[name].float(), atol=1e-3) for name in learnt)
+    assert ends.expected_mat > 1.3 and math.isnan(ends.mat)

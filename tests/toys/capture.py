@@ -26,6 +26,16 @@ def raw_states(target, ids, layers, *, normed=False):
     return states
 
 
+def raw_logprobs(target, ids):
+    """Log probabilities of all ids but the first."""
+    model = target.model
+    plan = plan_rows([0], len(ids) - 1, device=target.device, dtype=target.dtype)
+    with torch.inference_mode():
+        hidden, _ = model.forward(torch.tensor([ids[:-1]]), model.new_cache(1, len(ids) - 1), plan, ())
+        rows = model.logits(hidden[0]).float().log_softmax(-1)
+    return rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
 class CapturingEngine(FakeEngine):
     """Besides what `FakeEngine` does, it gives states.
 
@@ -37,21 +47,27 @@ class CapturingEngine(FakeEngine):
         late: seconds after the answer until a file is written.
         spoiled: how many files are half written, at the beginning.
         cached: prompt tokens that it says it had in a cache.
+        logprobs: of vLLM: ids → log probabilities of all but the first, or None; None = made up.
     """
 
     def __init__(self, tokenizer, engine, place, states, **options):
         super().__init__(tokenizer, engine, **options)
         self.place, self.states = place, states
         self.told = str
+        self.logprobs = None
         self.spoil = dict
         self.late, self.spoiled, self.cached = 0.0, 0, 0
         self.written = 0
 
     def generated(self, body):
         answer = super().generated(body)
+        ids = body.get("prompt") or body.get("input_ids")
+        if self.logprobs is not None and "prompt_logprobs" in body:
+            own = self.logprobs(ids)
+            rows = own and [None, *({str(id): {"logprob": x}} for id, x in zip(ids[1:], own, strict=True))]
+            answer["choices"][0]["prompt_logprobs"] = rows
         if "prompt_logprobs" in body or body.get("return_logprob") or self.states is None:
             return answer
-        ids = body.get("prompt") or body["input_ids"]
         tensors = self.spoil({"hidden_states": self.states(ids), "token_ids": torch.tensor(ids)})
         if self.engine == "sglang":
             rows = tensors["hidden_states"].flatten(1).tolist()

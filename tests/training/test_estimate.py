@@ -92,6 +92,27 @@ def test_cached_features_save_passes_of_the_target_and_take_disk():
     assert cached.disk_gb["features"] == pytest.approx(tokens * 4096 * 2 / 1e9)
 
 
+def test_a_target_that_does_not_fit_is_loaded_without_its_layers():
+    """Where features come from elsewhere: 2.1 B of 70.6 B parameters. One that fits, or has to be whole, is whole."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    large = LlamaConfig(**{**LLAMA31_8B.to_dict(), **sizes, "head_dim": 128})
+
+    def of_70b(**features):
+        return estimate(TrainRecipe(features={"mode": "server", **features}, batch_tokens=4096), large, h100(), TEXTS)
+
+    ends, whole, forced = of_70b(), of_70b(whole_target=True), of_70b(whole_target=False)
+    assert ends == forced and ends.fits and not whole.fits
+    assert ends.loaded_parameters == 2 * 128256 * 8192 + 8192
+    assert ends.memory_gb["target"] == pytest.approx(4.2, abs=0.01) and "target's forward" not in ends.memory_gb
+    assert (
+        whole.memory_gb["target"] == pytest.approx(141.1, abs=0.1) and whole.advice[0] == "features.whole_target=false"
+    )
+    assert any("2.10 B parameters of the target are loaded" in line for line in ends.lines)
+    assert not any("without its layers" in line for line in whole.lines)
+    for found in (of(features={"mode": "server"}), of(features={"mode": "online"}, arch="lm")):
+        assert found.loaded_parameters == found.target_parameters
+
+
 def test_an_independent_drafter_does_not_pay_for_the_target():
     found = of(arch="lm")
     assert "target's forward" not in found.memory_gb

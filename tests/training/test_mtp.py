@@ -67,6 +67,19 @@ def trained(distilled, native, tmp_path_factory):
     return place, train(recipe(distilled, place, native), place)
 
 
+def test_it_needs_none_of_the_targets_layers(distilled, native, tmp_path):
+    """Bitwise, on features that are kept: its own layer is read from the files."""
+
+    def run(name, **changes):
+        features = FeatureRecipe(mode="cached", dir=tmp_path / "features", **changes)
+        options = {"max_steps": 2, "features": features, "eval": HeldOutRecipe()}
+        train(recipe(distilled, tmp_path / name, native, **options), tmp_path / name)
+        return drafters.load(tmp_path / name / "drafter").tensors
+
+    whole, ends = run("whole"), run("ends", whole_target=False)
+    assert all(torch.equal(whole[name], tensor) for name, tensor in ends.items())
+
+
 def test_it_learns(trained, native):
     """The loss falls at every depth, and held-out prompts take fewer passes of the real engine."""
     place, result = trained

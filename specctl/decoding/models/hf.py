@@ -260,6 +260,8 @@ class HFModel:
             for hook in hooks:
                 hook.remove()
         for module, output in reversed(made):
+            if isinstance(module, nn.Dropout) or any(parameter.ndim > 1 for parameter in module.parameters()):
+                continue  # a model that ends without a norm, or one without layers whose embedding is all there is
             # Not `is`: some give their output another shape before they hand it on.
             if isinstance(output, Tensor) and (output.data_ptr(), output.numel()) == (last.data_ptr(), last.numel()):
                 return module

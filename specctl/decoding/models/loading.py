@@ -6,7 +6,8 @@ import ctypes
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,13 +197,12 @@ def load_model(
     For a GPU the weights are read from the memory-mapped files straight to it: eight processes on a node share the
     pages of the files and hold no copies in CPU memory.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    try:
+    with reading(name):
         if not trust_remote_code:
             _check_size(name, config)
         model = AutoModelForCausalLM.from_pretrained(
@@ -214,14 +214,6 @@ def load_model(
         )
         if device_map is None:
             model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
-    except SafetensorError as error:  # which does not say of which file
-        hint = f"specctl doctor --target {name} names the file"
-        raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
-    except (UsageError, CheckpointError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever files can make transformers raise, a pickle that was not loaded included
-        hint = f"specctl doctor --target {name} looks at its files"
-        raise CheckpointError(f"cannot load target {name}: {first_line(error)}", hint) from error
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
@@ -229,6 +221,23 @@ def load_model(
             "more GPUs, or raise target.max_memory",
         )
     return model.eval()
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Whatever files make `transformers` raise, a pickle that was not loaded included, as a CheckpointError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:  # which does not say of which file
+        hint = f"specctl doctor --target {name} names the file"
+        raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
+    except (UsageError, CheckpointError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        hint = f"specctl doctor --target {name} looks at its files"
+        raise CheckpointError(f"cannot load target {name}: {first_line(error)}", hint) from error
 
 
 def _check_size(name: str, config: Any) -> None:

@@ -192,6 +192,10 @@ class HeadLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+Watch = Callable[[Product, Tensor, Tensor], None]
+"""Function of the product that makes draft logits, the response slots [n] that its rows are at and their steps [n]."""
+
+
 class Losses(NamedTuple):
     """Losses of n rows: Σ share · loss (differentiable), each loss [n], 0 where it does not count, which of them count,
     and their shares [n]."""
@@ -216,6 +220,7 @@ class DraftHead(nn.Module):
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
         self.paced = False  # depths are weighted by `pace`, not by `decay`
         self.squash = Squash()  # the target's
+        self.watch: Watch | None = None  # told of the draft logits of every batch
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
         member[ids] = True
@@ -254,6 +259,8 @@ class DraftHead(nn.Module):
         whose n_k rows are at the response slots `rows`."""
         row = torch.cat(rows)
         step = torch.cat([torch.full_like(part, k) for k, part in zip(steps, rows, strict=True)])
+        if self.watch is not None:
+            self.watch(product, row, step)
         at, valid = row + step, batch.left[row] > step
         known = self.t2d[batch.labels]
         valid = valid & (known if self.objective == "ce" else batch.inside)[at]

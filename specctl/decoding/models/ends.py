@@ -1,0 +1,96 @@
+"""A target's model without its layers: the embedding, what is outside of the layers behind it, and the vocabulary head.
+
+Training a head on features that another machine has computed needs no more: of 70B in bf16, 4 GB of 141.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.models.lean import LeanModel
+from specctl.decoding.models.loading import load_config, location, reading
+from specctl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from specctl.decoding.models.hf import HFModel
+
+
+class Ends:
+    """The part of a `LeanModel` or `HFModel` that needs no layers; the forward, which does, is refused."""
+
+    def __init__(self, model: LeanModel | HFModel):
+        self.dtype, self.device, self.hidden_size = model.dtype, model.device, model.hidden_size
+        self.embedding: Tensor = model.embedding
+        self.normed, self.logits = model.normed, model.logits
+
+    def new_cache(self, *_: Any) -> NoReturn:
+        _refuse()
+
+    def forward(self, *_: Any) -> NoReturn:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise RuntimeError("a target without its layers was asked for a forward")
+
+
+def without_layers(config: Any) -> Any:
+    """A copy of a target's configuration that describes the model without its layers, as it is where those are
+    quantised: the rest seldom is."""
+    ends = copy.deepcopy(config)
+    text = ends.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    for part in {id(part): part for part in (ends, text)}.values():
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    return ends
+
+
+def load_ends(
+    name: str, *, device: torch.device, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The `transformers` model of a target without its layers, whose tensors are not read; its configuration says how
+    many there are.
+
+    Raises CheckpointError: the files lack some of the rest, or the architecture cannot be built without layers.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    said = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # that the files hold layers, too, is no news
+    try:
+        with reading(name):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                location(name),
+                config=without_layers(config),
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    finally:
+        transformers_logging.set_verbosity(said)
+    model, info = loaded
+    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if lacking:
+        raise CheckpointError(
+            f"target {name}: its files do not hold {', '.join(lacking)} as config.json describes it",
+            f"specctl doctor --target {name} looks at its files; features.whole_target=true loads them with the layers",
+        )
+    whole, ends = config.get_text_config(), model.config.get_text_config()
+    ends.num_hidden_layers = whole.num_hidden_layers
+    if getattr(whole, "layer_types", None):
+        ends.layer_types = whole.layer_types
+    for part, original in ((model.config, config), (ends, whole)):
+        if getattr(original, "quantization_config", None) is not None:
+            part.quantization_config = original.quantization_config
+    return model.to(device).eval()
