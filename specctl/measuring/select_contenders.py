@@ -193,7 +193,10 @@ class SelectContenders:
             with an empty one."""
             nonlocal heard
             heard += 1
-            log.writelines(json.dumps({"algo": algo, **asdict(line)}) + "\n" for algo, line in self._lines)
+            for algo, line in self._lines:
+                self.plays[algo].append((self.game_of(line.domain, line.query, line.seed), line.arm, line.committed))
+                line.weights = [round(weight, 4) for weight in line.weights]
+                log.write(json.dumps({"algo": algo, **asdict(line)}) + "\n")
             self._lines.clear()
             if heard % len(asked) == 0:
                 self.companion.store.clear()
@@ -233,8 +236,7 @@ class SelectContenders:
         return f"{repeat} {units[self.recipe.reset]}"
 
     def _note(self, algo: str, entry: RoundLine) -> None:
-        self.plays[algo].append((self.game_of(entry.domain, entry.query, entry.seed), entry.arm, entry.committed))
-        self._lines.append((algo, entry))
+        self._lines.append((algo, entry))  # within a round that is timed: no more than that
 
     def row(self, stream: Stream, name: str) -> PolicyRow:
         """The row of a contender."""

@@ -41,7 +41,7 @@ class Tally:
     dropped: int = 0  # rewards and losses that were not finite, of games that are over
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RoundLine:
     """A line of `rounds.jsonl`. `learnt`: the reward of the arm, or the last losses of all arms, if there were any."""
 
@@ -225,6 +225,8 @@ class Selector(Controller):
     def _seconds(self, state: DecodeState, total: float) -> dict[int, float]:
         """Seconds of a text's round, by arm: its draft, shared by the texts that it was made for, and a text's share of
         the rest of `total`, which is the verification."""
+        if len(self._live) == 1:
+            return {self._played(state, self._live[0]): total}
         texts = Counter(self._played(state, b) for b in self._live)
         drafts = {arm: self._made(arm).seconds for arm in texts}
         rest = (total - sum(drafts.values())) / len(self._live)
@@ -277,7 +279,7 @@ class Selector(Controller):
                 entry.committed,
                 min(len(verdict.paths[b]), entry.committed),
                 verdict.depths[b],
-                [round(weight, 4) for weight in entry.weights],
+                entry.weights,
                 learnt,
                 entry.regret,
                 entry.decide_us,
