@@ -59,8 +59,8 @@ def same_kinds(reference: str, found: str) -> bool:
 
 def differences(name: str, reference: Shape, found: Shape, fits: Callable[[str, str], bool] = same_kinds) -> list[str]:
     """A line for every key of a document that went, came or changed; `fits(reference, found)` compares two kinds."""
-    gone = [path for path in reference.keys() - found.keys() - {*MACHINE} if not _under_nothing(path, found)]
-    new = [path for path in found.keys() - reference.keys() - {*MACHINE} if not _under_nothing(path, reference)]
+    gone = [path for path in reference.keys() - found.keys() if not _under_nothing(path, found)]
+    new = [path for path in found.keys() - reference.keys() if not _under_nothing(path, reference)]
     changed = [path for path in reference.keys() & found.keys() if not fits(reference[path], found[path])]
     return [
         *(f"{name}: {path} is gone (was {reference[path]})" for path in sorted(gone)),
