@@ -10,6 +10,7 @@ from specctl.decoding.catch_up import CatchUp
 from specctl.decoding.loop import decode
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
 from specctl.drafters.dflash import drafter as dflash
 from specctl.drafters.dflash.drafter import BlockDrafter
 from specctl.drafters.dflash.head import BlockHead, convolve
@@ -351,3 +352,16 @@ def test_the_mask_token_is_one_that_the_target_has(target, monkeypatch, pad, mas
     monkeypatch.setattr(target.config, "pad_token_id", pad)
     monkeypatch.setattr(target, "eos_ids", frozenset({0}))
     assert dflash.architecture(DrafterRecipe(), target).mask_token_id == mask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [CHAIN, TreeShape(4, 3, 12, 3, 0.0)])
+def test_blocks_are_drafted_in_bf16(prompts, kind, shape):
+    """With products that take rows alone where they read eight bits."""
+    target = load_target("builtin", device="cpu", dtype="bf16")
+    drafter = BlockDrafter(block_head(target, **KINDS[kind]), target, shape)
+    plain, drafted = (
+        decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=12, seeds=[0], **options)[0]
+        for options in ({}, {"drafter": drafter, "taps": drafter.taps})
+    )
+    assert drafted.output_ids[:4] == plain.output_ids[:4] and len(drafted.output_ids) == len(plain.output_ids)

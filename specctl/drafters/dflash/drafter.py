@@ -51,6 +51,11 @@ class BlockRows(ChainRows):
         return self.following(rows, self.states[b][:depth], torch.tensor(self.tokens[b][:depth], device=rows.device))
 
 
+def over_rows(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A layer of x [..., H], which takes rows alone where its weights are of eight bits."""
+    return linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
 class BlockDrafter(ParallelDrafter):
     """Inference of a `BlockHead`: keys and values of the context are made once for every committed position."""
 
@@ -133,7 +138,7 @@ class BlockDrafter(ParallelDrafter):
         """[..., r] what the rows of `after` are multiplied with, behind the tokens `before` [...]."""
         assert self.before is not None
         edges = F.embedding(before, self.before)
-        return edges if self.steer is None else edges * self.steer(states)
+        return edges if self.steer is None else edges * over_rows(self.steer, states)
 
     def rows(self, state: DecodeState, chains: list[list[int]], states: Tensor, logits: Tensor) -> ChainRows:
         """The rows that chains were chosen from; what ties them is only added for those who ask."""
@@ -170,8 +175,7 @@ class BlockDrafter(ParallelDrafter):
         return x.flatten(0, 1)
 
     def logits(self, states: Tensor) -> Tensor:
-        x = states.flatten(0, -2)
-        return self.head(x if self.scale == 1 else x * self.scale).unflatten(0, states.shape[:-1])
+        return over_rows(self.head, states if self.scale == 1 else states * self.scale)
 
     def following(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
         if self.after is None:
