@@ -97,7 +97,8 @@ def writer(family: str, to: str) -> FormatModule:
     """The format in which drafters of a family are written for `to`. UsageError: it has no use for the family."""
     names = {reader: name for name, row in FORMATS.items() if family in row.families for reader in row.readers}
     if to not in names:
-        raise UsageError(
-            f"{family} drafters cannot be written for {to}", hint=f"--to {', '.join(sorted(names)) or 'nothing'}"
-        )
+        those = f"--to {', '.join(sorted(names))}" if names else "no engine reads its files"
+        vllm = "vLLM drafts from the directory as it is, by specctl.engines.vllm_proposer.Proposer (see README)"
+        hint = vllm if family == "retrieval" and to == "vllm" else those
+        raise UsageError(f"{family} drafters cannot be written for {to}", hint=hint)
     return load(names[to])

@@ -11,19 +11,21 @@ import os
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from specctl.commands import export as exporting
 from specctl.decoding.loop import decode
+from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.distillation.generate import distill
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.dflash.drafter import CANDIDATES
+from specctl.engines.vllm_proposer import KEY, Proposer
 from specctl.recipe import (
     DataRecipe,
     DistillRecipe,
@@ -147,15 +149,20 @@ def served(commands, prompts, place):
     if speculative["method"] == "dspark":  # our Markov head chooses among the likeliest tokens only
         speculative["dspark_draft_topk"] = CANDIDATES
     job = {"target": model, "speculative": speculative, "prompts": prompts, "max_tokens": NEW}
-    (place / "job.json").write_text(json.dumps(job))
     runner = {}
     if command.startswith("VLLM_USE_V2_MODEL_RUNNER=1 "):
         if not TRITON.is_dir():
             pytest.skip(f"no Triton in {TRITON}, which vLLM's V2 runner needs: `make engines`")
         runner = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": f"{INTERPRETED}{os.pathsep}{TRITON}"}
+    return answered(job, place, **runner)
+
+
+def answered(job, place, **environment):
+    """The counts of vLLM for a job of `vllm_served.py`."""
+    (place / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
         [str(PYTHON), str(SCRIPT), str(place / "job.json"), str(place / "counts.json")],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **runner},
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **environment},
         capture_output=True,
         text=True,
     )
@@ -238,3 +245,27 @@ def test_vllm_drafts_with_a_fine_tuned_mtp_layer(prompts, tmp_path):
     tensors = {name: tensor for name, tensor in found.tensors.items() if name != "target_norm"}
     behind = checkpoint.save(tmp_path / "behind", config=other, tensors=tensors, info={})
     assert here(behind, target, prompts, result.tokens) != theirs
+
+
+TEXT = ["lookup", "suffix", "store", "store and lookup"]
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_vllm_drafts_from_text(name, target, prompts, responses, tmp_path, capsys):
+    """By our proposer in its worker: the texts are those without a draft, and `lookup` drafts as here, to the count."""
+    store = tmp_path / "store"
+    if "store" in name:
+        recipe = TrainRecipe(target=MEASURED, arch="retrieval", distilled=responses, output_dir=store)
+        loop.train_drafter(recipe, Run.create("train-drafter", recipe, tmp_path / "run"))
+    named = [str(store) if one == "store" else one for one in name.split(" and ")]
+    spec = {"method": "custom_class", "model": f"{Proposer.__module__}.Proposer", "num_speculative_tokens": 7}
+    job = {"target": str(builtin_path()), "speculative": spec, "prompts": prompts, "max_tokens": NEW}
+    more = {"additional_config": {KEY: named}}
+    theirs = answered(job | more, tmp_path, PYTHONPATH=str(ROOT))
+    plain = here("none", target, prompts, 7)
+    assert theirs.texts == plain.texts and 0 < sum(theirs.accepted_at) < theirs.drafted
+    with capsys.disabled():
+        print(f"\n{name}: {theirs.drafts} rounds, {theirs.drafted} drafted, accepted {theirs.accepted_at}")
+    if name == "lookup":
+        ours = here("lookup", target, prompts, 7)
+        assert replace(ours, drafts=theirs.drafts) == theirs  # vLLM counts no round in which nothing was drafted

@@ -1,6 +1,7 @@
 """Run by the interpreter of an environment with vLLM: a target with a drafter answers prompts greedily in fp32.
 
-argv: a JSON file of {"target", "speculative", "prompts" (token ids), "max_tokens"}, and one for what came of it:
+argv: a JSON file of {"target", "speculative", "prompts" (token ids), "max_tokens"}, with "additional_config" if there
+is one, and one for what came of it:
 {"texts" (token ids), "drafts", "drafted", "accepted", "accepted_at"}, the engine's own counters.
 """
 
@@ -24,6 +25,7 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
         max_model_len=1024,
+        additional_config=job.get("additional_config", {}),
     )
     sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True)
     answers = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling)

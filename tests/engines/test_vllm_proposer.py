@@ -1,0 +1,128 @@
+"""Text drafters as vLLM's V1 runner calls them: rows of tokens that change places, with a length each."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from specctl.drafters import checkpoint
+from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.text.lookup import NGramIndex
+from specctl.engines.vllm_proposer import KEY, Proposer
+from specctl.errors import SpecctlError, UsageError
+
+LONGEST, TOKENS, VOCAB = 64, 4, 100
+REPEATED = [5, 6, 7, 8, 9, 1, 5, 6]
+
+
+def proposer(*named, tokens=TOKENS, additional=None):
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
+        model_config=SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: VOCAB),
+        additional_config={KEY: list(named)} if additional is None else additional,
+    )
+    return Proposer(config)
+
+
+def asked(drafter, texts, sampled=None):
+    """The answer for texts, of which the last token was sampled in this step, or what `sampled` says."""
+    table = np.full((len(texts), LONGEST), -7, np.int32)  # what is behind a text is never read
+    for row, text in enumerate(texts):
+        table[row, : len(text)] = text
+    lengths = np.array([len(text) for text in texts])
+    return drafter.propose(sampled or [text[-1:] for text in texts], lengths, table)
+
+
+def store(place, vocab=VOCAB):
+    kept = retrieval.collect([([1, 2, 30, 31, 32, 33, 34], 2), ([1, 2, 30, 31, 32, 33, 34], 2)])
+    config = retrieval.config(kept, {"name": "some", "vocab_size": vocab})
+    return str(checkpoint.save(place, config=config, tensors=retrieval.tensors(kept), info={}))
+
+
+def ours(text, count=TOKENS):
+    index = NGramIndex(3, 1)
+    index.extend(text)
+    return index.continuation(text, count)
+
+
+def test_lookup_is_the_default():
+    assert asked(proposer(additional={}), [REPEATED]) == [[7, 8, 9, 1]] == [ours(REPEATED)]
+
+
+def test_rows_change_places_come_and_go():
+    """Every answer is that of a proposer that has never seen the text before."""
+    rng, drafter, names, texts = np.random.default_rng(3), proposer("lookup", "suffix"), [0, 1, 2], {}
+    single = proposer("lookup")
+    for step in range(60):
+        if step % 7 == 3:
+            names = [*names[1:], max(names) + 1]
+        rng.shuffle(names)
+        for name in names:
+            texts.setdefault(name, rng.integers(1, 6, 5).tolist())
+            texts[name] = [*texts[name], *rng.integers(1, 6, rng.integers(1, 3)).tolist()][:LONGEST]
+        rows = [texts[name] for name in names]
+        assert asked(single, rows) == [ours(text, min(TOKENS, LONGEST - len(text) - 1)) for text in rows]
+        asked(drafter, rows)
+        assert [request.ids for request in drafter.requests] == rows
+        known = {id(request) for request in drafter.requests}
+        assert len(known) == len(rows)
+    assert any(sum(trust.claimed) > 17 for request in drafter.requests for trust in request.trust)
+
+
+def test_two_requests_of_one_prompt_are_two():
+    drafter = proposer("lookup")
+    asked(drafter, [REPEATED, REPEATED])
+    assert asked(drafter, [[*REPEATED, 9], [*REPEATED, 7]]) == [ours([*REPEATED, 9]), ours([*REPEATED, 7])]
+
+
+def test_a_text_that_is_another_one_now_is_read_anew():
+    drafter = proposer("suffix")
+    asked(drafter, [REPEATED])
+    other = [9, 8, 9, 8, 9]
+    assert asked(drafter, [other]) == asked(proposer("suffix"), [other]) != [[]]
+
+
+def test_nothing_is_drafted_without_a_sampled_token_or_room():
+    drafter = proposer("lookup")
+    assert asked(drafter, [REPEATED, REPEATED], [[], [6]]) == [[], [7, 8, 9, 1]]
+    full = (REPEATED * 9)[: LONGEST - 2]
+    assert len(asked(drafter, [full])[0]) == 1 and asked(drafter, [(REPEATED * 9)[:LONGEST]]) == [[]]
+    assert asked(drafter, [[3]]) == [[]]
+
+
+def test_a_datastore_knows_what_the_text_does_not(tmp_path):
+    assert asked(proposer(store(tmp_path / "store")), [[7, 1, 2]]) == [[30, 31, 32, 33]]
+    assert asked(proposer("lookup"), [[7, 1, 2]]) == [[]]
+
+
+def test_the_drafter_whose_claims_come_true_is_heard(tmp_path):
+    """The store drafts 30 behind 2, the text has always gone on with 3: after some rounds it is believed."""
+    both, text, drafts = proposer("lookup", store(tmp_path / "store")), [1, 2], []
+    for _ in range(8):
+        drafts.append(asked(both, [text])[0][:1])
+        text = [*text, 3, 4, 1, 2]
+    assert drafts[0] == [30] and drafts[-1] == [3]
+    request = both.requests[0]
+    assert request.trust[0](0.9) > request.trust[1](0.9)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("eagle9", "no text drafter 'eagle9'"),
+        (None, "is None"),
+        ([], r"is \[\]"),
+        ([3], r"is \[3\]"),
+        ("empty", "empty"),
+        ("head", "of family eagle3"),
+        ("other", "a target of 7 tokens, this model has 100"),
+    ],
+)
+def test_what_cannot_draft_is_refused_when_it_is_loaded(tmp_path, named, says):
+    (tmp_path / "empty").mkdir()
+    checkpoint.save(tmp_path / "head", config={"family": "eagle3", "target": {}}, tensors={}, info={})
+    store(tmp_path / "other", vocab=7)
+    place = [str(tmp_path / named) if (tmp_path / named).exists() else named] if isinstance(named, str) else named
+    with pytest.raises(SpecctlError, match=says) as error:
+        proposer(additional={KEY: place})
+    assert isinstance(error.value, UsageError) or named == "empty"
