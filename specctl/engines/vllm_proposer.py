@@ -140,11 +140,10 @@ def expected(trust: Trust, chain: ProposedTree) -> float:
 
 
 def named_drafters(named: Any, vocab_size: int, tokens: int) -> list[Lookup | Suffix]:
-    """The drafters of names and directories. UsageError, CheckpointError: see `Proposer`."""
+    """The drafters of names and directories. UsageError, CheckpointError: see `Proposer`; vLLM shows messages alone, so
+    cures are in them."""
     if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
-        raise UsageError(
-            f"{KEY} is {named!r}", hint='a list of names and directories: ["lookup", "drafters/D-retrieval"]'
-        )
+        raise UsageError(f'{KEY} is {named!r}; it is a list, such as ["lookup", "drafters/D-retrieval"]')
     return [_drafter(one, vocab_size, tokens) for one in named]
 
 
@@ -154,12 +153,11 @@ def _drafter(name: str, vocab_size: int, tokens: int) -> Lookup | Suffix:
     if name == "suffix":
         return Suffix(depth=tokens)
     if not Path(name).expanduser().is_dir():
-        raise UsageError(f"no text drafter {name!r} in {KEY}", hint="lookup, suffix, or the directory of a datastore")
+        raise UsageError(f"no text drafter {name!r}; {KEY} has lookup, suffix and directories of datastores")
     found = checkpoint.load(Path(name).expanduser())
     family, size = found.config["family"], cast(Mapping[str, Any], found.config["target"]).get("vocab_size")
     if family != "retrieval":
-        hint = f"specctl export {name} --to vllm prints the command for it"
-        raise UsageError(f"{name} is of family {family}: {KEY} takes datastores (retrieval)", hint=hint)
+        raise UsageError(f"{name} is no datastore; specctl export {name} --to vllm prints the command for {family}")
     if size != vocab_size:
-        raise UsageError(f"{name} is of a target of {size} tokens, this model has {vocab_size}")
+        raise UsageError(f"{name} is of a target of {size} tokens, this model has {vocab_size}: collect its own")
     return Suffix(depth=tokens, corpus=retrieval.restore(found.config, found.tensors))

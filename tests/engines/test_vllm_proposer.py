@@ -114,7 +114,7 @@ def test_the_drafter_whose_claims_come_true_is_heard(tmp_path):
         ([], r"is \[\]"),
         ([3], r"is \[3\]"),
         ("empty", "empty"),
-        ("head", "of family eagle3"),
+        ("head", "no datastore; specctl export .*head --to vllm prints the command for eagle3"),
         ("other", "a target of 7 tokens, this model has 100"),
     ],
 )
