@@ -1,7 +1,7 @@
 """A proposer of vLLM that drafts from text: `lookup`, `suffix`, datastores (`retrieval`); no head, no forward.
 
     vllm serve MODEL --additional-config '{"specctl_drafters": ["lookup", "drafters/sql-retrieval"]}' \\
-      --speculative-config '{"method": "custom_class", "model": "specctl.engines.vllm_proposer.Proposer",
+      --speculative-config '{"method": "custom_class", "model": "specctl.engines.vllm_proposer.TextProposer",
                              "num_speculative_tokens": 7}'
 
 vLLM loads this file in its own environment (`pip install --no-deps specctl`). Of several drafters that one drafts in a
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
-class Request:
+class RequestText:
     """A text that vLLM writes, as text drafters see a batch of one.
 
     Attributes:
@@ -55,7 +55,7 @@ class Request:
     exact_rows: bool = True  # chains
 
     @property
-    def rows(self) -> list[Request]:
+    def rows(self) -> list[RequestText]:
         return [self]
 
     def goes_on_as(self, text: np.ndarray) -> bool:
@@ -75,7 +75,7 @@ class Request:
         self.offers, self.end = [], len(self.ids)
 
 
-class Proposer:
+class TextProposer:
     """Draft chains of text drafters for the requests of vLLM's V1 runner."""
 
     def __init__(self, vllm_config: Any):
@@ -84,7 +84,7 @@ class Proposer:
         self.longest: int = vllm_config.model_config.max_model_len
         named = (vllm_config.additional_config or {}).get(KEY, ["lookup"])
         self.drafters = named_drafters(named, vllm_config.model_config.get_vocab_size(), self.tokens)
-        self.requests: list[Request] = []
+        self.requests: list[RequestText] = []
 
     def load_model(self, *_: Any) -> None:
         """There are no weights."""
@@ -103,7 +103,7 @@ class Proposer:
             num_tokens_no_spec: [rows] lengths of the texts, those tokens included.
             token_ids_cpu: [rows, max_model_len] the texts. Rows change places between steps.
         """
-        before: list[Request | None] = [*self.requests]
+        before: list[RequestText | None] = [*self.requests]
         self.requests, drafts = [], []
         for row, sampled in enumerate(sampled_token_ids):
             text = token_ids_cpu[row, : num_tokens_no_spec[row]]
@@ -113,16 +113,16 @@ class Proposer:
             drafts.append(self._draft(request) if len(sampled) else [])
         return drafts
 
-    def _known(self, before: list[Request | None], row: int, text: np.ndarray) -> Request:
+    def _known(self, before: list[RequestText | None], row: int, text: np.ndarray) -> RequestText:
         """The request of a text, most often in its old row, taken out of `before`; or a new one."""
         for place in (row, *range(len(before))):
             request = before[place] if place < len(before) else None
             if request is not None and request.goes_on_as(text):
                 before[place] = None
                 return request
-        return Request(text[:0], 0, [Trust(drafter.came_true) for drafter in self.drafters])
+        return RequestText(text[:0], 0, [Trust(drafter.came_true) for drafter in self.drafters])
 
-    def _draft(self, request: Request) -> list[int]:
+    def _draft(self, request: RequestText) -> list[int]:
         if request.room <= 0:
             return []
         request.offers = [drafter.offer(cast(Any, request), self.tokens)[0] for drafter in self.drafters]
@@ -140,8 +140,8 @@ def expected(trust: Trust, chain: ProposedTree) -> float:
 
 
 def named_drafters(named: Any, vocab_size: int, tokens: int) -> list[Lookup | Suffix]:
-    """The drafters of names and directories. UsageError, CheckpointError: see `Proposer`; vLLM shows messages alone, so
-    cures are in them."""
+    """The drafters of names and directories. UsageError, CheckpointError: see `TextProposer`; vLLM shows only messages,
+    so cures are in them."""
     if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
         raise UsageError(f'{KEY} is {named!r}; it is a list, such as ["lookup", "drafters/D-retrieval"]')
     return [_drafter(one, vocab_size, tokens) for one in named]

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 
 from specctl.drafters import checkpoint
-from specctl.engines.vllm_proposer import KEY, Proposer
+from specctl.engines.vllm_proposer import KEY, TextProposer
 
 TEXTS, PROMPT, STEPS, LONGEST = 8, 8000, 50, 8192
 
 
 def measure(named: list[str], vocab_size: int) -> tuple[float, float]:
     """Microseconds for a token of a prompt, and for a step of a text that gets two tokens in each."""
-    proposer = Proposer(
+    proposer = TextProposer(
         SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=7),
             model_config=SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: vocab_size),

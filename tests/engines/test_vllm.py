@@ -25,7 +25,7 @@ from specctl.distillation.generate import distill
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.dflash.drafter import CANDIDATES
-from specctl.engines.vllm_proposer import KEY, Proposer
+from specctl.engines.vllm_proposer import KEY, TextProposer
 from specctl.recipe import (
     DataRecipe,
     DistillRecipe,
@@ -258,7 +258,7 @@ def test_vllm_drafts_from_text(name, target, prompts, responses, tmp_path, capsy
         recipe = TrainRecipe(target=MEASURED, arch="retrieval", distilled=responses, output_dir=store)
         loop.train_drafter(recipe, Run.create("train-drafter", recipe, tmp_path / "run"))
     named = [str(store) if one == "store" else one for one in name.split(" and ")]
-    spec = {"method": "custom_class", "model": f"{Proposer.__module__}.Proposer", "num_speculative_tokens": 7}
+    spec = {"method": "custom_class", "model": f"{TextProposer.__module__}.TextProposer", "num_speculative_tokens": 7}
     job = {"target": str(builtin_path()), "speculative": spec, "prompts": prompts, "max_tokens": NEW}
     more = {"additional_config": {KEY: named}}
     theirs = answered(job | more, tmp_path, PYTHONPATH=str(ROOT))

@@ -8,7 +8,7 @@ import pytest
 from specctl.drafters import checkpoint
 from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.text.lookup import NGramIndex
-from specctl.engines.vllm_proposer import KEY, Proposer
+from specctl.engines.vllm_proposer import KEY, TextProposer
 from specctl.errors import SpecctlError, UsageError
 
 LONGEST, TOKENS, VOCAB = 64, 4, 100
@@ -21,7 +21,7 @@ def proposer(*named, tokens=TOKENS, additional=None):
         model_config=SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: VOCAB),
         additional_config={KEY: list(named)} if additional is None else additional,
     )
-    return Proposer(config)
+    return TextProposer(config)
 
 
 def asked(drafter, texts, sampled=None):

@@ -371,7 +371,7 @@ def full(*args, **kwargs):
 
 @pytest.mark.parametrize(
     ("place", "name", "call", "saved"),
-    [(checkpoint, "save_file", 2, 2), (checkpoint, "atomic_write", 2, 0), (online_journal, "write_records", 3, 2)],
+    [(checkpoint, "write_tensors", 2, 2), (checkpoint, "atomic_write", 2, 0), (online_journal, "write_records", 3, 2)],
 )
 def test_a_full_disk_keeps_the_last_state(tmp_path, make, tiny, whole, monkeypatch, place, name, call, saved):
     """While the second state is saved, the manifest of the first, or the answers of the third chunk."""
@@ -393,7 +393,7 @@ def test_a_full_disk_keeps_the_last_state(tmp_path, make, tiny, whole, monkeypat
 def test_a_full_disk_at_the_end(tmp_path, make, tiny, whole, monkeypatch):
     """The learnt drafters cannot be written: resuming writes them."""
     with monkeypatch.context() as patched:
-        patched.setattr("specctl.drafters.checkpoint.save_file", full)
+        patched.setattr("specctl.drafters.checkpoint.write_tensors", full)
         with pytest.raises(SpecctlError, match=r"cannot write .*/drafters/ogd"):
             learnt(tmp_path / "run", make(), tiny)
     again(tmp_path / "run", make(), tiny)
