@@ -41,6 +41,7 @@ METHODS = {
     ("sglang", DFLASH2): "DFLASH",
 }
 """Reader, kind → what it calls the method."""
+V2_RUNNER = (DSPARK, DFLASH2)  # kinds that vLLM drafts with in its V2 model runner alone
 MASK_FILE, EMBEDDING, LM_HEAD = "mask_embedding.pt", "embed_tokens.weight", "lm_head.weight"
 MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
@@ -176,7 +177,7 @@ def kind_of(head: Head) -> str:
         raise CheckpointError(
             f"the head has {'convolutions' if convolved else 'a candidate selector'} and no "
             f"{'candidate selector' if convolved else 'convolutions'}: engines run both (DFlash 2) or neither",
-            hint="train it with drafter.conv_kernel_size=2 drafter.selector_rank=32, or without both",
+            hint="train it with drafter.conv_kernel_size=4 drafter.selector_rank=32, or without both",
         )
     if selects and shape["draft_vocab_size"] != shape["vocab_size"]:
         raise CheckpointError(
@@ -501,7 +502,7 @@ def serving(
 ) -> Serving:
     """The command line of an engine."""
     kind = kind_of(head)
-    found = engines.serving(to, METHODS[to, kind], place, facts, tokens, schedule, v2_runner=kind != DFLASH)
+    found = engines.serving(to, METHODS[to, kind], place, facts, tokens, schedule, v2_runner=kind in V2_RUNNER)
     if to == "sglang" and head.architecture["own_mask"]:
         found.notes.append(ROW.format(head.architecture["mask_token_id"]))
     return found

@@ -29,7 +29,7 @@ from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 VERSION = "0.9.0"  # of the package whose classes these keys were read from
 TYPE = "speculators_model_type"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
-BLOCKS = {dflash.DFLASH: "DFlashDraftModel", dflash.DSPARK: "DSparkDraftModel", dflash.DFLASH2: "DFlash2DraftModel"}
+BLOCKS = dflash.ARCHITECTURES | {dflash.DSPARK: "DSparkDraftModel"}
 """Type of a block-parallel head → its architecture."""
 TYPES = ("eagle3", "peagle", *BLOCKS, "mtp")
 LAYER = "transformer_layer_config"
@@ -231,8 +231,7 @@ def serving(
     kind = dflash.kind_of(head) if block else None
     method = "eagle3" if kind is None else dflash.METHODS["vllm", kind]
     options = {"parallel_drafting": True} if parallel else None
-    v2_runner = kind in (dflash.DSPARK, dflash.DFLASH2)
-    found = engines.serving("vllm", method, place, facts, tokens, schedule, options, v2_runner)
+    found = engines.serving("vllm", method, place, facts, tokens, schedule, options, kind in dflash.V2_RUNNER)
     # vLLM refuses a verifier that is a local path when such a directory is served by itself.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")
