@@ -15,7 +15,7 @@ from specctl.drafters.dflash import drafter as dflash
 from specctl.drafters.dflash.drafter import BlockDrafter
 from specctl.drafters.dflash.head import BlockHead, convolve
 from specctl.drafters.tree import TreeShape
-from specctl.errors import CheckpointError
+from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
@@ -205,6 +205,12 @@ def test_a_convolution_sees_the_slots_before_alone():
         for slot in range(4):
             by_hand = sum(kernel[block, slot, tap] * x[block, slot - tap] for tap in range(min(3, slot + 1)))
             torch.testing.assert_close(convolve(x, kernel)[block, slot], by_hand)
+
+
+def test_convolutions_that_do_not_fit_are_refused(target):
+    with pytest.raises(UsageError, match="conv_kernel_size=5: a block has 4 slots"):
+        dflash.architecture(DrafterRecipe(conv_kernel_size=5, block_size=4), target)
+    assert dflash.architecture(DrafterRecipe(conv_kernel_size=4, block_size=4), target).conv_kernel_size == 4
 
 
 def test_confidence_needs_a_markov_head():

@@ -18,12 +18,13 @@ from specctl.decoding.records import ChainRows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.dflash.head import BlockConfig, BlockHead, layers_of
+from specctl.drafters.dflash.head import GROUP, BlockConfig, BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
 from specctl.drafters.feature.head import head_config, mask_token, restored
 from specctl.drafters.feature.layer import FeatureMemory, last_slots, own_features
 from specctl.drafters.feature.parallel import ParallelDrafter, Transitions, block_mask, hidden_context
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.errors import UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
 BLOCK = 8  # slots
@@ -246,8 +247,15 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 
 
 def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
-    """Shaped by the recipe; what it leaves out follows the target's own layers."""
-    layer = head_config(recipe, target)
+    """Shaped by the recipe; what it leaves out follows the target's own layers. UsageError: convolutions that do not
+    fit a block or the target's states."""
+    layer, block, convolved = head_config(recipe, target), recipe.block_size or BLOCK, recipe.conv_kernel_size or 0
+    if convolved > block:
+        hint = f"at most {block}; drafter.block_size makes blocks longer"
+        raise UsageError(f"drafter.conv_kernel_size={convolved}: a block has {block} slots", hint)
+    if convolved and layer.hidden_size % GROUP:
+        what = f"states of target {target.name} have {layer.hidden_size} channels, no multiple of {GROUP}"
+        raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave it out")
     taps = tuple(recipe.taps or default_taps(target.num_layers))
     rank = recipe.markov_rank if recipe.markov_rank is not None else 0 if recipe.selector_rank else RANK
     return BlockConfig(
@@ -255,13 +263,13 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
             replace(layer, taps=taps, draft_vocab_size=min(recipe.vocab_size or target.vocab_size, target.vocab_size))
         ),
         num_layers=recipe.num_layers or LAYERS,
-        block_size=recipe.block_size or BLOCK,
+        block_size=block,
         sample_from_anchor=rank > 0,
         mask_token_id=mask_token(target),
         own_mask=True,
         markov_rank=rank,
         confidence=recipe.confidence,
-        conv_kernel_size=recipe.conv_kernel_size or 0,
+        conv_kernel_size=convolved,
         selector_rank=recipe.selector_rank or 0,
     )
 
