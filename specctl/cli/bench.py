@@ -93,7 +93,8 @@ def steps(recipe: BenchRecipe) -> list[str]:
         )
     if "decoding" in recipe.parts:
         names = ", ".join(recipe.drafters) or "no drafter"
-        plans.append(f"decode {recipe.limit} prompts in batches {recipe.batches}, plainly and with {names}")
+        theirs = "by `transformers`, " if recipe.shape is None else ""
+        plans.append(f"decode {recipe.limit} prompts in batches {recipe.batches}: plainly, {theirs}with {names}")
     return plans
 
 

@@ -21,13 +21,17 @@ def test_every_part_is_measured(specctl):
     assert all(row["ours_ms"] > 0 and row["eager_ms"] > 0 for row in document["kernels"])
     assert [row["rows"] for row in document["steps"]] == [1, 4, 8, 16]
     decoding = {(row["drafter"], row["batch"], row["draft_length"]): row for row in document["decoding"]}
-    assert set(decoding) == {("vanilla", b, None) for b in (1, 2)} | {
+    assert set(decoding) == {(name, b, None) for name in ("vanilla", "transformers") for b in (1, 2)} | {
         ("lookup", b, length) for b in (1, 2) for length in (None, 2)
     }
     assert len({row["tokens"] for row in decoding.values()}) == 1  # the same texts, whoever drafts
     assert decoding["vanilla", 2, None]["mat"] == 1 and decoding["vanilla", 2, None]["speedup"] is None
     one, two = decoding["lookup", 1, None], decoding["lookup", 2, None]
     assert two["of_batch_1"] == pytest.approx(two["tokens_per_s"] / one["tokens_per_s"])
+    theirs = decoding["transformers", 2, None]
+    assert theirs["mat"] == 1 and theirs["speedup_transformers"] is None
+    assert two["speedup_transformers"] == pytest.approx(two["tokens_per_s"] / theirs["tokens_per_s"])
+    assert theirs["speedup"] == pytest.approx(theirs["tokens_per_s"] / decoding["vanilla", 2, None]["tokens_per_s"])
     assert document["versions"]["torch"] and document["threads"] >= 1
 
 

@@ -59,6 +59,25 @@ def test_passes_and_times(generator):
         assert decoded.prefill_s > 0 and decoded.decode_s > 0
 
 
+def test_a_batch_has_the_texts_of_its_prompts_alone(target, generator):
+    """Prompts of several lengths, texts of several ends; what is written behind an end is not a text's."""
+    prompts = [PROMPT, PROMPT[:5], [9, 8, 7]]
+    free = [generator.decode(prompt, 16, 0)["transformers"] for prompt in prompts]
+    generator.eos_ids, kept = frozenset({free[1].output_ids[3]}), generator.eos_ids  # one of them ends early
+    generator.model.generation_config.eos_token_id = sorted(generator.eos_ids)
+    try:
+        alone = [generator.decode(p, n, 0)["transformers"] for p, n in zip(prompts, (16, 16, 6), strict=True)]
+        batch = generator.decode_batch(prompts, [16, 16, 6], 0)
+    finally:
+        generator.eos_ids = kept
+        generator.model.generation_config.eos_token_id = sorted(kept)
+    assert [one.output_ids for one in batch] == [one.output_ids for one in alone]
+    assert [one.stop for one in batch] == [one.stop for one in alone]
+    assert len(batch[1].output_ids) <= 4 and len(batch[2].output_ids) <= 6
+    assert {one.decode_s for one in batch} == {batch[0].decode_s} and batch[0].decode_s > 0 < batch[0].prefill_s
+    assert [one.target_passes for one in batch] == [one.decoded_tokens for one in batch]
+
+
 def test_one_token_is_all_prefill(generator):
     plain = generator.decode(PROMPT, 1, 0)["transformers"]
     assert (len(plain.output_ids), plain.decoded_tokens, plain.target_passes) == (1, 0, 0)

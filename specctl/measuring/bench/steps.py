@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,7 @@ from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters import names, pool
 from specctl.measuring.contenders import VANILLA, Case, filters
-from specctl.measuring.transformers import PLAIN, load_generator
+from specctl.measuring.transformers import PLAIN, Generator, load_generator
 from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 
@@ -54,7 +54,7 @@ class DecodingRow:
     with_prefill: float
     speedup: float | None  # over vanilla decoding of the same batch
     of_batch_1: float | None  # over the same drafter, one sequence at a time
-    speedup_transformers: float | None  # over transformers' generate, one sequence at a time
+    speedup_transformers: float | None  # over transformers' plain generate of the same batch
     graphs: bool  # rounds were replayed as CUDA graphs
     unusable: str | None  # why × plain says nothing (`metrics.unusable`)
 
@@ -133,31 +133,33 @@ def weight_bytes(model) -> int:
     return read
 
 
+Contender = Callable[[list[Case], int], Iterator[list[Decoded]]]
+"""The texts of some prompts, so many at a time; those of one call after the other."""
+
+
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
-    """Every drafter at every draft length and batch, after plain decoding and `transformers` on the same prompts."""
-    rows: list[DecodingRow] = []
-    theirs = None
+    """Plain decoding, `transformers`, and every drafter at every draft length, in every batch, on the same prompts."""
+    named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None))]
     if recipe.shape is None:
         generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
-        texts = [generator.decode(case.ids, case.room, 0)[PLAIN] for case in cases]
-        theirs = sum(one.decoded_tokens for one in texts) / max(sum(one.decode_s for one in texts), 1e-9)
-        bar.update(1)
-    contenders: list[tuple[str, int | None, Drafter | None]] = [(VANILLA, None, None)]
+        named.append((PLAIN, None, partial(_theirs, generator)))
     for name in recipe.drafters:
         for length in (None, *recipe.draft_lengths):
             drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
-            contenders.append((name, length, pool.load_drafter(name, target, drafting)))
+            drafter = pool.load_drafter(name, target, drafting)
+            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter)))
     found: dict[tuple[int, int], Timed] = {}  # by contender and batch
     for batch in recipe.batches:
-        timed = _in_turns(recipe, target, cases, [drafter for *_, drafter in contenders], batch)
+        timed = _in_turns(cases, [contender for *_, contender in named], batch)
         found |= {(place, batch): one for place, one in enumerate(timed)}
-        bar.update(len(contenders))
-    for place, (name, length, drafter) in enumerate(contenders):
+        bar.update(len(named))
+    rows: list[DecodingRow] = []
+    for place, (name, length, _) in enumerate(named):
         for batch in recipe.batches:
-            plain = None if drafter is None else found[0, batch].rate
+            plain = found[0, batch].rate if place > 0 else None
             alone = found[place, 1].rate if (place, 1) in found else None
-            one = found[place, batch]
-            rows.append(_row(names.name_of(name), length, batch, one, plain=plain, alone=alone, theirs=theirs))
+            theirs = found[1, batch].rate if recipe.shape is None and place != 1 else None
+            rows.append(_row(name, length, batch, found[place, batch], plain=plain, alone=alone, theirs=theirs))
     return rows
 
 
@@ -171,8 +173,8 @@ def _row(
     alone: float | None,
     theirs: float | None,
 ) -> DecodingRow:
-    """A drafter in batches. `plain`, `alone`, `theirs`: tokens a second of plain decoding in them, of the drafter in
-    batches of one, and of `transformers`; None where these were not measured."""
+    """A contender in batches. `plain`, `alone`, `theirs`: tokens a second of plain decoding in them, of the contender
+    in batches of one, and of `transformers` in them; None where these were not measured."""
     rate, tokens = timed.rate, timed.tokens
     mat = tokens / max(1, sum(one.target_passes for one in timed.texts))
     speedup = None if plain is None else rate / plain
@@ -196,24 +198,24 @@ def _of_length(nodes: int) -> dict[str, int]:
     return {"nodes": nodes, "depth": nodes}
 
 
-def _in_turns(
-    recipe: BenchRecipe, target: Target, cases: list[Case], drafters: list[Drafter | None], batch: int
-) -> list[Timed]:
-    """All prompts by every drafter, `batch` at a time: in turns, so that a machine that changes its pace slows all."""
-    timed = [Timed() for _ in drafters]
-    for drafter in drafters:  # warm up
-        _decode(recipe, target, cases[: min(batch, 2)], drafter, batch)
+def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> list[Timed]:
+    """All prompts by every contender, in turns, so that a machine that changes its pace slows all."""
+    timed = [Timed() for _ in contenders]
+    for contender in contenders:  # warm up
+        list(contender(cases[: min(batch, 2)], batch))
     for start in range(0, len(cases), TURN * batch):
-        for drafter, one in zip(drafters, timed, strict=True):
+        for contender, one in zip(contenders, timed, strict=True):
             interrupts.check()
-            one.add(_decode(recipe, target, cases[start : start + TURN * batch], drafter, batch))
+            for texts in contender(cases[start : start + TURN * batch], batch):
+                one.add(texts)
     return timed
 
 
-def _decode(
-    recipe: BenchRecipe, target: Target, cases: list[Case], drafter: Drafter | None, batch: int
-) -> list[Decoded]:
-    return decode(
+def _ours(
+    recipe: BenchRecipe, target: Target, drafter: Drafter | None, cases: list[Case], batch: int
+) -> Iterator[list[Decoded]]:
+    """One call for all of them: a text that ends makes room for the next one."""
+    yield decode(
         target,
         [case.ids for case in cases],
         sampling=filters(recipe.sampling),
@@ -222,3 +224,10 @@ def _decode(
         drafter=drafter,
         slots=batch,
     )
+
+
+def _theirs(generator: Generator, cases: list[Case], batch: int) -> Iterator[list[Decoded]]:
+    """A call for each batch, which lasts as long as its longest text."""
+    for start in range(0, len(cases), batch):
+        some = cases[start : start + batch]
+        yield generator.decode_batch([case.ids for case in some], [case.room for case in some], 0)
