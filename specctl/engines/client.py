@@ -18,6 +18,7 @@ import httpx
 from specctl import progress
 from specctl.decoding.target_text import TargetText
 from specctl.engines import exchanges, publication, registry
+from specctl.engines.pools import Pools
 from specctl.engines.records import (
     Answer,
     Ask,
@@ -86,11 +87,11 @@ class Client:
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
         key = os.environ.get(self.recipe.api_key_env)
-        self._http = httpx.AsyncClient(
+        self._pools = Pools(
+            self.recipe.concurrency,
+            verify=any(url.startswith("https:") for url in self.recipe.urls),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(self.recipe.timeout_s, connect=CONNECT_S),
-            verify=any(url.startswith("https:") for url in self.recipe.urls),  # certificates take a second to load
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.recipe.concurrency),
         )
         try:
             self.servers = [self._runner.run(self._opened(url)) for url in self.recipe.urls]
@@ -101,7 +102,7 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self._cancel(self._pending)
-        self._runner.run(self._http.aclose())
+        self._runner.run(self._pools.aclose())
         self._runner.close()
 
     def check(self, target: TargetText) -> None:
@@ -242,7 +243,7 @@ class Client:
     async def _asked(self, server: Endpoint, call: Call) -> Any:
         """The document that a server's administration answers with. Raises EngineError, Malformed."""
         try:
-            response = await self._http.request(
+            response = await self._pools.http.request(
                 "GET" if call.body is None else "POST",
                 server.url + call.path,
                 json=call.body,
@@ -283,7 +284,7 @@ class Client:
 
         async def exchange(server: Endpoint) -> tuple[httpx.Response, Tensor | None]:
             body = server.dialect.capture(text, server.model)
-            response = await self._http.post(server.url + server.dialect.GENERATE, json=body)
+            response = await self._pools.http.post(server.url + server.dialect.GENERATE, json=body)
             if response.status_code != 200:
                 return response, None
             found = server.dialect.captured(document(response), len(text))
@@ -341,10 +342,10 @@ class Client:
         """The response to a request, what it holds, and when its first token came."""
         path, body = server.url + server.dialect.GENERATE, server.dialect.body(ask, server.model)
         if not timed:
-            response = await self._http.post(path, json=body)
+            response = await self._pools.http.post(path, json=body)
             return response, document(response) if response.status_code == 200 else None, None
         first, pieces = None, []
-        async with self._http.stream("POST", path, json=server.dialect.streamed(body)) as response:
+        async with self._pools.http.stream("POST", path, json=server.dialect.streamed(body)) as response:
             if response.status_code != 200:
                 await response.aread()
                 return response, None, None
@@ -380,7 +381,7 @@ class Client:
         until = time.monotonic() + self.recipe.wait_s
         while True:
             try:
-                facts = await registry.facts(self._http, url, self.recipe.engine)
+                facts = await registry.facts(self._pools.http, url, self.recipe.engine)
                 break
             except (httpx.TransportError, EngineError) as error:
                 if time.monotonic() < until and not progress.interrupts.requested():
@@ -399,7 +400,7 @@ class Client:
 
     async def _tokenized(self, server: Endpoint) -> list[int] | None:
         body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
-        response = await self._http.post(f"{server.url}/tokenize", json=body)
+        response = await self._pools.http.post(f"{server.url}/tokenize", json=body)
         if response.status_code != 200:
             return None
         found = document(response)
@@ -408,7 +409,7 @@ class Client:
     async def _logprobs(self, server: Endpoint) -> list[float]:
         """Log probabilities of the probe's tokens, but for the first; empty where the server gives none."""
         body = server.dialect.probe(self.probe, server.model)
-        response = await self._http.post(server.url + server.dialect.GENERATE, json=body)
+        response = await self._pools.http.post(server.url + server.dialect.GENERATE, json=body)
         try:
             return server.dialect.logprobs(document(response)) if response.status_code == 200 else []
         except Malformed:
@@ -431,7 +432,7 @@ class Client:
 
     async def _metrics(self, server: Endpoint) -> str | None:
         """Its page of metrics; None where it has none."""
-        response = await self._http.get(f"{server.url}/metrics")
+        response = await self._pools.http.get(f"{server.url}/metrics")
         return response.text if response.status_code == 200 else None
 
 

@@ -32,9 +32,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from specctl.engines import exchanges
+from specctl.engines.pools import Pools
 from specctl.errors import UsageError
 
 CONNECT_S = 10.0
+CONNECTIONS = 256  # to the engines, about
 LAST_REQUESTS_S = 30  # for those that are being answered when it ends
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization"}
 REMADE = {"host", "content-length", "accept-encoding", "content-encoding"}
@@ -47,9 +49,8 @@ class Proxy:
         """`servers`: engine ("vllm" or "sglang") by address."""
         self.servers, self.log = servers, log
         self.in_flight = dict.fromkeys(servers, 0)
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        limits = httpx.Limits(max_connections=None)
-        self.http = httpx.AsyncClient(timeout=timeout, limits=limits)
+        checked = any(url.startswith("https:") for url in servers)
+        self.pools = Pools(CONNECTIONS, verify=checked, timeout=httpx.Timeout(None, connect=CONNECT_S))
 
     async def pass_on(self, request: Request) -> Response:
         """The engine's answer; 404 for what clients have no business with, 502 where no engine is."""
@@ -86,8 +87,9 @@ class Proxy:
             content = json.dumps(asked).encode()
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP | REMADE]
         query = f"?{request.url.query}" if request.url.query else ""
-        onward = self.http.build_request(request.method, url + path + query, headers=headers, content=content)
-        answer = await self.http.send(onward, stream=True)
+        http = self.pools.http
+        onward = http.build_request(request.method, url + path + query, headers=headers, content=content)
+        answer = await http.send(onward, stream=True)
         shown = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP | REMADE}
         row = {"began": began, "request": body} if kept and answer.status_code == 200 else None
         if "text/event-stream" in answer.headers.get("content-type", ""):
