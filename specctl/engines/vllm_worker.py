@@ -10,6 +10,7 @@ cached prefixes keep the keys and values of the drafter before: no text changes,
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import time
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-METHODS = ("eagle3", "eagle", "medusa")
-"""Methods of vLLM whose heads are swapped. DFlash heads are not: vLLM computes fused weights while it loads them."""
+METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
+"""Methods of vLLM whose heads are swapped."""
+MASK = "mask_embedding.pt"
+"""The file of a DFlash head with an embedding of its own for the masks."""
 NOTES = frozenset({"torch_dtype", "dtype", "transformers_version", "_name_or_path"})  # of config.json: shape no module
 SHAPES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -66,11 +69,12 @@ def fingerprint(contents: Mapping[str, bytes]) -> str:
 def contents(directory: Path) -> dict[str, bytes]:
     """The files of an exported drafter, config.json and weights. Raises Unfit where they cannot be read."""
     try:
-        files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
+        weights = sorted(directory.glob("*.safetensors"))
+        files = [directory / "config.json", *weights, *directory.glob(MASK)]
         found = {file.name: file.read_bytes() for file in files}
     except OSError as error:
         raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
-    if len(found) == 1:
+    if not weights:
         raise Unfit(f"{directory} holds no *.safetensors")
     return found
 
@@ -90,6 +94,8 @@ def outline(directory: Path) -> DrafterForm:
                 if name != "__metadata__":
                     real = about["dtype"].startswith(("F", "BF"))  # of any precision: loading converts them
                     tensors[name] = ("real" if real else about["dtype"], tuple(about["shape"]))
+        if (directory / MASK).exists():
+            tensors[MASK] = ("real", ())  # its shape is that of what it stands for
     except OSError as error:
         raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -232,6 +238,8 @@ def _tensors(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
         if file.endswith(".safetensors")
         for name, tensor in load(data).items()
     }
+    if MASK in files:
+        found[MASK] = _mask(files[MASK])
     for name, tensor in found.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise Unfit(f"{name} holds values that are not finite")
@@ -240,6 +248,17 @@ def _tensors(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise Unfit(f"d2t names tokens beyond the target's {vocab_size}")
     return found
+
+
+def _mask(data: bytes) -> Any:
+    """The embedding in the file of a DFlash head's masks. Raises Unfit."""
+    import torch
+
+    try:
+        held = torch.load(io.BytesIO(data), weights_only=True)
+        return (held["embedding"] if isinstance(held, dict) else held).reshape(-1)
+    except Exception as error:  # whatever a file that is no such thing makes it fail with
+        raise Unfit(f"{MASK} holds no embedding ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _load(worker: Any, tensors: dict[str, Any]) -> None:
@@ -251,17 +270,60 @@ def _load(worker: Any, tensors: dict[str, Any]) -> None:
     model = worker.get_draft_model()
     config = worker.vllm_config.speculative_config.draft_model_config
     with set_current_vllm_config(worker.vllm_config), _apart(model, worker.get_model()) as shared:
+        mask = tensors.pop(MASK, None)
         own = {name: tensor for name, tensor in tensors.items() if not _of_target(name, tensor, shared)}
         kept = _kept(model)
         try:
             reload.initialize_layerwise_reload(model)
-            model.load_weights(iter(own.items()))
+            with _blockwise(model, mask):
+                model.load_weights(iter(own.items()))
             reload.finalize_layerwise_reload(model, config)
+            _stack(model, own)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # errors of copies come here, and not in the next step
         except BaseException:
             _put_back(kept)
             raise
+
+
+STACK, READ_MASK = "_build_fused_kv_buffers", "_read_mask_embedding"  # of vLLM's DFlash models
+
+
+@contextmanager
+def _blockwise(model: Any, mask: Any) -> Iterator[None]:
+    """While weights are loaded that may be a DFlash head's: vLLM stacks them at once, when they are not there yet, and
+    reads the masks' embedding where it was started with one."""
+    inner = getattr(model, "model", None)
+    if hasattr(inner, STACK):
+        vars(inner)[STACK] = lambda: None
+        vars(model)[READ_MASK] = lambda: mask
+    try:
+        yield
+    finally:
+        if hasattr(inner, STACK):
+            del vars(inner)[STACK], vars(model)[READ_MASK]
+
+
+def _stack(model: Any, tensors: Mapping[str, Any]) -> None:
+    """Make of a DFlash head's tensors what vLLM reads the context with, where that was: keys, values and key norms of
+    all layers in one."""
+    import torch
+
+    inner = getattr(model, "model", None)
+    if not hasattr(inner, STACK):
+        return
+    keys = [f"layers.{place}.self_attn" for place in range(len(inner.layers))]
+    made = [(inner._k_norm_weights, torch.stack([tensors[f"{key}.k_norm.weight"] for key in keys]))]
+    for there, kind in ((inner._fused_kv_weight, "weight"), (inner._fused_kv_bias, "bias")):
+        if there is not None:
+            parts = []
+            for key, layer in zip(keys, inner.layers, strict=True):
+                attention = layer.self_attn
+                own = attention.qkv_proj.tp_rank // attention.qkv_proj.num_kv_head_replicas * attention.kv_size
+                parts += [tensors[f"{key}.{name}_proj.{kind}"][own:][: attention.kv_size] for name in "kv"]
+            made.append((there, torch.cat(parts)))
+    for there, new in made:
+        there.copy_(new.view_as(there))
 
 
 @contextmanager

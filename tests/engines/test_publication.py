@@ -325,7 +325,7 @@ UNABLE = {
     "vllm": [
         (None, "has no /collective_rpc | start vLLM with VLLM_SERVER_DEV_MODE=1"),
         (dict(extension=False), "--worker-extension-cls specctl.engines.vllm_worker.DrafterSwap"),
-        (dict(method="dflash"), "drafts by 'dflash'; heads of eagle3, eagle, medusa"),
+        (dict(method="mtp"), "drafts by 'mtp'; heads of eagle3, eagle, medusa, dflash, dspark"),
     ],
     "sglang": [(dict(algorithm="DFLASH"), "drafts by DFLASH; heads of EAGLE, EAGLE3")],
 }

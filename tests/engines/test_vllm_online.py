@@ -1,6 +1,8 @@
 """A drafter that is exchanged in a running vLLM, and one that learns from what it writes."""
 
 import json
+import os
+import shlex
 import threading
 import time
 
@@ -9,13 +11,25 @@ import pytest
 from specctl.commands import export as exporting
 from specctl.commands.online_served import online_served
 from specctl.drafters import checkpoint
+from specctl.drafters.dflash.drafter import CANDIDATES
 from specctl.engines import vllm
 from specctl.engines.client import Client
 from specctl.engines.records import Ask, EngineError
 from specctl.errors import UsageError
 from specctl.recipe import ExportRecipe, OnlineRecipe, ServerRecipe
 from specctl.runs import Run
-from tests.engines.test_vllm import MEASURED, PYTHON, ROOT, prompts, responses, trained  # noqa: F401 (fixtures)
+from tests.engines.test_vllm import (  # noqa: F401 (fixtures)
+    HEADS,
+    INTERPRETED,
+    MEASURED,
+    PYTHON,
+    ROOT,
+    TRITON,
+    prompts,
+    responses,
+    trained,
+    with_one_key_norm,
+)
 from tests.engines.test_vllm_server import NEW, NO_VLLM, TOKENS, our_counts, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=NO_VLLM)]
@@ -26,17 +40,21 @@ def exported(head, place):
     return place
 
 
-@pytest.fixture(scope="module")
-def heads(target, responses, tmp_path_factory):  # noqa: F811
-    """A head, and the same one with noise on its weights: drafts of both differ, and so does what is accepted."""
-    place = tmp_path_factory.mktemp("heads")
-    first = trained("eagle3", target, responses, place / "first")
-    kept = checkpoint.load(first)
-    noisy = {
+def noisy(head, place):
+    """The head with noise on its weights: its drafts are others, and so is what is accepted."""
+    kept = checkpoint.load(head)
+    tensors = {
         name: value + 0.3 * value.std() * value.clone().normal_() if value.is_floating_point() else value
         for name, value in kept.tensors.items()
     }
-    second = checkpoint.save(place / "second", config=kept.config, tensors=noisy, info={})
+    return checkpoint.save(place, config=kept.config, tensors=tensors, info={})
+
+
+@pytest.fixture(scope="module")
+def heads(responses, tmp_path_factory):  # noqa: F811
+    place = tmp_path_factory.mktemp("heads")
+    first = trained("eagle3", responses, place / "first")
+    second = noisy(first, place / "second")
     return [(head, exported(head, place / f"{head.name}-vllm")) for head in (first, second)]
 
 
@@ -70,6 +88,42 @@ def test_an_exchange_changes_the_drafts_and_no_text(target, engine, heads, promp
             assert [counts[name][place][1] for place in ended] == [expected[place][1] for place in ended]
     assert texts["v1"] == texts["v2"] == texts["v3"]
     assert counts["v1"] == counts["v3"] != counts["v2"]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_blocks_are_exchanged(kind, target, responses, prompts, tmp_path, capsys):  # noqa: F811
+    """Their layers' keys of the context, which vLLM stacks, and the masks' embedding are those of the new head, too."""
+    first = trained("dflash", responses, tmp_path / "first", **HEADS[kind])
+    heads = [with_one_key_norm(head) for head in (first, noisy(first, tmp_path / "second"))]
+    places = [exported(head, tmp_path / f"{head.name}-vllm") for head in heads]
+    command = exporting.export(ExportRecipe(drafter=first, to="vllm", output_dir=tmp_path / "again")).commands[0]
+    drafting = json.loads(shlex.split(command)[-1]) | {"model": str(places[0])}
+    if kind == "dspark":
+        drafting["dspark_draft_topk"] = CANDIDATES
+    paths, environment = [str(ROOT)], {"VLLM_SERVER_DEV_MODE": "1"}
+    if command.startswith("VLLM_USE_V2_MODEL_RUNNER=1 "):
+        if not TRITON.is_dir():
+            pytest.skip(f"no Triton in {TRITON}, which vLLM's V2 runner needs: `make engines`")
+        paths, environment = [*paths, INTERPRETED, str(TRITON)], environment | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    options = ["--speculative-config", json.dumps(drafting), "--per-request-spec-decode-metrics", "summary"]
+    options += ["--worker-extension-cls", vllm.EXTENSION]
+    tokens = drafting["num_speculative_tokens"]
+    expected = [our_counts(head, target, prompts, tokens) for head in heads]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    texts = []
+    with (
+        serving(tmp_path / "engine.log", *options, **environment) as url,
+        Client(ServerRecipe(urls=[url], wait_s=300)) as client,
+    ):
+        for name, which in (("v1", 1), ("v2", 0), ("v3", 1)):
+            client.publish(places[which], name)
+            answers = answered(client, prompts)
+            texts.append([answer.output_ids for answer in answers])
+            rounds = [answer.drafting.rounds for answer in answers]
+            with capsys.disabled():
+                print(f"\n{kind} {name}: rounds {sum(rounds)}; here {sum(one for one, _ in expected[which])}")
+            assert rounds == [one for one, _ in expected[which]]
+    assert texts[0] == texts[1] == texts[2] and expected[0] != expected[1]
 
 
 def test_requests_in_flight_wait_and_go_on(engine, heads, prompts):  # noqa: F811

@@ -76,11 +76,11 @@ def run_in(place):
     return Run(place)
 
 
-def our_counts(directory, target, prompts):
+def our_counts(directory, target, prompts, tokens=TOKENS):
     """Of every text, (rounds, accepted at each place) of our own loop with the same chains."""
-    drafting = DraftingRecipe(width=1, children=1, depth=TOKENS, nodes=TOKENS, stop_below=0)
+    drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
     drafter = pool.load_drafter(str(directory), target, drafting)
-    accepted = [[0] * TOKENS for _ in prompts]
+    accepted = [[0] * tokens for _ in prompts]
 
     def see(state, draft, verdict):
         for row, path in zip(state.rows, verdict.paths, strict=True):

@@ -141,3 +141,94 @@ def test_nothing_heavy_is_imported_with_it():
     code = f"import sys, specctl.engines.vllm_worker; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class Projection(nn.Module):
+    """Keys and values of all ranks have four rows; this one's are the last two."""
+
+    tp_rank, num_kv_head_replicas = 3, 2
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = nn.Module()
+        self.self_attn.qkv_proj, self.self_attn.kv_size = Projection(), 2
+
+
+class Inner(nn.Module):
+    """The part of vLLM's DFlash models that a swap knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self._fused_kv_weight, self._fused_kv_bias = torch.zeros(8, 3), None
+        self._k_norm_weights = torch.zeros(2, 5)
+
+    def _build_fused_kv_buffers(self):
+        raise AssertionError("of weights that are not there yet")
+
+
+class Block(nn.Module):
+    """A drafter of blocks, whose loader stacks weights and reads the masks' embedding from a file."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.mask, self.fails = Inner(), None, False
+
+    def _read_mask_embedding(self):
+        raise AssertionError("of the directory that vLLM was started with")
+
+    def load_weights(self, weights):
+        assert vllm_worker.MASK not in dict(weights)
+        self.mask = self._read_mask_embedding()
+        self.model._build_fused_kv_buffers()
+        if self.fails:
+            raise RuntimeError("no memory")
+
+
+def test_what_vllm_makes_of_a_block_drafter_is_made_of_the_new_weights(worker, monkeypatch):
+    """In place: what reads the context knows these tensors. A loader that fails leaves them, and vLLM's own methods."""
+    from vllm.model_executor.model_loader import reload
+
+    monkeypatch.setattr(reload, "initialize_layerwise_reload", lambda model: None)
+    monkeypatch.setattr(reload, "finalize_layerwise_reload", lambda model, config: None)
+    worker.model = block = Block()
+    draw = torch.Generator().manual_seed(0)
+    new = {vllm_worker.MASK: torch.randn(3, generator=draw)}
+    for place in range(2):
+        key = f"layers.{place}.self_attn"
+        new |= {f"{key}.{name}_proj.weight": torch.randn(4, 3, generator=draw) for name in "kv"}
+        new[f"{key}.k_norm.weight"] = torch.randn(5, generator=draw)
+    address = block.model._fused_kv_weight.data_ptr()
+    vllm_worker._load(worker, dict(new))
+    rows = [new[f"layers.{place}.self_attn.{name}_proj.weight"][2:] for place in range(2) for name in "kv"]
+    assert torch.equal(block.model._fused_kv_weight, torch.cat(rows)) and torch.equal(block.mask, new[vllm_worker.MASK])
+    norms = torch.stack([new[f"layers.{place}.self_attn.k_norm.weight"] for place in range(2)])
+    assert torch.equal(block.model._k_norm_weights, norms) and block.model._fused_kv_weight.data_ptr() == address
+    block.fails, before = True, block.model._fused_kv_weight.clone()
+    with pytest.raises(RuntimeError, match="no memory"):
+        vllm_worker._load(worker, {name: tensor + 1 for name, tensor in new.items()})
+    assert torch.equal(block.model._fused_kv_weight, before)
+    for method in (block._read_mask_embedding, block.model._build_fused_kv_buffers):
+        with pytest.raises(AssertionError):
+            method()
+
+
+def test_the_masks_of_a_block_drafter_are_part_of_its_form(tmp_path):
+    """A file of its own: read without running what a pickle says, and missed where the drafter that runs has one."""
+    from safetensors.torch import save_file
+
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / name / "model.safetensors")
+    torch.save({"mask_token_id": 3, "embedding": torch.ones(1, 4)}, tmp_path / "with" / vllm_worker.MASK)
+    forms = [vllm_worker.outline(tmp_path / name) for name in ("without", "with")]
+    (wrong,) = vllm_worker.differences(*forms)
+    assert vllm_worker.MASK in wrong
+    files = vllm_worker.contents(tmp_path / "with")
+    assert torch.equal(vllm_worker._tensors(files, 8)[vllm_worker.MASK], torch.ones(4))
+    for spoiled in (b"no file of torch", files[vllm_worker.MASK][:-20]):
+        with pytest.raises(Unfit, match="holds no embedding"):
+            vllm_worker._tensors(files | {vllm_worker.MASK: spoiled}, 8)
