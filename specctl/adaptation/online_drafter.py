@@ -28,7 +28,7 @@ from specctl.decoding.timing import synchronise
 from specctl.drafters import checkpoint
 from specctl.drafters.feature.drafter import FeatureDrafter
 from specctl.drafters.feature.mixture import Mixture
-from specctl.families import FAMILIES
+from specctl.families import FAMILIES, GROWING
 from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
 from specctl.training.checkpoint import prefixed, under
 from specctl.training.data import Corpus, batches
@@ -131,27 +131,58 @@ class OnlineDrafter(StreamLearner):
         return {"drafter": self.drafter, "on_round": self.buffer.observe, "labels": labels}
 
     def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
-        """Learn from the chunk that was just answered in so many seconds, and play the new weights from now on."""
+        """Learn from the chunk that was just answered in so many seconds, if there is time for it, and play the new
+        weights from now on."""
+        began = time.perf_counter()
         self.account.earn(decode_s)
-        lesson = self.learn(acceptance, short=self.account.short)
-        if lesson.outcome.status != "rested":
-            self.account.spend(lesson.learn_s)
-        # Any other, even one that moved no member, may play other weights: by a lower η, or another draw among them.
-        if lesson.outcome.status in ("static", "rested"):
+        if self.rule.budget is not None and self.account.price is None:
+            self.account.price = self._foreseen()
+        fallen = self.watchdog.fallen(acceptance)
+        if fallen:
+            self.account.vain = 0
+        # A datastore that grows beside the head repairs a fall sooner than a lesson does.
+        lent = fallen and self.recipe.companion != GROWING and self.account.lends
+        lesson = self.learn(acceptance, short=not (self.account.affords or lent))
+        lesson = replace(lesson, learn_s=time.perf_counter() - began)
+        self.account.spend(lesson.learn_s)
+        if lesson.outcome.status in ("static", "rested") and lesson.ruling != "rollback":
             return lesson
+        if lesson.outcome.status != "rested":
+            self.account.taken(lesson.learn_s, vain=lesson.outcome.vain)
+        # Even an update that moved no member may play other weights: by a lower η, or another draw among them.
         began = time.perf_counter()
         self.drafter = self.play()
         synchronise(self.target.device)
         return replace(lesson, swap_s=time.perf_counter() - began)
 
+    def _foreseen(self) -> float | None:
+        """Seconds that a lesson of the texts of the buffer would take, by one step on one of them; None without any."""
+        texts, learners = self.buffer.examples(feedback(self.rule.algo)), len(self.learner.rates)
+        if not learners:
+            return 0.0
+        if not texts:
+            return None
+        one = min(texts, key=lambda example: example.response_length)
+        vectors = [self.played()] * learners
+        for _ in range(2):  # the first time it is slower
+            began = time.perf_counter()
+            for batch in map(self.objective.prepare, self.batches([one])):
+                self.objective.gradients(vectors, batch, 0)
+            synchronise(self.target.device)
+            seconds = time.perf_counter() - began
+        tokens = sum(example.response_length for example in texts) / max(one.response_length, 1)
+        return seconds * tokens * (self.rule.epochs or 1)
+
     def learn(self, acceptance: Acceptance, *, short: bool = False) -> Lesson:
         """Learn from what `buffer` has taken in since the last time; `drafter` stays as it is. `short` of time, only
-        where acceptance has fallen."""
+        take back an update that did harm."""
         began = time.perf_counter()
         self._unroll(acceptance)
         fresh, older = self._texts()
         now, judges = holdout.split(fresh, self.rule.holdout)
         learnt = [*older, *now]
+        if self.watchdog.rests(acceptance, short=short):
+            learnt, judges = [], []
         held = [text for judge in judges for text in self.batches([judge])]
         ruling, outcome = self.watchdog.learn(
             self.learner, self.objective, self.batches(learnt), acceptance, held, short=short
@@ -216,7 +247,7 @@ class OnlineDrafter(StreamLearner):
         facts, tensors = self.buffer.state()
         tensors = prefixed("buffer.", tensors) | prefixed("learner.", self.learner.state())
         tensors |= prefixed("watchdog.", self.watchdog.state())
-        account = [self.account.balance, self.account.price]
+        account = [self.account.balance, self.account.price, self.account.vain]
         position = {"chunks": self.chunks, "seen": self._seen, "judges": [*self.judges], "account": account}
         return {"buffer": facts, **position}, tensors
 
@@ -227,5 +258,5 @@ class OnlineDrafter(StreamLearner):
         self.watchdog.restore(under("watchdog.", tensors))
         self.chunks, self._seen = index(facts["chunks"]), index(facts["seen"])
         self.judges = [index(judge) for judge in facts["judges"]]
-        self.account.balance, self.account.price = map(float, facts["account"])
+        self.account.balance, self.account.price, self.account.vain = facts["account"]
         self.drafter = self.play()

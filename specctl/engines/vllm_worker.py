@@ -309,7 +309,7 @@ def _stack(model: Any, tensors: Mapping[str, Any]) -> None:
     all layers in one."""
     import torch
 
-    inner = getattr(model, "model", None)
+    inner: Any = getattr(model, "model", None)
     if not hasattr(inner, STACK):
         return
     keys = [f"layers.{place}.self_attn" for place in range(len(inner.layers))]

@@ -51,8 +51,9 @@ class LearnerOptions(Section):
     # which trust every chunk.
     holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.25
     level: Annotated[float, Field(gt=0, lt=1)] = 0.05  # how often an update that changes nothing is taken all the same
-    # Share of the time of decoding that learning may take in the long run, where decoding waits for it: neither with
-    # `asynchronous` nor for a server. A fall of acceptance is learnt from at once, and paid for later. None = no limit.
+    # Share of the time of decoding that learning may take, where decoding waits for it: neither with `asynchronous` nor
+    # for a server. A lesson is saved for, and for twice as long where the last one was in vain; only a fall of
+    # acceptance is learnt from at once, and paid for later, unless a datastore grows beside. None = no limit.
     budget: PositiveFloat | None = 0.05
     rest: NonNegativeInt = 3  # chunks not learnt from at most, after some that taught nothing, while acceptance holds
     radius: PositiveFloat | None = None  # D: weights stay within this distance of where they started; None = ∞

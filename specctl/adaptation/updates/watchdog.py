@@ -110,13 +110,18 @@ class Watchdog:
         A chunk that is refused is tried with the weights from before the last update, too: where that goes well, these
         were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` are the
         texts of the chunk, a batch each, by which the new update has to prove itself at once. `short` of time, nothing
-        is learnt while acceptance holds.
+        is learnt, and the last update only taken back where it did harm.
         """
-        if (self._rest or short) and not fell(self._before, acceptance, self._options.tolerance):
+        if self.rests(acceptance, short=short):
             self._sleep(acceptance)
             return "keep", UpdateOutcome("rested")
         whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
+        if short:
+            if ruling == "rollback":
+                self._back(learner)
+            self._sleep(acceptance)
+            return ruling, UpdateOutcome("rested")
         now = learner.state()
         if ruling == "rollback":
             outcome = self._again(learner, chunk, held)
@@ -131,6 +136,16 @@ class Watchdog:
         if outcome.status == "refused":
             learner.slow(self._options.backoff)
         return ruling, outcome
+
+    def fallen(self, acceptance: Acceptance) -> bool:
+        """Whether acceptance is below what it was."""
+        return fell(self._before, acceptance, self._options.tolerance)
+
+    def rests(self, acceptance: Acceptance, *, short: bool) -> bool:
+        """Whether `learn` would not look at the chunk."""
+        if self.fallen(acceptance):
+            return short and not self._kept
+        return short or self._rest > 0
 
     def _sleep(self, acceptance: Acceptance) -> None:
         """Rest for a chunk: what may fall is the least acceptance seen meanwhile."""
@@ -154,10 +169,14 @@ class Watchdog:
 
     def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> UpdateOutcome:
         """Learn from the chunk with the weights from before the last update, more slowly."""
+        self._back(learner)
+        return learner.learn(chunk, held)
+
+    def _back(self, learner: Learner) -> None:
+        """Take the last update back."""
         learner.restore(self._kept)
         learner.slow(self._options.backoff)
         self._kept = learner.state()
-        return learner.learn(chunk, held)
 
     def judge(self, acceptance: Acceptance, losses: Callable[[dict[str, Tensor]], tuple[float, float]]) -> Ruling:
         """keep; drift, the update stays and the stream has changed; or rollback.
@@ -167,7 +186,7 @@ class Watchdog:
         """
         if not self._options.rollback or not self._kept:
             return "keep"
-        if not fell(self._before, acceptance, self._options.tolerance):
+        if not self.fallen(acceptance):
             return "keep"
         old, new = losses(self._kept)
         blame, rise = new - old, new - self._loss
