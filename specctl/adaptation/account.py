@@ -47,6 +47,8 @@ class Account:
 
     def taken(self, seconds: float, *, vain: bool) -> None:
         """Note what a lesson took, and whether it was in vain."""
+        if self.share is None:
+            return
         self.price, self.vain = seconds, min(self.vain + 1, MOST_SAVED) if vain else 0
         if vain:
             self.balance = min(self.balance, 0.0)
