@@ -129,6 +129,34 @@ class Client:
                     f"{server.url} serves {server.model} with another tokenizer than that of target {target.name}",
                     "--target names the model that is served, or a directory with its config.json and tokenizer",
                 )
+        self._equal_weights()
+
+    def compare_servers(self) -> None:
+        """All servers serve one model: by its name, its tokenizer's ids and its weights, as far as they say. Nothing of
+        it has to be here.
+
+        Raises CheckpointError.
+        """
+        first, known = self.servers[0], None
+        for server in self.servers:
+            if server.model != first.model:
+                raise CheckpointError(
+                    f"{first.url} serves {first.model}, and {server.url} {server.model}",
+                    "a request names its model: start both with one --served-model-name, or name it by server.model",
+                )
+            theirs = self._told(self._tokenized(server))
+            if theirs is None:
+                progress.log(f"{server.url} does not tokenize: that its model is that of the others is not checked")
+            elif known is not None and theirs != known:
+                raise CheckpointError(f"{server.url} serves {server.model} with another tokenizer than the others")
+            known = known or theirs
+        self.probe = known or []
+        if self.probe:
+            self._equal_weights()
+
+    def _equal_weights(self) -> None:
+        """CheckpointError where the servers do not find the probe's tokens equally probable."""
+        for server in self.servers:
             server.logprobs = self._told(self._logprobs(server))
             if distance(server.logprobs, self.servers[0].logprobs) > SAME:
                 raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specctl.engines.records import (
@@ -67,10 +67,11 @@ def answer(document: Any, ask: Ask) -> Answer:
         raise Malformed(f"the text ended with {reason!r}")
     if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
         ids = [*ids, matched]  # the token that ended the text, where it is cut off with it
-    return Answer(ids, STOPS[reason], _own_drafting(about))
+    return Answer(ids, STOPS[reason], own_drafting(about))
 
 
-def _own_drafting(about: dict[str, Any]) -> Drafting | None:
+def own_drafting(about: Mapping[str, Any]) -> Drafting | None:
+    """The counters of a text, which its meta_info has."""
     histogram = about.get("spec_correct_drafts_histogram")
     if not isinstance(histogram, list) or not about.get("spec_verify_ct"):
         return None

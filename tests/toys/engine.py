@@ -88,7 +88,10 @@ class FakeEngine:
             out, stop = self.text(ids, limit, temperature, seed)
             choice = {"token_ids": out, "prompt_token_ids": ids, "finish_reason": stop, "text": "…"}
             said = {"acceptance_histogram": self.histogram, "num_draft_tokens": 3 * sum(self.histogram)}
-            return {"choices": [choice]} | ({"metrics": {"speculative_decoding": said}} if self.histogram else {})
+            usage = {"usage": {"prompt_tokens": len(ids), "completion_tokens": len(out)}}
+            return (
+                {"choices": [choice]} | usage | ({"metrics": {"speculative_decoding": said}} if self.histogram else {})
+            )
         ids, sampling = body["input_ids"], body["sampling_params"]
         if body.get("return_logprob"):
             rows = [[-token / 1000 + self.shift, token, None] for token in ids]
@@ -336,6 +339,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(piece, ensure_ascii=False)}\n\n".encode())
             self.wfile.flush()
         if choice:
-            usage = {"choices": [], "usage": {}} | {key: value for key, value in answer.items() if key == "metrics"}
+            usage = {"choices": []} | {key: answer[key] for key in ("usage", "metrics") if key in answer}
             self.wfile.write(f"data: {json.dumps(usage)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
