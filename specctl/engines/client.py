@@ -17,7 +17,8 @@ import httpx
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.engines import exchanges, publication, registry
+from specctl.engines import corpora, exchanges, publication, registry, sglang
+from specctl.engines.corpora import PublishedCorpus
 from specctl.engines.records import (
     Answer,
     Ask,
@@ -38,6 +39,8 @@ from specctl.recipe import ServerRecipe
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from specctl.formats.corpus import CorpusTexts
 
 CONNECT_S = 10.0
 POLL_S = 0.2  # how long a signal waits for a slow engine
@@ -254,6 +257,19 @@ class Client:
         others draft with. They have what they had before then.
         """
         self._runner.run(publication.publish([self._place(server) for server in self.servers], directory, version))
+
+    def publish_corpus(self, name: str, corpus: CorpusTexts) -> list[PublishedCorpus]:
+        """All servers draft from a datastore's texts, in place of those that they were given under `name` before.
+
+        Raises UsageError (a server that takes none while it runs), EngineError as `publish`.
+        """
+        for server in self.servers:
+            if server.facts.engine != sglang.NAME:
+                raise UsageError(
+                    f"{server.url} is {server.facts.engine}, which takes no corpora while it runs",
+                    "specctl export --to vllm prints the command that starts vLLM with a datastore",
+                )
+        return self._runner.run(corpora.publish([self._place(server) for server in self.servers], name, corpus))
 
     def loaded(self) -> list[Loaded]:
         """The drafter of each server, as far as it says. Raises EngineError."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "sglang"
+VERSION = "SGLang 0.5.23"
 GENERATE = "/generate"
 NORMED = True
 UNCACHED = "--disable-radix-cache"
@@ -258,7 +259,7 @@ def taken(call: Call, document: Any) -> float | None:
 def unable(call: Call, status: int, said: str) -> EngineError:
     """The error that a status other than 200, or a failure, means."""
     if status == 404:
-        return EngineError(f"it has no {call.path}", "SGLang 0.5.23 has it")
+        return EngineError(f"it has no {call.path}", f"{VERSION} has it")
     if "already open" in said:
         return EngineError(
             "an update of its weights is under way already",
