@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from specctl.commands.reason import ReasoningResult
     from specctl.commands.report import ReportResult
     from specctl.commands.select import SelectResult
+    from specctl.commands.select_served import ServedSelectResult
     from specctl.distillation.result import DistillResult
     from specctl.training.outcome import TrainResult
 
@@ -63,13 +64,16 @@ def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
     return execute("generate", _recipe("generate", recipe, overrides))[0]
 
 
-def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
-    """Choose among a pool of drafters while decoding, every policy on the same stream."""
+def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult | ServedSelectResult:
+    """Choose among a pool of drafters while decoding, every policy on the same stream; or among servers, until a signal
+    comes."""
     from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import members
 
     resolved = _recipe("select", recipe, overrides)
     assert isinstance(resolved, SelectRecipe)
+    if resolved.server.urls:
+        return execute("select", resolved)[0]
     return execute("select", with_domains_of_pool(resolved, members(resolved)))[0]
 
 

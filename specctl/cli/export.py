@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from specctl.cli.command import carry_out, recipe_command
 from specctl.cli.output import cell, fields, table
+from specctl.errors import CheckpointError, UsageError
+from specctl.families import NAMED
 
 if TYPE_CHECKING:
     from specctl.recipe import ExportRecipe
 
-FLAGS = ("to", "tune", "check", "target", "output_dir", "overwrite")
+FLAGS = ("to", "tune", "check", "server", "target", "output_dir", "overwrite")
 SHOWN = ("family", "to", "output", "params", "max_difference")
+NAMELESS = "vLLM takes it by its name (README, text drafters in vLLM), SGLang's NGRAM drafts so by itself"
 EXAMPLE = "specctl export drafters/sql-eagle3 --to vllm --check"
 
 
@@ -25,13 +29,31 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
     """Write a drafter for vLLM, SGLang, speculators or transformers, and print the command that serves it."""
     from specctl.cli import plan
 
+    if str(recipe.source) in NAMED and not recipe.source.exists():
+        raise UsageError(f"{recipe.source} has nothing to export: it drafts from the text at hand", NAMELESS)
     plan.check_directory(str(recipe.source))
-    plan.check_output("export", recipe.output, overwrite=recipe.overwrite)
+    if writes(recipe):
+        plan.check_output("export", recipe.output, overwrite=recipe.overwrite)
     carry_out("export", recipe, dry_run, lambda: steps(recipe), show, "output")
+
+
+def writes(recipe: ExportRecipe) -> bool:
+    """Whether a directory is written: not into servers that run, and not of a datastore for vLLM, which reads ours."""
+    from specctl.drafters import checkpoint
+
+    if recipe.server.urls or recipe.to != "vllm":
+        return not recipe.server.urls
+    with suppress(CheckpointError):  # it is told of later
+        return checkpoint.family(recipe.source) != "retrieval"
+    return True
 
 
 def steps(recipe: ExportRecipe) -> list[str]:
     """The plan of `export`, in words."""
+    if not writes(recipe):
+        servers = ", ".join(recipe.server.urls)
+        end = f"give its documents to {servers}, in place of earlier ones" if servers else "print the command"
+        return [f"verify {recipe.drafter}", end]
     tuned = [f"derive its draft lengths by load from {recipe.tune}"] if recipe.tune else []
     checked = [f"read it back and compare logits of draft steps 1 … {recipe.tokens}"] if recipe.check else []
     return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *tuned, *checked]
@@ -47,8 +69,17 @@ def show(document: dict[str, Any]) -> Any:
         fields(facts),
         "",
         *(lengths(tuning) if tuning else []),
+        *(cell(line) for line in map(given, document["published"])),
         *(cell(line) for line in (*document["notes"], *document["commands"])),
     )
+
+
+def given(one: dict[str, Any]) -> str:
+    """A line of a corpus that a server has now."""
+    if one["tokens"] is None:
+        return f"{one['server']} has {one['corpus']} already"
+    before = f" in place of {', '.join(one['replaced'])}" if one["replaced"] else ""
+    return f"{one['server']} drafts from {one['corpus']}, {one['tokens']} tokens{before}"
 
 
 def lengths(tuning: dict[str, Any]) -> list[Any]:

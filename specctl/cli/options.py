@@ -105,7 +105,10 @@ FLAGS: dict[str, Flag] = {
         metavar="URL",
     ),
     "listen": Flag(
-        ("traffic.listen",), str, "With --server: a proxy to it, whose requests are learnt from.", metavar="HOST:PORT"
+        ("traffic.listen", "listen"),
+        str,
+        "With --server: a proxy to it, whose requests are learnt from.",
+        metavar="HOST:PORT",
     ),
     "features_from": Flag(
         ("features.server.urls",), str, "vLLM or SGLang that computes the target's states.", metavar="URL"

@@ -31,7 +31,7 @@ FLAGS = (
         "select_baselines",
     ),
     *("rivals", "batch", "seeds", "record", "replay", "train_router", "router_dir", "warm_start"),
-    *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
+    *(*TARGET, *SAMPLING, "server", "listen", "save_outputs", "output_dir", "resume", "overwrite"),
 )
 COLUMNS = {
     "algo": "contender",
@@ -69,11 +69,13 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
     What a policy has learnt is forgotten after every query, unless --reset says otherwise; cgp-ucb keeps what prompts
-    have shown."""
+    have shown. With --server and --listen requests are routed among engines that draft differently."""
     from specctl.cli import plan
     from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
+    if recipe.server.urls:
+        return served(recipe, dry_run)
     plan.check_drafters([*recipe.drafters, *recipe.rivals])
     # Only now what takes seconds to import: a misspelt name is told at once.
     from specctl.commands.select import with_domains_of_pool
@@ -88,6 +90,17 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     if recipe.output_dir:
         plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     carry_out("select", recipe, dry_run, lambda: steps(recipe, arms), show, "run_dir")
+
+
+def served(recipe: SelectRecipe, dry_run: bool) -> None:
+    """Route requests among servers."""
+    from specctl.cli import plan, select_served
+    from specctl.selection import dispatch
+
+    dispatch.check(recipe.algo)
+    if recipe.output_dir:
+        plan.check_output("select", recipe.output_dir, overwrite=recipe.overwrite)
+    carry_out("select", recipe, dry_run, lambda: select_served.steps(recipe), select_served.show, "run_dir")
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from specctl.commands.export_datastore import export_datastore
+from specctl.commands.export_result import RECORD, ExportResult, check_free, record
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
 from specctl.errors import DataError, UsageError
@@ -16,32 +17,7 @@ from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe
 from specctl.runs import Run, atomic_write, to_json
 
-RECORD = "export.json"
-"""Written beside the rest: where it comes from. A directory that has it may be overwritten."""
-
-
 SLOWER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """The result document of `export`.
-
-    `commands` put the directory to use; `max_difference` (None without --check) is how far the drafter read back from
-    it is from the original, over all logits and activations of draft steps 1 … `tokens`.
-    """
-
-    drafter: str
-    family: str
-    to: str
-    output: str
-    files: list[str]
-    params: int
-    tokens: int
-    max_difference: float | None
-    tuning: Tuning | None
-    commands: list[str]
-    notes: list[str]
 
 
 def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
@@ -54,7 +30,12 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     """
     drafter = pool.whole(pool.known(recipe.source))
     pool.sound(drafter)
-    head = Head(drafter.config["family"], drafter.config["architecture"], drafter.tensors)
+    collected = drafter.config["family"] == "retrieval"
+    if recipe.server.urls and not collected:
+        raise UsageError(
+            f"{recipe.drafter} is a head: servers that run take datastores from here",
+            "specctl online --server publishes heads that learn",
+        )
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None
     # The revision is the drafter's own, too, unless one is named.
@@ -64,6 +45,9 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     )
     if run is not None:
         run.target = facts.name
+    if collected:
+        return export_datastore(recipe, drafter, facts)
+    head = Head(drafter.config["family"], drafter.config["architecture"], drafter.tensors)
     form = registry.writer(head.family, recipe.to)
     tuning = tuned(recipe, head)
     schedule = tuning.schedule if tuning and any(one.tokens for one in tuning.ranges) else []
@@ -74,8 +58,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     serving = form.serving(head, recipe.to, place, facts, tokens, schedule)
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
-        record = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": drafter.config["target"]}
-        atomic_write(draft / RECORD, to_json(record | {"commands": serving.commands}, indent=2) + "\n")
+        atomic_write(draft / RECORD, to_json(record(recipe, drafter, serving.commands), indent=2) + "\n")
         if schedule and recipe.to == "sglang":
             atomic_write(draft / engines.ADAPTIVE, to_json(engines.adaptive_config(schedule), indent=2) + "\n")
         difference = None
@@ -110,16 +93,6 @@ def tuned(recipe: ExportRecipe, head: Head) -> Tuning | None:
             "measure the server that drafts with it",
         )
     return tuning
-
-
-def check_free(place: Path, overwrite: bool) -> None:
-    """Raise UsageError where something is in the way; only an export is ever replaced."""
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
-        return
-    if not (place / RECORD).is_file():
-        raise UsageError(f"{place} exists and was not written by specctl export", hint="choose another --output-dir")
-    if not overwrite:
-        raise UsageError(f"{place} exists", hint="--overwrite replaces it")
 
 
 def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specctl import progress
 from specctl.commands.select_router import router_of, save_router
@@ -27,6 +27,9 @@ from specctl.selection.game.rules import overruled
 from specctl.selection.recorded import hindsight
 from specctl.selection.recorded.pieces import check_free
 from specctl.selection.routing.labels import RouterReport
+
+if TYPE_CHECKING:
+    from specctl.commands.select_served import ServedSelectResult
 
 ROUNDS = "rounds.jsonl"
 OWN = ("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls", "decide_us_p50", "score_ms_p50")
@@ -103,13 +106,18 @@ def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe
 
 def select(
     recipe: SelectRecipe, run: Run, *, target: Target | None = None, drafters: dict[str, Drafter] | None = None
-) -> SelectResult:
+) -> SelectResult | ServedSelectResult:
     """Decode one stream with every policy, arm and baseline of the recipe; all answer a prompt before the next one.
 
-    Or record the pool on the stream, or play the policies on such a table. `target` and `drafters` (by name) are given
+    Or record the pool on the stream, or play the policies on such a table, or route the requests of clients among
+    servers (`select_served`). `target` and `drafters` (by name) are given
     by callers that hold them already; such drafters draft as they are. Raises DataError (no usable prompts),
     CheckpointError (target, pool, table or router), UsageError (contradicting recipe).
     """
+    if recipe.server.urls:
+        from specctl.commands.select_served import select_served
+
+        return select_served(recipe, run)
     for line in overruled(recipe.algo, recipe.game):
         progress.log(line)
     if recipe.replay is not None and not recipe.train_router:

@@ -17,7 +17,8 @@ import httpx
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.engines import exchanges, publication, registry
+from specctl.engines import corpora, exchanges, publication, registry, sglang
+from specctl.engines.corpora import PublishedCorpus
 from specctl.engines.pools import Pools
 from specctl.engines.records import (
     Answer,
@@ -39,6 +40,8 @@ from specctl.recipe import ServerRecipe
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from specctl.formats.corpus import CorpusTexts
 
 CONNECT_S = 10.0
 POLL_S = 0.2  # how long a signal waits for a slow engine
@@ -130,6 +133,34 @@ class Client:
                     f"{server.url} serves {server.model} with another tokenizer than that of target {target.name}",
                     "--target names the model that is served, or a directory with its config.json and tokenizer",
                 )
+        self._equal_weights()
+
+    def compare_servers(self) -> None:
+        """All servers serve one model: by its name, its tokenizer's ids and its weights, as far as they say. Nothing of
+        it has to be here.
+
+        Raises CheckpointError.
+        """
+        first, known = self.servers[0], None
+        for server in self.servers:
+            if server.model != first.model:
+                raise CheckpointError(
+                    f"{first.url} serves {first.model}, and {server.url} {server.model}",
+                    "a request names its model: start both with one --served-model-name, or name it by server.model",
+                )
+            theirs = self._told(self._tokenized(server))
+            if theirs is None:
+                progress.log(f"{server.url} does not tokenize: that its model is that of the others is not checked")
+            elif known is not None and theirs != known:
+                raise CheckpointError(f"{server.url} serves {server.model} with another tokenizer than the others")
+            known = known or theirs
+        self.probe = known or []
+        if self.probe:
+            self._equal_weights()
+
+    def _equal_weights(self) -> None:
+        """CheckpointError where the servers do not find the probe's tokens equally probable."""
+        for server in self.servers:
             server.logprobs = self._told(self._logprobs(server))
             if distance(server.logprobs, self.servers[0].logprobs) > SAME:
                 raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
@@ -227,6 +258,19 @@ class Client:
         others draft with. They have what they had before then.
         """
         self._runner.run(publication.publish([self._place(server) for server in self.servers], directory, version))
+
+    def publish_corpus(self, name: str, corpus: CorpusTexts) -> list[PublishedCorpus]:
+        """All servers draft from a datastore's texts, in place of those that they were given under `name` before.
+
+        Raises UsageError (a server that takes none while it runs), EngineError as `publish`.
+        """
+        for server in self.servers:
+            if server.facts.engine != sglang.NAME:
+                raise UsageError(
+                    f"{server.url} is {server.facts.engine}, which takes no corpora while it runs",
+                    "specctl export --to vllm prints the command that starts vLLM with a datastore",
+                )
+        return self._runner.run(corpora.publish([self._place(server) for server in self.servers], name, corpus))
 
     def loaded(self) -> list[Loaded]:
         """The drafter of each server, as far as it says. Raises EngineError."""

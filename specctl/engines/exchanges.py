@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from specctl.engines import sglang, vllm
+from specctl.engines.records import Drafting
 
 RECORDED = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generate": "sglang"}
 """Paths whose answers are texts, and the engine that can give their ids there."""
@@ -34,11 +38,12 @@ def recorded(engine: str, path: str, body: Any) -> bool:
     return not several and not batch and not isinstance(body.get("text"), list)
 
 
-def asking(engine: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """The request that makes an engine say ids and counters, and what of that its client did not ask for."""
+def asking(engine: str, body: Mapping[str, Any], *, ids: bool = True) -> tuple[dict[str, Any], frozenset[str]]:
+    """The request that makes an engine say counters and, with `ids`, token ids; and what of that its client did not ask
+    for."""
     sent, added = dict(body), set()
     if engine == "vllm":
-        if not body.get("return_token_ids"):
+        if ids and not body.get("return_token_ids"):
             sent["return_token_ids"] = True
             added |= {"token_ids", "prompt_token_ids"}
         options = body.get("stream_options") or {}
@@ -46,6 +51,31 @@ def asking(engine: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], frozen
             sent["stream_options"] = {**options, "include_usage": True}
             added.add("usage")
     return sent, frozenset(added)
+
+
+@dataclass(frozen=True)
+class TextCounts:
+    """A text that an engine has written: its tokens, and what became of its drafts; None where it does not say."""
+
+    tokens: int
+    drafting: Drafting | None
+
+
+def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts | None:
+    """The counters in an answer, or in what `counters` kept of a stream. None of a stream that broke off, and of paths
+    where this engine never says what became of drafts."""
+    if RECORDED.get(path) != engine:
+        return None
+    about = said.get("meta_info" if engine == "sglang" else "usage")
+    tokens = about.get("completion_tokens") if isinstance(about, dict) else None
+    if not isinstance(about, dict) or type(tokens) is not int or tokens < 1:
+        return None
+    return TextCounts(tokens, sglang.own_drafting(about) if engine == "sglang" else vllm.own_drafting(said))
+
+
+def counters(piece: Any) -> dict[str, Any]:
+    """The part of a stream's piece that counts: the last one of each holds for the whole."""
+    return {key: piece[key] for key in ("usage", "metrics", "meta_info") if isinstance(piece, dict) and piece.get(key)}
 
 
 def restored(document: Any, added: frozenset[str]) -> Any | None:

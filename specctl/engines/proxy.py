@@ -1,9 +1,10 @@
-"""A proxy between clients and engines of the same target: it passes requests on, and keeps a log of them.
+"""A proxy between clients and engines of the same target: it passes requests on, and may keep a log of them.
 
-It is a process of its own, which learning does not slow down. What clients send and get is theirs: bodies are changed
-only to make the engine say token ids, which are taken out of the answer again (`exchanges`). Requests of one text that
-were answered whole are lines of the log: {"began": seconds since 1970, "request": {…}, "response": {…}}, as `specctl
-distill --from-log` reads them, too.
+Beside learning it is a process of its own, which that does not slow down. What clients send and get is theirs: bodies
+are changed only to make the engine say token ids and counters, which are taken out of the answer again (`exchanges`).
+Requests of one text that were answered whole are lines of the log: {"began": seconds since 1970, "request": {…},
+"response": {…}}, as `specctl distill --from-log` reads them, too; and a `Dispatch` learns from them who should write
+such texts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import httpx
 import uvicorn
@@ -30,6 +32,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from specctl.engines import exchanges
 from specctl.engines.pools import Pools
@@ -40,15 +43,98 @@ CONNECTIONS = 256  # to the engines, about
 LAST_REQUESTS_S = 30  # for those that are being answered when it ends
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization"}
 REMADE = {"host", "content-length", "accept-encoding", "content-encoding"}
+FAILING = {429, 500, 502, 503, 504}  # another server may answer all the same
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+
+Done = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The seconds that a server which has failed is asked last, and when they are over: twice as long every time."""
+
+    seconds: float
+    until: float
+
+    @classmethod
+    def after(cls, earlier: Rest | None) -> Self:
+        seconds = min(2 * earlier.seconds, LONGEST_REST_S) if earlier else FIRST_REST_S
+        return cls(seconds, time.monotonic() + seconds)
+
+
+@dataclass(frozen=True)
+class ServerOrder:
+    """The addresses that a request goes to, in turn until one answers."""
+
+    order: Sequence[str]
+
+
+class Dispatch(Protocol):
+    """A rule that says which server continues a text, and learns from what comes back."""
+
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerOrder:
+        """The order for a request, of one text, given the requests that each address has."""
+        ...
+
+    def answered(self, choice: ServerOrder, url: str, counts: exchanges.TextCounts) -> None:
+        """Learn from a text that `url` has written whole."""
+        ...
+
+
+class LeastBusy:
+    """The server with the fewest requests first."""
+
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerOrder:
+        return ServerOrder(sorted(in_flight, key=lambda one: in_flight[one]))
+
+    def answered(self, choice: ServerOrder, url: str, counts: exchanges.TextCounts) -> None:
+        """Whoever is least busy is so whatever it wrote."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A request on its way to a server.
+
+    Attributes:
+        body: of a request for one text; None of all others.
+    """
+
+    request: Request
+    content: bytes
+    body: dict[str, Any] | None
+    choice: ServerOrder
+    began: float
+
+
+class Relay(StreamingResponse):
+    """A stream that is passed on. `done` is called at its end, also where its client left before the first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], status: int, headers: dict[str, str], done: Done):
+        super().__init__(events, status, headers)
+        self.done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.done()
 
 
 class Proxy:
-    """The requests on their way. `log` takes a line for each that was answered whole."""
+    """The requests on their way. A server that fails is asked last for a while; what it did not answer, others do.
 
-    def __init__(self, servers: dict[str, str], log: logging.Logger):
+    Attributes:
+        log: takes a line for each text that was answered whole; None keeps none.
+        dispatch: who gets requests of one text; all others go to the least busy.
+        failures: requests that each server did not answer.
+    """
+
+    def __init__(self, servers: dict[str, str], log: logging.Logger | None, dispatch: Dispatch | None = None):
         """`servers`: engine ("vllm" or "sglang") by address."""
-        self.servers, self.log = servers, log
+        self.servers, self.log, self.dispatch = servers, log, dispatch
         self.in_flight = dict.fromkeys(servers, 0)
+        self.failures = dict.fromkeys(servers, 0)
+        self._rests: dict[str, Rest] = {}  # those that have just failed
         checked = any(url.startswith("https:") for url in servers)
         self.pools = Pools(CONNECTIONS, verify=checked, timeout=httpx.Timeout(None, connect=CONNECT_S))
 
@@ -61,29 +147,47 @@ class Proxy:
             content = await request.body()
         except ClientDisconnect:
             return Response(status_code=499)
-        began = time.time()
-        for url in sorted(self.servers, key=lambda one: self.in_flight[one]):
+        body = _json(content) if request.method == "POST" else None
+        text = body if any(exchanges.recorded(one, path, body) for one in set(self.servers.values())) else None
+        rule = LeastBusy() if text is None or self.dispatch is None else self.dispatch
+        choice = rule.choose(text or {}, self.in_flight)
+        passage = Passage(request, content, text, choice, time.time())
+        answer: Response = JSONResponse({"error": "no engine answers"}, 502)
+        for url in sorted(choice.order, key=self._resting):
             self.in_flight[url] += 1
             try:
-                return await self._asked(url, request, content, began)
+                answer, passes = await self._asked(url, passage)
             except httpx.ConnectError:
-                self.in_flight[url] -= 1  # the next one may be there
+                passes = False
             except httpx.TransportError as error:
-                self.in_flight[url] -= 1
-                return JSONResponse({"error": f"the engine broke off: {type(error).__name__}"}, 502)
+                answer, passes = JSONResponse({"error": f"the engine broke off: {type(error).__name__}"}, 502), False
             except BaseException:
                 self.in_flight[url] -= 1
                 raise
-        return JSONResponse({"error": "no engine answers"}, 502)
+            if not isinstance(answer, Relay):
+                self.in_flight[url] -= 1
+            if passes:
+                self._rests.pop(url, None)
+                return answer
+            self._failed(url)
+        return answer
 
-    async def _asked(self, url: str, request: Request, content: bytes, began: float) -> Response:
-        """The answer of one engine. Raises httpx.TransportError."""
-        engine, path = self.servers[url], request.url.path
-        body = _json(content) if request.method == "POST" else None
+    def _failed(self, url: str) -> None:
+        self.failures[url] += 1
+        self._rests[url] = Rest.after(self._rests.get(url))
+
+    def _resting(self, url: str) -> bool:
+        rest = self._rests.get(url)
+        return rest is not None and rest.until > time.monotonic()
+
+    async def _asked(self, url: str, passage: Passage) -> tuple[Response, bool]:
+        """The answer of one engine, and whether it is one that no other would give. Raises httpx.TransportError."""
+        request, body = passage.request, passage.body
+        engine, path, content = self.servers[url], request.url.path, passage.content
         added: frozenset[str] = frozenset()
         kept = exchanges.recorded(engine, path, body)
         if kept and body is not None:
-            asked, added = exchanges.asking(engine, body)
+            asked, added = exchanges.asking(engine, body, ids=self.log is not None)
             content = json.dumps(asked).encode()
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP | REMADE]
         query = f"?{request.url.query}" if request.url.query else ""
@@ -91,42 +195,59 @@ class Proxy:
         onward = http.build_request(request.method, url + path + query, headers=headers, content=content)
         answer = await http.send(onward, stream=True)
         shown = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP | REMADE}
-        row = {"began": began, "request": body} if kept and answer.status_code == 200 else None
+        passes = answer.status_code not in FAILING
+        kept = kept and answer.status_code == 200
         if "text/event-stream" in answer.headers.get("content-type", ""):
-            events = self._streamed(url, answer, added, row)
-            return StreamingResponse(events, answer.status_code, shown)
+
+            async def done() -> None:
+                self.in_flight[url] -= 1
+                await answer.aclose()
+
+            events = self._streamed(url, answer, added, passage if kept else None)
+            return Relay(events, answer.status_code, shown, done), True
         try:
             content = await answer.aread()
         finally:
             await answer.aclose()
-        self.in_flight[url] -= 1
         document = _json(content)
-        if row is not None and isinstance(document, dict):
-            self._keep(row, document)
+        if kept and isinstance(document, dict):
+            self._keep(passage, url, document, document)
             content = json.dumps(exchanges.restored(document, added), ensure_ascii=False).encode()
-        return Response(content, answer.status_code, shown)
+        return Response(content, answer.status_code, shown), passes
 
     async def _streamed(
-        self, url: str, answer: httpx.Response, added: frozenset[str], row: dict[str, Any] | None
+        self, url: str, answer: httpx.Response, added: frozenset[str], passage: Passage | None
     ) -> AsyncIterator[bytes]:
         """The events of a stream, one by one. A client that leaves ends the engine's work, too."""
         pieces: list[Any] = []
+        said: dict[str, Any] = {}
         try:
             async for event in exchanges.events(answer.aiter_bytes()):
-                piece = exchanges.piece_of(event) if row is not None else None
+                piece = exchanges.piece_of(event) if passage is not None else None
                 if piece is not None:
-                    pieces.append(piece)
+                    said |= exchanges.counters(piece)
+                    if self.log is not None:
+                        pieces.append(piece)
                 if shown := exchanges.restored_event(event, piece, added):
                     yield shown
-            if row is not None:
-                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    self._keep(row, exchanges.joined(pieces))
-        finally:
-            self.in_flight[url] -= 1
-            await answer.aclose()
+        except httpx.TransportError:  # its client has a part already: nobody else can go on
+            self._failed(url)
+            raise
+        if passage is not None:
+            self._keep(passage, url, pieces, said)
 
-    def _keep(self, row: dict[str, Any], response: dict[str, Any]) -> None:
-        self.log.info(json.dumps(row | {"ended": time.time(), "response": response}))
+    def _keep(self, passage: Passage, url: str, wrote: dict[str, Any] | list[Any], said: Mapping[str, Any]) -> None:
+        """Log an answer, or the pieces of a stream, and tell the dispatch of its counters, `said`."""
+        ended = time.time()
+        if self.log is not None:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                response = wrote if isinstance(wrote, dict) else exchanges.joined(wrote)
+                row = {"began": passage.began, "request": passage.body, "ended": ended, "response": response}
+                self.log.info(json.dumps(row))
+        if self.dispatch is not None:
+            counts = exchanges.text_counts(self.servers[url], passage.request.url.path, said)
+            if counts is not None:
+                self.dispatch.answered(passage.choice, url, counts)
 
 
 def _json(content: bytes) -> Any:
@@ -153,9 +274,8 @@ def opened(path: Path, max_bytes: int) -> logging.Logger:
     return log
 
 
-def serve(descriptor: int, servers: dict[str, str], log: Path, max_bytes: int) -> None:
-    """Serve on an open socket until stdin ends, which it does with the process at its other end."""
-    proxy = Proxy(servers, opened(log, max_bytes))
+def serve(place: socket.socket, proxy: Proxy, wait: Callable[[], object]) -> None:
+    """Serve on an open socket until `wait`, which a thread calls, is over; then answer the requests that are there."""
     methods = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
     app = Starlette(routes=[Route("/{path:path}", proxy.pass_on, methods=methods)])
     config = uvicorn.Config(
@@ -164,16 +284,16 @@ def serve(descriptor: int, servers: dict[str, str], log: Path, max_bytes: int) -
     server = uvicorn.Server(config)
 
     def watch() -> None:
-        os.read(0, 1)
+        wait()
         server.should_exit = True
 
     threading.Thread(target=watch, daemon=True).start()
-    server.run([socket.socket(fileno=descriptor)])
+    server.run([place])
 
 
 @contextmanager
-def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> Iterator[str]:
-    """A proxy meanwhile; yields its address. At the end it answers the requests that it has, and takes no more.
+def listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
+    """An open socket meanwhile, and its address.
 
     Raises UsageError where `listen` (HOST:PORT; port 0 = any that is free) cannot be listened on.
     """
@@ -187,6 +307,14 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
             why = getattr(error, "strerror", None) or str(error)
             raise UsageError(f"cannot listen on {listen}: {why}", "--listen 127.0.0.1:8100") from error
         place.listen(2048)
+        yield place, f"http://{host}:{place.getsockname()[1]}"
+
+
+@contextmanager
+def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> Iterator[str]:
+    """A proxy meanwhile, in a process of its own; yields its address. At the end it answers the requests that it has,
+    and takes no more. UsageError as `listening`."""
+    with listening(listen) as (place, address):
         arguments = json.dumps([place.fileno(), servers, str(log), max_bytes])
         process = subprocess.Popen(
             [sys.executable, "-m", "specctl.engines.proxy", arguments],
@@ -194,7 +322,6 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
             pass_fds=[place.fileno()],
             start_new_session=True,  # Ctrl-C is for the one that learns
         )
-        address = f"http://{host}:{place.getsockname()[1]}"
     try:
         yield address
     finally:
@@ -208,4 +335,5 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
 
 if __name__ == "__main__":
     descriptor, servers, log, max_bytes = json.loads(sys.argv[1])
-    serve(descriptor, servers, Path(log), max_bytes)
+    # Until stdin ends, which it does with the process at its other end.
+    serve(socket.socket(fileno=descriptor), Proxy(servers, opened(Path(log), max_bytes)), lambda: os.read(0, 1))

@@ -57,7 +57,7 @@ async def loaded(place: Served) -> Loaded:
     try:
         now = place.publisher.loaded([await place.asked(call) for call in place.publisher.LOADED])
     except (EngineError, Malformed) as error:
-        raise _named(place, error) from error
+        raise named(place, error) from error
     if now.directory is None and now.version in place.kept:
         return Loaded(now.version, place.kept[now.version], now.started, now.fingerprint, now.method, now.ranks)
     return now
@@ -79,7 +79,7 @@ async def publish(places: Sequence[Served], directory: Path, version: str) -> No
             for call in place.publisher.fits(drafter, first, now):
                 place.publisher.taken(call, await place.asked(call))
         except (EngineError, Malformed) as error:
-            raise _named(place, error) from error
+            raise named(place, error) from error
     changed: list[tuple[Served, Loaded]] = []
     for place, now in zip(places, before, strict=True):
         try:
@@ -153,5 +153,6 @@ async def _put_back(changed: Sequence[tuple[Served, Loaded]]) -> str:
     return "".join(f"; {one}" for one in told)
 
 
-def _named(place: Served, error: EngineError | Malformed) -> EngineError:
+def named(place: Served, error: EngineError | Malformed) -> EngineError:
+    """The same error, with the server's address."""
     return EngineError(f"{place.url}: {error}", getattr(error, "hint", None))

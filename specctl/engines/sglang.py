@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specctl.engines.records import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "sglang"
+VERSION = "SGLang 0.5.23"
 GENERATE = "/generate"
 NORMED = True
 UNCACHED = "--disable-radix-cache"
@@ -67,10 +68,11 @@ def answer(document: Any, ask: Ask) -> Answer:
         raise Malformed(f"the text ended with {reason!r}")
     if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
         ids = [*ids, matched]  # the token that ended the text, where it is cut off with it
-    return Answer(ids, STOPS[reason], _own_drafting(about))
+    return Answer(ids, STOPS[reason], own_drafting(about))
 
 
-def _own_drafting(about: dict[str, Any]) -> Drafting | None:
+def own_drafting(about: Mapping[str, Any]) -> Drafting | None:
+    """The counters of a text, which its meta_info has."""
     histogram = about.get("spec_correct_drafts_histogram")
     if not isinstance(histogram, list) or not about.get("spec_verify_ct"):
         return None
@@ -257,7 +259,7 @@ def taken(call: Call, document: Any) -> float | None:
 def unable(call: Call, status: int, said: str) -> EngineError:
     """The error that a status other than 200, or a failure, means."""
     if status == 404:
-        return EngineError(f"it has no {call.path}", "SGLang 0.5.23 has it")
+        return EngineError(f"it has no {call.path}", f"{VERSION} has it")
     if "already open" in said:
         return EngineError(
             "an update of its weights is under way already",

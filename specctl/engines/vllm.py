@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from specctl.engines import metrics
@@ -59,10 +60,10 @@ def answer(document: Any, ask: Ask) -> Answer:
         raise Malformed(f"it read {len(given)} other prompt tokens than the {len(ask.prompt_ids)} that were sent")
     if reason not in STOPS:
         raise Malformed(f"the text ended with {reason!r}")
-    return Answer(ids, STOPS[reason], _own_drafting(document))
+    return Answer(ids, STOPS[reason], own_drafting(document))
 
 
-def _own_drafting(document: dict[str, Any]) -> Drafting | None:
+def own_drafting(document: Mapping[str, Any]) -> Drafting | None:
     """The counters that --per-request-spec-decode-metrics adds to a response."""
     try:
         said = document["metrics"]["speculative_decoding"]

@@ -98,7 +98,5 @@ def writer(family: str, to: str) -> FormatModule:
     names = {reader: name for name, row in FORMATS.items() if family in row.families for reader in row.readers}
     if to not in names:
         those = f"--to {', '.join(sorted(names))}" if names else "no engine reads its files"
-        vllm = "vLLM drafts from the directory as it is, by specctl.engines.vllm_proposer.TextProposer (see README)"
-        hint = vllm if family == "retrieval" and to == "vllm" else those
-        raise UsageError(f"{family} drafters cannot be written for {to}", hint=hint)
+        raise UsageError(f"{family} drafters cannot be written for {to}", hint=those)
     return load(names[to])

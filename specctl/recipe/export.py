@@ -10,6 +10,7 @@ from pydantic import PositiveInt, model_validator
 from specctl.errors import UsageError
 from specctl.formats.registry import readers
 from specctl.recipe.sections import ConverterRecipe, LocalPath, OneOf
+from specctl.recipe.server import ServerRecipe
 
 
 class ExportRecipe(ConverterRecipe):
@@ -20,11 +21,18 @@ class ExportRecipe(ConverterRecipe):
     tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
     tune: LocalPath | None = None  # result of `eval --server`, or its run: draft lengths by load from it, not `tokens`
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
+    server: ServerRecipe = ServerRecipe()  # SGLang that takes a datastore while it runs; nothing is written then
 
     @model_validator(mode="after")
     def _one_origin_of_lengths(self) -> ExportRecipe:
         if self.tune is not None and "tokens" in self.model_fields_set:
             raise ValueError("tune derives the number of tokens from a sweep: leave tokens out")
+        return self
+
+    @model_validator(mode="after")
+    def _taken_while_it_runs(self) -> ExportRecipe:
+        if self.server.urls and self.to != "sglang":
+            raise ValueError("server takes datastores while it runs, which SGLang alone does: to=sglang")
         return self
 
     @property

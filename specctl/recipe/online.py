@@ -13,7 +13,7 @@ from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_famil
 from specctl.recipe.lookahead import REASONING, LookaheadRecipe
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.recipe.server import ServerRecipe
+from specctl.recipe.server import Listen, ServerRecipe
 from specctl.recipe.stream import LearningRecipe, counted
 
 Rival = Annotated[str, OneOf(lambda: ("vanilla", "static", *UNTRAINED, GROWING))]
@@ -54,7 +54,7 @@ class PublicationRecipe(Section):
 class TrafficRecipe(Section):
     """With `server`: where the texts come from. Without an entry the prompts of the stream are asked for."""
 
-    listen: Annotated[str, Field(pattern=r"^\S+:\d+$")] | None = None  # HOST:PORT of a proxy to the servers
+    listen: Listen | None = None  # a proxy to the servers
     log: LocalPath | None = None  # requests with their responses, a line each, as they come
     follow: bool = True  # wait for more lines of the log
     max_log_mb: PositiveFloat = 256.0  # of the proxy's log, which is then put aside, once

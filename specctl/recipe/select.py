@@ -20,6 +20,7 @@ from specctl.recipe.sections import (
     SamplingRecipe,
     Section,
 )
+from specctl.recipe.server import Listen, ServerRecipe
 
 
 class PolicyRecipe(Section):
@@ -116,6 +117,10 @@ class ArmRecipe(Section):
     shapes: list[DraftingRecipe] = []
 
 
+SERVED = ("target", "resources", "algo", "policy", "seeds", "output_dir", "overwrite", "server", "listen")
+"""Keys that count where requests are routed among servers."""
+
+
 class SelectRecipe(CommandRecipe):
     """`specctl select`: policies that choose a drafter of the pool every round, on one stream of prompts.
 
@@ -160,6 +165,8 @@ class SelectRecipe(CommandRecipe):
     resume: bool = False  # of record
     save_outputs: bool = False
     overwrite: bool = False
+    server: ServerRecipe = ServerRecipe()  # engines with a drafter each, among which requests are routed
+    listen: Listen | None = None  # the proxy that takes these requests
 
     @property
     def companion(self) -> str | None:
@@ -174,6 +181,23 @@ class SelectRecipe(CommandRecipe):
         """The same, where it can be chosen, too: heads that draft with it do not pay everywhere."""
         others = self.arms.names or self.train_router or self.router_dir  # these know which arms there are
         return None if others else self.companion
+
+    @model_validator(mode="after")
+    def _here_or_served(self) -> SelectRecipe:
+        if not self.server.urls:
+            if self.listen is not None:
+                raise ValueError("listen takes requests for engines: name them with server")
+            return self
+        if len(self.server.urls) < 2:
+            raise ValueError("server names one engine: there is nothing to choose from")
+        if self.listen is None:
+            raise ValueError("listen is missing: HOST:PORT where requests are taken, such as 127.0.0.1:8100")
+        if len(self.algo) > 1 or len(self.seeds) > 1:
+            raise ValueError("requests are routed by one policy, under one seed")
+        for key, field in type(self).model_fields.items():
+            if key not in SERVED and getattr(self, key) != field.default:
+                raise ValueError(f"{key} is about choosing in this process, servers draft by themselves: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectRecipe:

@@ -8,6 +8,9 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from specctl.recipe.sections import Name, Names, PositiveFloat, Section
 
+Listen = Annotated[str, Field(pattern=r"^\S+:\d+$")]
+"""HOST:PORT of a proxy to the servers."""
+
 
 def _addresses(value: object) -> object:
     """`http://host:8000/v1/, …` as a list of `http://host:8000`."""

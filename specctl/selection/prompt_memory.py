@@ -30,27 +30,27 @@ NEVER = 1e9  # variance of what was not seen, in units of s²
 LEAST = 1e-3  # variance of a reward, in the same: equal prompts leave the system solvable in single precision
 
 
-def covariance(a: Tensor, b: Tensor) -> Tensor:
+def covariance(a: Tensor, b: Tensor, width: float = WIDTH) -> Tensor:
     """[…, A, B] k = c + (1 − c)·exp(−|a − b|²/2w²) of a […, A, D] and b […, B, D], where c is `EVERYWHERE`."""
     half = (a @ b.mT).sub_(0.5 * a.square().sum(-1)[..., None]).sub_(0.5 * b.square().sum(-1)[..., None, :])
-    return half.div_(WIDTH**2).exp_().mul_(1 - EVERYWHERE).add_(EVERYWHERE)
+    return half.div_(width**2).exp_().mul_(1 - EVERYWHERE).add_(EVERYWHERE)
 
 
-def regression(x: Tensor, y: Tensor, noise: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+def regression(x: Tensor, y: Tensor, noise: Tensor, at: Tensor, width: float = WIDTH) -> tuple[Tensor, Tensor]:
     """Means and variances [N] of f_i at a prompt [D], given rewards y [N, M] at prompts x [N, M, D] with variances
     `noise` [N, M], all in units of s (Krause and Ong 2011, Eq. 2 and 3)."""
-    k = covariance(x, at[None])[..., 0].double()
-    factor = torch.linalg.cholesky(covariance(x, x).double() + torch.diag_embed(noise))
+    k = covariance(x, at[None], width)[..., 0].double()
+    factor = torch.linalg.cholesky(covariance(x, x, width).double() + torch.diag_embed(noise))
     solved = torch.cholesky_solve(torch.stack((y, k), -1), factor)
     mean, explained = (k[..., None] * solved).sum(1).unbind(-1)
     return mean, (1 - explained).clamp_min(1e-6)
 
 
 class PromptMemory:
-    """Rewards of `count` arms at the prompts that have been."""
+    """Rewards of `count` arms at the prompts that have been. `width`: w, of features other than `features_of`."""
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, count: int, width: float = WIDTH):
+        self.count, self.width = count, width
         self.forget()
 
     def forget(self) -> None:
@@ -93,6 +93,7 @@ class PromptMemory:
                 off[:, :filled],
                 doubt[:, :filled],
                 _direction(torch.from_numpy(features).float() - center),
+                self.width,
             )
         return Belief((mean + m).tolist(), v.tolist(), noise, signal, shared)
 

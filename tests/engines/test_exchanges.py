@@ -116,3 +116,30 @@ def test_a_restored_event_is_json_again():
     event = b'data: {"choices": [{"text": "\xc3\xa9", "token_ids": [1]}]}\n\n'
     shown = exchanges.restored_event(event, exchanges.piece_of(event), frozenset({"token_ids"}))
     assert json.loads(shown.removeprefix(b"data: ")) == {"choices": [{"text": "é"}]} and shown.endswith(b"\n\n")
+
+
+def test_counters_are_read_of_answers_and_of_streams():
+    drafts = {"speculative_decoding": {"acceptance_histogram": [2, 1], "num_draft_tokens": 3}}
+    whole = {"choices": [], "usage": {"completion_tokens": 4}, "metrics": drafts}
+    counts = exchanges.text_counts("vllm", "/v1/completions", whole)
+    assert (counts.tokens, counts.drafting.rounds, counts.drafting.accepted) == (4, 3, 1)
+    kept = {}
+    for piece in ({"choices": [1]}, {"choices": [2], "usage": None}, whole, None):
+        kept |= exchanges.counters(piece)
+    assert exchanges.text_counts("vllm", "/v1/chat/completions", kept) == counts
+    assert exchanges.text_counts("vllm", "/v1/completions", {"usage": {"completion_tokens": 4}}).drafting is None
+    about = {"completion_tokens": 4, "spec_verify_ct": 3, "spec_correct_drafts_histogram": [2, 1]}
+    assert exchanges.text_counts("sglang", "/generate", {"meta_info": about}).drafting.accepted == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "said"),
+    [
+        ("vllm", "/v1/completions", {}),  # a stream that broke off
+        ("vllm", "/v1/completions", {"usage": {"completion_tokens": 0}}),
+        ("vllm", "/v1/completions", {"usage": "many"}),
+        ("sglang", "/v1/completions", {"usage": {"completion_tokens": 4}}),  # which it says nothing of drafts beside
+    ],
+)
+def test_where_there_are_none_there_are_none(engine, path, said):
+    assert exchanges.text_counts(engine, path, said) is None

@@ -1,6 +1,7 @@
 """The proxy: clients see the engine's answers, the log has what they do not see, and nothing else gets through."""
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -218,3 +219,39 @@ def test_a_log_that_begins_anew_is_private_too(tmp_path):
     files = sorted(tmp_path.iterdir())
     assert [path.name for path in files] == ["log", "log.1"]
     assert all(path.stat().st_mode & 0o077 == 0 and path.stat().st_size <= 100 for path in files)
+
+
+def test_a_server_that_fails_is_asked_last_for_a_while(tmp_path):
+    """Where its address leads nowhere every request would wait for it first."""
+    now, rest = time.monotonic(), None
+    for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        rest = proxy.Rest.after(rest)
+        assert rest.seconds == seconds and rest.until >= now + seconds
+    through = proxy.Proxy({"http://a": "vllm", "http://b": "vllm"}, None)
+    through._failed("http://a")
+    assert sorted(["http://a", "http://b"], key=through._resting) == ["http://b", "http://a"]
+    assert through.failures == {"http://a": 1, "http://b": 0}
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_a_client_that_leaves_before_its_stream_begins_is_noticed(version):
+    """Its server would count as busy with it for ever."""
+    ended = []
+
+    async def done():
+        ended.append(True)
+
+    async def events():
+        yield b"data: {}\n\n"
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise OSError("gone")
+
+    relay = proxy.Relay(events(), 200, {}, done)
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}}
+    with contextlib.suppress(Exception):
+        asyncio.run(relay(scope, receive, send))
+    assert ended == [True]

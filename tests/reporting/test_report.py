@@ -290,3 +290,27 @@ def test_online_with_a_server(make_run):
     head, first, second = read_csv(result, "online-served.csv")
     assert first[head.index("published")] == "v000002" and first[head.index("mat, the drafter that stays")] == "1.4"
     assert second[head.index("verdict")] == "" and second[head.index("mat")] == ""
+
+
+def test_select_among_servers(make_run):
+    row = {
+        "server": "http://a",
+        "engine": "vllm 0.32",
+        "requests": 3,
+        "share": 1.0,
+        "mat": 2.5,
+        "tokens": 9,
+        "failures": 1,
+    }
+    facts = {"mode": "served", "algo": "cgp-ucb", "requests": 3, "mat": 2.5, "servers": [row]}
+    result = api.report([make_run("served", "select", facts)], csv=True)
+    assert read_csv(result, "select-servers.csv")[1] == [
+        "cgp-ucb",
+        "http://a",
+        "vllm 0.32",
+        "3",
+        "1.0",
+        "2.5",
+        "9",
+        "1",
+    ]

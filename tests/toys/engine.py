@@ -36,7 +36,7 @@ class FakeEngine:
         scraped: gives the page of metrics; None where there is none.
         shift: added to the log probabilities of prompts: other weights.
         most: the most requests that were there at once.
-        admin: who answers to its administration, `Workers` or `Session`; None where there is nobody.
+        admin: who answers to its administration, `Workers`, `Session` or `Corpora`; None where there is nobody.
         posted: what was asked of it, methods of vLLM's workers and paths of SGLang.
         breaks: called with such a name, gives the fault that it meets, or None: "error", "reset", "denied", "gone" (the
             answer is lost), a dictionary that is answered instead.
@@ -88,7 +88,10 @@ class FakeEngine:
             out, stop = self.text(ids, limit, temperature, seed)
             choice = {"token_ids": out, "prompt_token_ids": ids, "finish_reason": stop, "text": "…"}
             said = {"acceptance_histogram": self.histogram, "num_draft_tokens": 3 * sum(self.histogram)}
-            return {"choices": [choice]} | ({"metrics": {"speculative_decoding": said}} if self.histogram else {})
+            usage = {"usage": {"prompt_tokens": len(ids), "completion_tokens": len(out)}}
+            return (
+                {"choices": [choice]} | usage | ({"metrics": {"speculative_decoding": said}} if self.histogram else {})
+            )
         ids, sampling = body["input_ids"], body["sampling_params"]
         if body.get("return_logprob"):
             rows = [[-token / 1000 + self.shift, token, None] for token in ids]
@@ -179,6 +182,63 @@ class Session:
         self.open = False
 
 
+class Corpora:
+    """SGLang's external corpora, as its HTTP server has them: texts, or a file of its own, and nothing else.
+
+    Attributes:
+        texts: of each corpus.
+        counts: their tokens.
+    """
+
+    def __init__(self, tokenizer, *, algorithm="NGRAM", budget=8, most=10_000):
+        self.tokenizer, self.most, self.texts, self.counts = tokenizer, most, {}, {}
+        self.info = {"version": "0.5.23", "tp_size": 1, "speculative_algorithm": algorithm}
+        self.info |= {"speculative_ngram_external_sam_budget": budget}
+        self.info |= {"speculative_ngram_external_corpus_max_tokens": most}
+
+    @property
+    def pages(self):
+        return {
+            "/server_info": self.info,
+            "/list_external_corpora": {"success": True, "corpus_token_counts": self.counts, "message": ""},
+        }
+
+    def answer(self, path, body):
+        """(status, document)."""
+        step = {"/add_external_corpus": self.add, "/remove_external_corpus": self.remove}.get(path)
+        if step is None:
+            return 404, {"detail": "Not Found"}
+        document = step(**body)
+        return 200 if document["success"] else 400, document
+
+    def add(self, corpus_id="", file_path=None, documents=None, token_chunks=None):
+        failed = {"success": False, "corpus_id": "", "loaded_token_count": 0}
+        if self.info["speculative_algorithm"] != "NGRAM":
+            return failed | {"message": "Ngram speculative decoding is not enabled."}
+        if file_path is None and documents is None:
+            return failed | {"message": "Either file_path or documents must be provided."}
+        if corpus_id in self.texts:
+            return failed | {"message": f"External corpus '{corpus_id}' already exists."}
+        kept, total = [], 0
+        for text in documents:
+            size = len(self.tokenizer.encode(text, add_special_tokens=False)) + bool(kept)
+            if total + size > self.most:
+                break
+            kept, total = [*kept, text], total + size
+        if total > self.most - sum(self.counts.values()):
+            return failed | {"message": "External corpus exceeds the remaining token budget."}
+        self.texts[corpus_id], self.counts[corpus_id] = kept, total
+        message = f"Loaded corpus '{corpus_id}' with {total} tokens."
+        message += f" (truncated: exceeded {self.most} token limit)" if kept != documents else ""
+        return {"success": True, "corpus_id": corpus_id, "message": message, "loaded_token_count": total}
+
+    def remove(self, corpus_id):
+        if self.texts.pop(corpus_id, None) is None:
+            return {"success": False, "message": f"no corpus {corpus_id}"}
+        del self.counts[corpus_id]
+        return {"success": True, "message": f"Removed corpus '{corpus_id}'."}
+
+
 class _Allowed(pickle.Unpickler):
     """Classes that SGLang's reader of pickles lets through, as far as tensors have them."""
 
@@ -221,6 +281,8 @@ class _Handler(BaseHTTPRequestHandler):
         pages = {"/v1/models": engine.models(), version: {"version": "0.32.0"}} | engine.pages
         if isinstance(engine.admin, Session):
             pages |= {version: engine.admin.info, "/model_info": {"weight_version": engine.admin.version}}
+        if isinstance(engine.admin, Corpora):
+            pages |= engine.admin.pages
         if self.path == "/metrics" and engine.scraped is not None:
             return self.send(200, engine.scraped(), "text/plain")
         if self.path not in pages:
@@ -336,6 +398,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(piece, ensure_ascii=False)}\n\n".encode())
             self.wfile.flush()
         if choice:
-            usage = {"choices": [], "usage": {}} | {key: value for key, value in answer.items() if key == "metrics"}
+            usage = {"choices": []} | {key: answer[key] for key in ("usage", "metrics") if key in answer}
             self.wfile.write(f"data: {json.dumps(usage)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")

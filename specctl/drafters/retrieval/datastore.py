@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,6 +68,12 @@ class Datastore:
     def of(cls, documents: Iterable[list[int]]) -> Datastore:
         tokens = flatten(documents)
         return cls(tokens, suffix_array(tokens))
+
+    def documents(self) -> Iterator[list[int]]:
+        """The documents, the oldest first."""
+        ends = (self.tokens == SEPARATOR).nonzero()[:, 0].tolist()
+        for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+            yield self.tokens[start:end].tolist()
 
     def occurrences(self, context: array[int]) -> range:
         """Places in the suffix array of the suffixes that begin with `context` (at most `LONGEST` tokens)."""

@@ -1,4 +1,5 @@
-"""`select` in a report: what policies lose to the best arm, what they play, and what arms earn.
+"""`select` in a report: what policies lose to the best arm, what they play, and what arms earn; or which server wrote
+what.
 
 Pictures come from `curves`, `policies`, `pool_size` and `rewards` of the result, and from rounds.jsonl, one line per
 round; what is absent is left out.
@@ -50,6 +51,16 @@ POLICIES = {
     "rounds": "rounds",
     "scorings": "scorings",
     **{key: SUMMARY[key] for key in OF_A_RUN},
+}
+SERVERS = {
+    "label": "policy",
+    "server": "server",
+    "engine": "engine",
+    "requests": "texts",
+    "share": "share",
+    "mat": "mat",
+    "tokens": "tokens",
+    "failures": "requests not answered",
 }
 REGRETS = {
     "loss_regret": "cumulative\nloss regret",
@@ -215,6 +226,8 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
     ]
     summary = [{**run.result, "label": _algo(run)} for run in runs if run.result]
     tables.insert(0, records("select", "Selection", summary, SUMMARY))
+    servers = [{**row, "label": _algo(run)} for run in runs for row in run.result.get("servers") or []]
+    tables.append(records("servers", "Texts by server", servers, SERVERS))
     domains = [{"label": _algo(run), **row} for run in runs for row in _per_domain(run)]
     columns = {name: name for row in domains for name in row} | {"label": "policy"}
     tables.append(records("domains", "Domains", domains, columns))

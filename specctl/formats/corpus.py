@@ -1,0 +1,93 @@
+"""A datastore as engines draft from it: vLLM from its directory, SGLang from its documents as texts.
+
+SGLang's method NGRAM drafts from external corpora, too, behind suffix automata. It reads one from a file at its start,
+or takes one while it runs (`engines.corpora`), in both cases as texts, which it tokenizes itself (0.5.23).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl.drafters.retrieval.datastore import LONGEST, Datastore
+from specctl.formats.head import Serving, TargetFacts
+
+FILE = "corpus.jsonl"
+"""A text a line, as a JSON string: what --speculative-ngram-external-corpus-path names."""
+PROPOSER = "specctl.engines.vllm_proposer.TextProposer"
+DRAFTED = {"vllm": 7, "sglang": 15}
+"""Tokens of a round where none are asked for: of a chain, and of a tree."""
+MOST_TOKENS = 10_000_000  # of all corpora, unless --speculative-ngram-external-corpus-max-tokens says otherwise
+OWN_TEXT = (
+    "half of the tokens of a draft are for the corpus (--speculative-ngram-external-sam-budget), half for what the "
+    "server has written"
+)
+
+
+@dataclass(frozen=True)
+class CorpusTexts:
+    """The documents of a datastore as texts.
+
+    Attributes:
+        tokens: of the texts, as the target's tokenizer reads them, and one between two of them.
+        changed: documents whose response is read as other tokens than those that the target wrote.
+    """
+
+    texts: list[str]
+    tokens: int
+    changed: int
+
+    @property
+    def lines(self) -> str:
+        """The file's content."""
+        return "".join(f"{json.dumps(text, ensure_ascii=False)}\n" for text in self.texts)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines that people should read."""
+        if not self.changed:
+            return []
+        return [
+            f"{self.changed} of {len(self.texts)} responses are other tokens once their text is tokenized anew, as "
+            "SGLang does, and less use there"
+        ]
+
+
+def corpus_of(store: Datastore, tokenizer: Any) -> CorpusTexts:
+    """The texts of a store. Of each the first `LONGEST` tokens are context, which may begin within a word."""
+    texts, total, changed = [], 0, 0
+    for document in store.documents():
+        text = tokenizer.decode(document, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        again = tokenizer.encode(text, add_special_tokens=False)
+        if not again:
+            continue
+        response = document[LONGEST:]
+        changed += again[len(again) - len(response) :] != response
+        texts.append(text)
+        total += len(again)
+    return CorpusTexts(texts, total + max(len(texts) - 1, 0), changed)
+
+
+def serving(to: str, place: Path, facts: TargetFacts, tokens: int, corpus: CorpusTexts | None = None) -> Serving:
+    """The command line of an engine: vLLM's with the drafter's directory `place`, SGLang's with `place` / `FILE`, which
+    holds `corpus`."""
+    target = shlex.quote(facts.name) + (f" --revision {shlex.quote(facts.revision)}" if facts.revision else "")
+    if to == "vllm":
+        named = json.dumps({"specctl_drafters": [str(place)]})
+        method = json.dumps({"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": tokens})
+        command = (
+            f"vllm serve {target} --additional-config {shlex.quote(named)} --speculative-config {shlex.quote(method)}"
+        )
+        return Serving([command], ["vLLM needs specctl's files in its environment: pip install --no-deps specctl"])
+    assert corpus is not None
+    nodes = tokens + 1  # with the root
+    most = f" --speculative-ngram-external-corpus-max-tokens {corpus.tokens}" if corpus.tokens > MOST_TOKENS else ""
+    command = (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm NGRAM "
+        f"--speculative-num-draft-tokens {nodes} --speculative-ngram-external-sam-budget {max(tokens // 2, 1)} "
+        f"--speculative-ngram-external-corpus-path {shlex.quote(str(place / FILE))}{most}"
+    )
+    return Serving([command], [OWN_TEXT, *corpus.notes])

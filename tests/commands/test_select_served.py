@@ -1,0 +1,292 @@
+"""`select --server`: requests find the server whose drafter is for them, whatever becomes of the others."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from specctl import data_prep, progress
+from specctl.commands.select_served import REQUESTS, select_served
+from specctl.decoding.target_text import load_target_text
+from specctl.engines.records import EngineError
+from specctl.errors import CheckpointError, RecipeError, UsageError
+from specctl.recipe import SelectRecipe
+from specctl.recipe.resolve import resolve
+from specctl.runs import Run
+from tests.toys.engine import FakeEngine
+
+TOKENS, WELL, BADLY = 40, [0, 0, 0, 10], [30, 5]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_target_text("builtin").tokenizer
+
+
+class Specialist(FakeEngine):
+    """A vLLM whose drafts are accepted in texts of its domain, which it knows by the prompt."""
+
+    def __init__(self, tokenizer, domain, engine="vllm"):
+        super().__init__(tokenizer, engine)
+        self.domain, self.prompts = domain, []
+
+    def generated(self, body):
+        if not isinstance(body.get("prompt"), str):
+            return super().generated(body)
+        self.prompts.append(body["prompt"])
+        ids = [7] * TOKENS
+        choice = {"token_ids": ids, "prompt_token_ids": [1], "finish_reason": "length", "text": "…"}
+        histogram = WELL if body["prompt"].startswith(self.domain) else BADLY
+        drafting = {"acceptance_histogram": histogram, "num_draft_tokens": 3 * sum(histogram)}
+        usage = {"prompt_tokens": 1, "completion_tokens": TOKENS}
+        return {"choices": [choice], "usage": usage, "metrics": {"speculative_decoding": drafting}}
+
+
+@pytest.fixture
+def engines(tokenizer):
+    with Specialist(tokenizer, "sql") as sql, Specialist(tokenizer, "math") as math:
+        yield sql, math
+
+
+@pytest.fixture(scope="module")
+def stream():
+    """Prompts of two domains, in the order that chance gives them, each with its domain in front."""
+    draw = random.Random(0)
+    return [
+        f"{domain} {prompt}"
+        for domain in (draw.choice(("sql", "math")) for _ in range(60))
+        for prompt in data_prep.get(domain).generate(1, seed=draw.randrange(10**6))
+    ]
+
+
+def recipe(place, *engines, **fields):
+    urls = [getattr(one, "url", one) for one in engines]
+    return SelectRecipe(server={"urls": urls}, listen="127.0.0.1:0", output_dir=place, **fields)
+
+
+@contextmanager
+def routing(made, capsys):
+    """The address of a proxy, and where its result will be."""
+    run, found = Run.create("select", made, made.output_dir), []
+
+    def work():
+        try:
+            found.append(select_served(made, run))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    said = ""
+    while "are routed among" not in said and not found:
+        time.sleep(0.02)
+        said += capsys.readouterr().err
+    address = said.partition("requests that go to ")[2].partition(" ")[0]
+    try:
+        yield address, found
+    finally:
+        progress.interrupts.note(signal.SIGTERM)
+        thread.join(20)
+        progress.interrupts.reset()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+
+
+def ask(address, prompt, **fields):
+    with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=20) as http:
+        return http.post(f"{address}/v1/completions", json={"model": "toy", "prompt": prompt} | fields)
+
+
+def share_of_specialists(engines, since):
+    """Of the prompts behind the first `since`, those that the server of their domain was sent."""
+    asked = [prompt.startswith(one.domain) for one in engines for prompt in one.prompts]
+    own = sum(prompt.startswith(one.domain) for one in engines for prompt in one.prompts[since[one.domain] :])
+    return own / (len(asked) - sum(since.values()))
+
+
+def test_requests_find_the_server_of_their_domain(engines, stream, tmp_path, capsys):
+    with routing(recipe(tmp_path, *engines), capsys) as (address, found):
+        since = {}
+        for number, prompt in enumerate(stream):
+            if number == len(stream) // 3:
+                since = {one.domain: len(one.prompts) for one in engines}
+            assert ask(address, prompt).json()["choices"][0]["text"] == "…"
+    result = found[0]
+    # Half of them if prompts were shared out: 40 prompts, three standard deviations above are 0.74.
+    assert share_of_specialists(engines, since) > 0.8
+    assert (result.mode, result.algo, result.requests) == ("served", "cgp-ucb", 60)
+    rows = {row.server: row for row in result.servers}
+    assert sum(row.requests for row in rows.values()) == 60 and sum(row.share for row in rows.values()) == 1
+    assert all(row.tokens == TOKENS * row.requests and not row.failures for row in rows.values())
+    assert 2 < result.mat <= 4 and result.decide_us_p50 > 0
+    lines = [json.loads(line) for line in (tmp_path / REQUESTS).read_text().splitlines()]
+    assert len(lines) == 60 and {line["passes"] for line in lines} == {10, 35}
+    assert "question" not in (tmp_path / REQUESTS).read_text().lower()
+    assert os.stat(tmp_path / REQUESTS).st_mode & 0o077 == 0
+
+
+def test_shared_out_they_do_not(engines, stream, tmp_path, capsys):
+    """The negative control."""
+    with routing(recipe(tmp_path, *engines, algo=["random"]), capsys) as (address, _):
+        for prompt in stream:
+            ask(address, prompt)
+    assert share_of_specialists(engines, {"sql": 0, "math": 0}) < 0.8
+
+
+def test_streams_are_streams_and_are_learnt_from(engines, tmp_path, capsys):
+    with routing(recipe(tmp_path, *engines), capsys) as (address, found):
+        with (
+            httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http,
+            http.stream(
+                "POST", f"{address}/v1/completions", json={"model": "toy", "prompt": "sql x", "stream": True}
+            ) as answer,
+        ):
+            events = [event for event in answer.read().decode().split("\n\n") if event]
+        assert events[-1] == "data: [DONE]" and len(events) == TOKENS // 2 + 1  # without the counters
+        assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "toy"
+        assert httpx.post(f"{address}/collective_rpc", json={}).status_code == 404
+    assert found[0].requests == 1 and found[0].mat in (4.0, TOKENS / 35)
+
+
+@pytest.mark.parametrize("fault", ["reset", "error", "busy"])
+def test_what_a_server_does_not_answer_others_do(engines, tmp_path, capsys, fault):
+    sql, math = engines
+    sql.faults = lambda number: fault if number > 2 else None
+    with routing(recipe(tmp_path, sql, math), capsys) as (address, found):
+        answers = [ask(address, "sql x").status_code for _ in range(12)]
+    assert answers == [200] * 12
+    rows = {row.server: row for row in found[0].servers}
+    # It is asked again only after a while.
+    assert rows[math.url].requests >= 9 and 1 <= rows[sql.url].failures <= 4
+
+
+def test_a_server_that_died_is_used_again_once_it_is_back(engines, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("specctl.engines.proxy.FIRST_REST_S", 0.0)
+    monkeypatch.setattr("specctl.engines.proxy.LONGEST_REST_S", 0.0)
+    sql, math = engines
+    with routing(recipe(tmp_path, sql, math), capsys) as (address, found):
+        for _ in range(10):
+            ask(address, "sql x")
+        sql.gone = True
+        assert [ask(address, "sql x").status_code for _ in range(5)] == [200] * 5
+        sql.gone, before = False, len(sql.prompts)
+        for _ in range(10):
+            ask(address, "sql x")
+        assert len(sql.prompts) - before >= 8
+    assert found[0].requests == 25
+
+
+def test_nobody_is_there_any_more(engines, tmp_path, capsys):
+    for one in engines:
+        one.faults = lambda number: "error"
+    with routing(recipe(tmp_path, *engines), capsys) as (address, found):
+        assert ask(address, "sql x").status_code == 500
+        assert ask(address, "sql x").status_code == 500
+    assert found[0].requests == 0 and found[0].mat is None and found[0].servers[0].share is None
+    assert all(row.failures == 2 for row in found[0].servers)
+
+
+def test_texts_that_no_server_can_count_go_to_the_least_busy(engines, tmp_path, capsys):
+    with routing(recipe(tmp_path, *engines), capsys) as (address, found):
+        ask(address, "sql x", n=2)
+        ask(address, [[1], [2]])
+    assert found[0].requests == 0
+
+
+def refused(made, **how):
+    with pytest.raises(CheckpointError) as caught:
+        select_served(made, Run.create("select", made, made.output_dir))
+    return f"{caught.value.message} | {caught.value.hint}"
+
+
+def test_servers_of_different_models_are_refused(tokenizer, engines, tmp_path):
+    sql, math = engines
+    math.model = "other"
+    assert f"{sql.url} serves toy, and {math.url} other" in refused(recipe(tmp_path, sql, math))
+    math.model, math.shift = "toy", 1.0
+    assert "serve different weights" in refused(recipe(tmp_path, sql, math))
+    math.shift = 0.0
+
+    class Reversed:
+        def encode(self, text, **options):
+            return tokenizer.encode(text, **options)[::-1]
+
+    math.tokenizer = Reversed()
+    assert "with another tokenizer than the others" in refused(recipe(tmp_path, sql, math))
+
+
+def test_a_target_that_is_named_is_compared(tokenizer, engines, tmp_path):
+    for one in engines:
+        one.tokenizer = type("Other", (), {"encode": lambda self, text, **options: [1, 2, 3]})()
+    said = refused(recipe(tmp_path, *engines, target={"name": "builtin"}))
+    assert "another tokenizer than that of target builtin" in said
+
+
+def test_a_server_that_is_not_there_is_named(engines, tmp_path):
+    made = recipe(tmp_path, engines[0], "http://127.0.0.1:1")
+    with pytest.raises(EngineError, match="no server answers at"):
+        select_served(made, Run.create("select", made, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["listen=127.0.0.1:1"], "name them with server"),
+        (["server.urls=http://a", "listen=h:1"], "there is nothing to choose from"),
+        (["server.urls=http://a,http://b"], "listen is missing"),
+        (["server.urls=http://a,http://b", "listen=here"], "listen"),
+        (["server.urls=http://a,http://b", "listen=h:1", "algo=cgp-ucb,random"], "by one policy"),
+        (["server.urls=http://a,http://b", "listen=h:1", "pool=drafters"], "pool is about choosing in this process"),
+        (["server.urls=http://a,http://b", "listen=h:1", "sampling.temperature=1"], "sampling is about choosing"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, words):
+    with pytest.raises(RecipeError) as caught:
+        resolve("select", None, settings)
+    assert words in str(caught.value)
+
+
+def test_a_policy_that_cannot_route_is_refused(engines, tmp_path):
+    made = recipe(tmp_path, *engines, algo=["hedgespec"])
+    with pytest.raises(UsageError, match="hedgespec cannot route requests"):
+        select_served(made, Run.create("select", made, tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_the_table(engines, tmp_path, number):
+    """The whole command: what is in flight is answered, and the result is on stdout."""
+    sql, math = engines
+    urls = f"{sql.url},{math.url}"
+    command = [sys.executable, "-m", "specctl", "select", "--server", urls, "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--json", "--output-dir", tmp_path / "run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    address = ""
+    for line in process.stderr:
+        if "are routed among" in line:
+            address = line.partition("requests that go to ")[2].partition(" ")[0]
+            break
+    sql.seconds = math.seconds = 1.0
+    got = []
+    thread = threading.Thread(target=lambda: got.append(ask(address, "sql x").status_code))
+    thread.start()
+    while not sql.prompts and not math.prompts:
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    thread.join()
+    document = json.loads(out)
+    assert process.returncode == 0 and got == [200]
+    assert document["requests"] == 1 and document["target"] == "toy" and len(document["servers"]) == 2
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["requests"] == 1

@@ -1,0 +1,143 @@
+"""Datastores for engines: SGLang's file of texts and what it makes of them, and the commands that serve them."""
+
+import json
+import shlex
+
+import pytest
+
+from specctl.commands.export import export
+from specctl.decoding.target_text import load_target_text
+from specctl.drafters import checkpoint
+from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.retrieval.datastore import LONGEST, Datastore
+from specctl.engines.vllm_proposer import KEY, TextProposer, named_drafters
+from specctl.errors import CheckpointError, RecipeError, UsageError
+from specctl.formats import corpus
+from specctl.recipe import ExportRecipe
+from specctl.recipe.resolve import resolve
+from tests.toys.engine import Corpora, FakeEngine
+
+TEXTS = [
+    "Question: names?\n<|assistant|>\nSELECT name FROM singer;<|end|>",
+    "SELECT COUNT(*), 'é' FROM concert;<|end|>",
+]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_target_text("builtin")
+
+
+@pytest.fixture(scope="module")
+def store(text):
+    return Datastore.of(text.tokenizer.encode(one, add_special_tokens=False) for one in TEXTS)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory, text, store):
+    place = tmp_path_factory.mktemp("drafters") / "sql-retrieval"
+    config, tensors = retrieval.config(store, text.identity), retrieval.tensors(store)
+    checkpoint.save(place, config=config, tensors=tensors, info={})
+    return place
+
+
+def option(command, name):
+    words = shlex.split(command)
+    return words[words.index(name) + 1]
+
+
+def test_documents_come_back_from_a_store(text, store):
+    assert [*store.documents()] == [text.tokenizer.encode(one, add_special_tokens=False) for one in TEXTS]
+    assert [*Datastore.of([[]]).documents()] == [[]]
+
+
+def test_sglang_reads_the_tokens_that_the_target_wrote(text, store):
+    """It splits the file at lines, and tokenizes every string without special tokens of its own."""
+    made = corpus.corpus_of(store, text.tokenizer)
+    read = [text.tokenizer.encode(json.loads(line), add_special_tokens=False) for line in made.lines.splitlines()]
+    assert read == [*store.documents()] and made.tokens == sum(map(len, read)) + 1 and not made.notes
+
+
+def test_responses_that_are_other_tokens_as_text_are_counted(text):
+    context = text.tokenizer.encode("a b c d e f g h i j k l m n o p q r s t u", add_special_tokens=False)[:LONGEST]
+    whole = text.tokenizer.encode("SELECT name", add_special_tokens=False)
+    apart = [token for letter in "SELECT" for token in text.tokenizer.encode(letter, add_special_tokens=False)]
+    made = corpus.corpus_of(Datastore.of([[*context, *whole], [*context, *apart], []]), text.tokenizer)
+    assert made.changed == 1 and len(made.texts) == 2 and "1 of 2 responses" in made.notes[0]
+
+
+def test_export_for_sglang(drafter, tmp_path, store, text):
+    result = export(ExportRecipe(drafter=drafter, to="sglang", output_dir=tmp_path / "out"))
+    (command,) = result.commands
+    assert option(command, "--speculative-algorithm") == "NGRAM"
+    path = option(command, "--speculative-ngram-external-corpus-path")
+    assert path == str(tmp_path / "out" / corpus.FILE) and result.files == ["corpus.jsonl", "export.json"]
+    # SGLang asks for 0 < budget < draft tokens, and for a positive number of tokens of corpora.
+    budget, nodes = (
+        option(command, f"--speculative-{name}") for name in ("ngram-external-sam-budget", "num-draft-tokens")
+    )
+    assert 0 < int(budget) <= int(nodes) - 1 and "max-tokens" not in command
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["commands"] == [command]
+    with pytest.raises(UsageError, match="exists"):
+        export(ExportRecipe(drafter=drafter, to="sglang", output_dir=tmp_path / "out"))
+    export(ExportRecipe(drafter=drafter, to="sglang", output_dir=tmp_path / "out", overwrite=True, tokens=1))
+    big = corpus.CorpusTexts([], corpus.MOST_TOKENS + 1, 0)
+    facts = type("Facts", (), {"name": "m", "revision": "r"})
+    (command,) = corpus.serving("sglang", tmp_path, facts, 1, big).commands
+    assert option(command, "--speculative-ngram-external-corpus-max-tokens") == str(corpus.MOST_TOKENS + 1)
+    assert option(command, "--speculative-ngram-external-sam-budget") == "1" and option(command, "--revision") == "r"
+
+
+def test_the_command_for_vllm_loads_the_directory(drafter, text, tmp_path):
+    result = export(ExportRecipe(drafter=drafter, output_dir=tmp_path / "out"))
+    (command,) = result.commands
+    method = json.loads(option(command, "--speculative-config"))
+    assert (
+        method["model"] == f"{TextProposer.__module__}.{TextProposer.__name__}" and method["method"] == "custom_class"
+    )
+    (named,) = json.loads(option(command, "--additional-config"))[KEY]
+    assert named == str(drafter) == result.output and not (tmp_path / "out").exists()
+    (loaded,) = named_drafters([named], text.vocab_size, method["num_speculative_tokens"])
+    assert len(loaded.corpus.tokens) == len(Datastore.of([*loaded.corpus.documents()]).tokens)
+
+
+def test_what_makes_no_sense_is_refused(drafter, tmp_path):
+    for fields, words in (
+        ({"to": "hf"}, "cannot be written for hf"),
+        ({"to": "vllm", "check": True}, "--check is about heads"),
+        ({"to": "sglang", "tune": tmp_path}, "--tune is about heads"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            export(ExportRecipe(drafter=drafter, output_dir=tmp_path / "out", **fields))
+    with pytest.raises(RecipeError, match="SGLang alone"):
+        resolve("export", None, ["server.urls=http://a", "to=vllm"])
+
+
+def test_a_store_of_another_tokenizer_is_refused(tmp_path, text, store):
+    config = retrieval.config(store, text.identity | {"vocab_hash": "other"})
+    checkpoint.save(tmp_path / "store", config=config, tensors=retrieval.tensors(store), info={})
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        export(ExportRecipe(drafter=tmp_path / "store", to="sglang", output_dir=tmp_path / "out"))
+
+
+def test_a_server_that_runs_is_given_the_texts(drafter, store, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with FakeEngine(text.tokenizer, "sglang") as engine:
+        engine.admin = Corpora(text.tokenizer)
+        recipe = ExportRecipe(drafter=drafter, to="sglang", server={"urls": [engine.url]})
+        (one,) = export(recipe).published
+        assert engine.admin.texts == {one.corpus: TEXTS} and one.corpus.startswith("sql-retrieval@")
+        assert one.tokens == corpus.corpus_of(store, text.tokenizer).tokens
+        engine.tokenizer = type("Other", (), {"encode": lambda self, text, **options: [1, 2, 3]})()
+        with pytest.raises(CheckpointError, match="another tokenizer than that of target"):
+            export(recipe)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_heads_are_not_given_so(tmp_path, target):
+    from tests.measuring.streams import write_head
+
+    head = write_head(tmp_path / "head", target, "eagle3")
+    with pytest.raises(UsageError, match="is a head") as caught:
+        export(ExportRecipe(drafter=head, to="sglang", server={"urls": ["http://a"]}))
+    assert "online --server" in caught.value.hint

@@ -1,0 +1,140 @@
+"""Requests among servers: who gets which text, what is learnt of an answer, and what no policy may do to a server."""
+
+import random
+import statistics
+
+import pytest
+
+from specctl import data_prep
+from specctl.engines.exchanges import TextCounts
+from specctl.engines.records import Drafting
+from specctl.errors import UsageError
+from specctl.recipe.select import PolicyRecipe
+from specctl.selection import dispatch
+from specctl.selection.dispatch import MORE, TIMES, Dispatcher, features_of, passes_of, words_of
+from specctl.selection.policies import registry
+
+DOMAINS = ("sql", "math")
+URLS = [f"http://{domain}" for domain in DOMAINS]
+IDLE = dict.fromkeys(URLS, 0)
+
+
+def counts(mat, tokens=60, drafts=True):
+    """Of a text whose passes accept about `mat` − 1 tokens each."""
+    passes = round(tokens / mat)
+    accepted = tokens - passes
+    return TextCounts(tokens, Drafting(passes, 3 * passes, accepted, [accepted]) if drafts else None)
+
+
+def chat(prompt):
+    return {"messages": [{"role": "user", "content": prompt}]}
+
+
+@pytest.fixture(scope="module")
+def stream():
+    """[(domain, prompt)] of two domains in turn, as chance has it."""
+    draw = random.Random(0)
+    prompts = {domain: list(data_prep.get(domain).generate(120, seed=0)) for domain in DOMAINS}
+    return [(domain, prompts[domain].pop()) for domain in (draw.choice(DOMAINS) for _ in range(160))]
+
+
+def play(name, stream, best=3.0, other=1.6):
+    """The share of texts, of the last two thirds, that went to the server of their domain."""
+    one = Dispatcher(URLS, name, PolicyRecipe(), 0, lambda _: None)
+    noise, hits = random.Random(1), []
+    for domain, prompt in stream:
+        choice = one.choose(chat(prompt), IDLE)
+        hit = choice.order[0] == f"http://{domain}"
+        one.answered(choice, choice.order[0], counts((best if hit else other) + noise.uniform(-0.3, 0.3)))
+        hits.append(hit)
+    return statistics.fmean(hits[len(hits) // 3 :])
+
+
+def test_every_prompt_finds_the_server_of_its_domain(stream):
+    """A policy that ignores the prompt, or reads it wrongly, has half of them: three standard deviations below 0.65."""
+    assert play("cgp-ucb", stream) > 0.85
+    assert play("random", stream) < 0.65  # negative control
+
+
+def test_one_server_that_is_better_at_everything_is_found_without_prompts(stream):
+    for name in ("metasd-ucb", "metasd-ducb", "metasd-swucb", "cgp-ucb"):
+        always = [("sql", prompt) for _, prompt in stream]
+        assert play(name, always) > 0.8, name
+
+
+def test_no_prompt_is_read_whole():
+    """A choice is made while nothing else is: one that reads a megabyte holds up all streams."""
+    assert len(words_of({"prompt": "word " * 10**6})) <= dispatch.HEAD + dispatch.TAIL
+    assert len(words_of({"prompt": [1] * 10**6})) <= dispatch.HEAD + dispatch.TAIL
+
+
+def test_a_server_that_is_full_is_passed_over_and_the_least_busy_one_never_is(stream):
+    one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0, lambda _: None)
+    for _ in range(40):
+        choice = one.choose(chat("How many?"), IDLE)
+        one.answered(choice, choice.order[0], counts(4.0 if choice.order[0] == URLS[0] else 1.1))
+    assert one.choose(chat("How many?"), IDLE).order == URLS
+    assert one.choose(chat("How many?"), {URLS[0]: TIMES * 3 + MORE, URLS[1]: 3}).order[0] == URLS[0]
+    assert one.choose(chat("How many?"), {URLS[0]: TIMES * 3 + MORE + 1, URLS[1]: 3}).order == URLS[::-1]
+
+
+def test_equals_share_by_how_busy_they_are():
+    one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0, lambda _: None)
+    assert one.choose(chat("Hi"), {URLS[0]: 1, URLS[1]: 0}).order == URLS[::-1]
+    fixed = Dispatcher([*URLS, "http://c"], "fixed", PolicyRecipe(arm=2), 0, lambda _: None)
+    assert fixed.choose({}, {URLS[0]: 2, URLS[1]: 1, "http://c": 3}).order == ["http://c", *URLS[::-1]]
+
+
+def test_passes_are_counted_with_those_that_had_no_draft():
+    """A text drafter is silent where it knows nothing; by its drafts alone it would look like the best of all."""
+    shown = passes_of(TextCounts(10, Drafting(rounds=2, drafted=6, accepted=4, accepted_at=[2, 1, 1])))
+    # Two drafts, of which 3 and 1 tokens are accepted, and four passes of one token.
+    assert (shown.rounds, shown.total, shown.squares) == (6, 10.0, 16 + 4 + 4)
+    assert passes_of(TextCounts(5, Drafting())) == (5, 5.0, 5.0)
+    assert passes_of(TextCounts(2, Drafting(1, 3, 3, [1, 1, 1]))).rounds == 1
+
+
+def test_a_server_that_says_nothing_counts_as_plain_and_is_named_once(capsys):
+    routed = []
+    one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0, routed.append)
+    for _ in range(3):
+        one.answered(one.choose(chat("Hi"), IDLE), URLS[0], counts(3, drafts=False))
+    said = capsys.readouterr().err
+    assert said.count("does not say") == 1 and "--per-request-spec-decode-metrics summary" in said
+    assert [(row.passes, row.accepted) for row in routed] == [(60, None)] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": "SELECT a_b;"}, ["select", "a_b", ";"]),
+        ({"prompt": [5, 6]}, ["5", "6"]),
+        ({"input_ids": [7]}, ["7"]),
+        ({"text": "Grüße"}, ["grüße"]),
+        (
+            {"messages": [{"content": "A"}, {"content": [{"type": "text", "text": "b"}, {"type": "image_url"}]}]},
+            ["a", "b"],
+        ),
+        ({"messages": [{"content": None}, 3]}, []),
+        ({"prompt": {"a": 1}}, []),
+        ({}, []),
+    ],
+)
+def test_prompts_are_read_wherever_they_are(body, words):
+    assert words_of(body) == words
+    assert features_of(body).shape == (dispatch.FEATURES,)
+
+
+def test_the_end_of_a_long_prompt_is_read():
+    long = "a " * 10**5
+    assert (features_of({"prompt": f"{long} select"}) != features_of({"prompt": f"{long} integral"})).any()
+    ids = [1] * 10**5
+    assert (features_of({"prompt": [*ids, 2]}) != features_of({"prompt": [*ids, 3]})).any()
+
+
+def test_policies_that_cannot_route_are_refused_by_name():
+    for name in set(registry.NAMES) - {*dispatch.POLICIES} | {"router"}:
+        with pytest.raises(UsageError, match=f"{name} cannot route"):
+            dispatch.check([name])
+    with pytest.raises(UsageError, match="no policy 'cgp'"):
+        dispatch.check(["cgp"])
