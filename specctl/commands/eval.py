@@ -107,14 +107,15 @@ def evaluate(
         write_outputs(run.dir, records, target.tokenizer)
     names = dict.fromkeys([*drafters, *(record.drafter for record in records)])
     domains = dict.fromkeys(case.prompt.domain for case in cases)
-    rows = [summarise(name, domain, records) for domain in domains for name in names]
+    begun = {case.prompt.id: case.prompt.begun for case in cases if case.prompt.begun is not None}
+    rows = [summarise(name, domain, records, begun) for domain in domains for name in names]
     rows = [row for row in rows if row.prompts]
     return EvalResult(
         rows=rows,
         lossless=agreement,
         lossless_transformers=_agreement_with_transformers(recipe, target, records),
         rejected=rejections.count,
-        matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters)) if recipe.matrix else None,
+        matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters), begun) if recipe.matrix else None,
         later_turns=len(cases) - len(asked),
     )
 

@@ -56,6 +56,7 @@ class Prompt:
     later: tuple[str, ...] = ()  # what the user says after each of the target's answers
     license: str | None = None  # of the row, where it says so
     language: str | None = None
+    begun: str | None = None  # id of its conversation's first turn, where it is a later one
 
 
 class Rejections:

@@ -24,7 +24,7 @@ def model_card(name: str, config: dict[str, Any], info: dict[str, Any]) -> str:
     return (
         f"---\n{front}tags:\n- speculative-decoding\n---\n\n"
         f"# {name}\n\n"
-        f"A {config.get('family')} draft head for `{target.get('name')}` "
+        f"A draft head of family `{config.get('family')}` for `{target.get('name')}` "
         f"(hidden size {target.get('hidden_size')}, {target.get('num_layers')} layers, "
         f"vocabulary {target.get('vocab_hash')}). It changes how fast the target writes, not what it writes.\n\n"
         f"{facts}\n"

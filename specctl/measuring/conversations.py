@@ -24,9 +24,10 @@ def next_turn(recipe: EvalRecipe, target: TargetText, case: Case, output_ids: Se
     answer = target.tokenizer.decode(list(output_ids), skip_special_tokens=True)
     said = ({"role": "assistant", "content": answer}, {"role": "user", "content": prompt.later[0]})
     messages = [*prompt.messages, *said]
-    following = ready(
-        recipe, target, replace(prompt, id=prompt_id(messages), messages=messages, later=prompt.later[1:])
+    turn = replace(
+        prompt, id=prompt_id(messages), messages=messages, later=prompt.later[1:], begun=prompt.begun or prompt.id
     )
+    following = ready(recipe, target, turn)
     if isinstance(following, str):
         progress.log(f"{prompt.where} ends {len(prompt.later)} turns early: {following}")
         return None

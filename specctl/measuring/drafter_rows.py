@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from specctl.decoding import metrics
 from specctl.decoding.target import Target
@@ -17,7 +18,8 @@ from specctl.recipe import EvalRecipe, OnlineRecipe, SelectRecipe
 
 @dataclass(frozen=True)
 class Row:
-    """One drafter (or baseline) on one domain; definitions in `metrics`. Intervals are over prompts, at 95 %.
+    """One drafter (or baseline) on one domain; definitions in `metrics`. Intervals are over prompts, at 95 %; the turns
+    of a conversation are drawn together.
 
     None where there is nothing to measure: acceptance without drafts, a ratio to a baseline that was not run.
     """
@@ -65,10 +67,13 @@ def compared(
     return filled, counts
 
 
-def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:
-    """The row of a drafter or baseline in a domain, out of the records of all."""
+def summarise(
+    name: str, domain: str, records: Sequence[Record], begun: Mapping[str, str] = MappingProxyType({})
+) -> Row:
+    """The row of a drafter or baseline in a domain, out of the records of all. `begun`: the first turn of a
+    conversation by a later one."""
     mine = [record for record in records if record.drafter == name and record.domain == domain]
-    decoded, prompts = [record.decoded for record in mine], [record.id for record in mine]
+    decoded, prompts = [record.decoded for record in mine], [begun.get(record.id, record.id) for record in mine]
     vanilla, generate = (
         [theirs[record.question].decoded for record in mine if record.question in theirs]
         for theirs in (answers(records, VANILLA), answers(records, PLAIN))
@@ -78,7 +83,7 @@ def summarise(name: str, domain: str, records: Sequence[Record]) -> Row:
     return Row(
         drafter=name,
         domain=domain,
-        prompts=len(set(prompts)),
+        prompts=len({record.id for record in mine}),
         mat_macro=metrics.mat_macro(decoded),
         accept_rate=metrics.accept_rate(decoded),
         acceptance_by_position=metrics.acceptance_by_position(decoded),

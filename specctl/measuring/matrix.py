@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Interval, Metric
@@ -56,8 +57,10 @@ def tabulate(
     rows: Sequence[Row],
     records: Sequence[Record],
     made_for: Mapping[str, Sequence[str]],
+    begun: Mapping[str, str] = MappingProxyType({}),
 ) -> Matrix:
-    """The matrix of measured rows; `made_for` names the drafters that compete, and the domains each was made for.
+    """The matrix of measured rows; `made_for` names the drafters that compete, and the domains each was made for,
+    `begun` the first turn of a conversation by a later one.
 
     Drafters are put in the order of the domains they were made for, generalists last, so that the diagonal is one.
     """
@@ -73,7 +76,7 @@ def tabulate(
         specialist
         for name, domain in specialists
         if domain in domains
-        and (specialist := _specialist(metric, name, domain, columns[domains.index(domain)], records))
+        and (specialist := _specialist(metric, name, domain, columns[domains.index(domain)], records, begun))
     ]
     return Matrix(
         metric=metric,
@@ -120,7 +123,12 @@ def _place(made_for: Sequence[str], domains: Sequence[str]) -> int:
 
 
 def _specialist(
-    metric: Metric, name: str, domain: str, column: Mapping[str, Value], records: Sequence[Record]
+    metric: Metric,
+    name: str,
+    domain: str,
+    column: Mapping[str, Value],
+    records: Sequence[Record],
+    begun: Mapping[str, str],
 ) -> Specialist | None:
     """None where either side has no value."""
     rival = best({other: value for other, value in column.items() if other != name})
@@ -133,7 +141,7 @@ def _specialist(
     questions = [question for question in ours if question in theirs]
     interval = metrics.difference_interval(
         metric,
-        [prompt for _, prompt, _ in questions],
+        [begun.get(prompt, prompt) for _, prompt, _ in questions],
         [ours[question].decoded for question in questions],
         [theirs[question].decoded for question in questions],
         [plain[question].decoded for question in questions] if metric == "speedup" else [],

@@ -411,6 +411,7 @@ def test_turns_of_a_suite_follow_plain_decodings_answers(tmp_path, target):
     result = evaluate(made, run, target=target)
     assert [(row.domain, row.prompts) for row in result.rows] == [("math", 2), ("math", 2), ("qa", 1), ("qa", 1)]
     assert result.later_turns == 1 and result.lossless.mismatches == 0 and result.lossless.sequences == 3
+    assert not any(row.mat_interval for row in result.rows), "two turns of one conversation are one draw"
     ids = target.render([{"role": "user", "content": "What is 3 + 4?"}])
     (first,) = decode(target, [ids], sampling=GREEDY, max_new_tokens=6, seeds=[0])
     answer = target.tokenizer.decode(first.output_ids, skip_special_tokens=True)
