@@ -156,17 +156,19 @@ class Proxy:
         for url in sorted(choice.order, key=self._resting):
             self.in_flight[url] += 1
             try:
-                answer, passes = await self._asked(url, passage)
+                answer = await self._asked(url, passage)
+                failed = answer.status_code in FAILING
             except httpx.ConnectError:
-                passes = False
+                failed = True
             except httpx.TransportError as error:
-                answer, passes = JSONResponse({"error": f"the engine broke off: {type(error).__name__}"}, 502), False
+                answer, failed = JSONResponse({"error": f"the engine broke off: {type(error).__name__}"}, 502), True
             except BaseException:
                 self.in_flight[url] -= 1
                 raise
-            if not isinstance(answer, Relay):
-                self.in_flight[url] -= 1
-            if passes:
+            if isinstance(answer, Relay):  # which counts as in flight until its end
+                return answer
+            self.in_flight[url] -= 1
+            if not failed:
                 self._rests.pop(url, None)
                 return answer
             self._failed(url)
@@ -180,8 +182,8 @@ class Proxy:
         rest = self._rests.get(url)
         return rest is not None and rest.until > time.monotonic()
 
-    async def _asked(self, url: str, passage: Passage) -> tuple[Response, bool]:
-        """The answer of one engine, and whether it is one that no other would give. Raises httpx.TransportError."""
+    async def _asked(self, url: str, passage: Passage) -> Response:
+        """The answer of one engine. Raises httpx.TransportError."""
         request, body = passage.request, passage.body
         engine, path, content = self.servers[url], request.url.path, passage.content
         added: frozenset[str] = frozenset()
@@ -195,7 +197,6 @@ class Proxy:
         onward = http.build_request(request.method, url + path + query, headers=headers, content=content)
         answer = await http.send(onward, stream=True)
         shown = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP | REMADE}
-        passes = answer.status_code not in FAILING
         kept = kept and answer.status_code == 200
         if "text/event-stream" in answer.headers.get("content-type", ""):
 
@@ -204,7 +205,7 @@ class Proxy:
                 await answer.aclose()
 
             events = self._streamed(url, answer, added, passage if kept else None)
-            return Relay(events, answer.status_code, shown, done), True
+            return Relay(events, answer.status_code, shown, done)
         try:
             content = await answer.aread()
         finally:
@@ -213,7 +214,7 @@ class Proxy:
         if kept and isinstance(document, dict):
             self._keep(passage, url, document, document)
             content = json.dumps(exchanges.restored(document, added), ensure_ascii=False).encode()
-        return Response(content, answer.status_code, shown), passes
+        return Response(content, answer.status_code, shown)
 
     async def _streamed(
         self, url: str, answer: httpx.Response, added: frozenset[str], passage: Passage | None
@@ -233,6 +234,7 @@ class Proxy:
         except httpx.TransportError:  # its client has a part already: nobody else can go on
             self._failed(url)
             raise
+        self._rests.pop(url, None)
         if passage is not None:
             self._keep(passage, url, pieces, said)
 

@@ -120,6 +120,7 @@ class Dispatcher:
             others = [Shown(0, 0.0, 0.0)] * len(self.urls)
             # Without the belief, which would blame a hard text for half of what its only server was worth.
             self.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
+            self.memory.fit()  # the next request need not wait for it
         elif self.policy.learns == "reward":
             self.policy.reward(arm, 1 - shown.rounds / shown.total)
         accepted = None if counts.drafting is None else counts.drafting.accepted

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,14 +37,38 @@ def covariance(a: Tensor, b: Tensor, width: float = WIDTH) -> Tensor:
     return half.div_(width**2).exp_().mul_(1 - EVERYWHERE).add_(EVERYWHERE)
 
 
-def regression(x: Tensor, y: Tensor, noise: Tensor, at: Tensor, width: float = WIDTH) -> tuple[Tensor, Tensor]:
-    """Means and variances [N] of f_i at a prompt [D], given rewards y [N, M] at prompts x [N, M, D] with variances
-    `noise` [N, M], all in units of s (Krause and Ong 2011, Eq. 2 and 3)."""
+def factored(x: Tensor, noise: Tensor, width: float = WIDTH) -> Tensor:
+    """[N, M, M] Cholesky factors of the covariances of rewards at prompts x [N, M, D] with variances `noise` [N, M]."""
+    return torch.linalg.cholesky(covariance(x, x, width).double() + torch.diag_embed(noise))
+
+
+def regression(x: Tensor, y: Tensor, factor: Tensor, at: Tensor, width: float = WIDTH) -> tuple[Tensor, Tensor]:
+    """Means and variances [N] of f_i at a prompt [D], given rewards y [N, M] at prompts x [N, M, D], `factored`, all in
+    units of s (Krause and Ong 2011, Eq. 2 and 3)."""
     k = covariance(x, at[None], width)[..., 0].double()
-    factor = torch.linalg.cholesky(covariance(x, x, width).double() + torch.diag_embed(noise))
     solved = torch.cholesky_solve(torch.stack((y, k), -1), factor)
     mean, explained = (k[..., None] * solved).sum(1).unbind(-1)
     return mean, (1 - explained).clamp_min(1e-6)
+
+
+@dataclass(frozen=True)
+class PromptFit:
+    """The half of a belief that is the same for all prompts.
+
+    Attributes:
+        x, y, factor: as in `regression`, of M remembered texts; y less `mean`.
+        center: [D] that features are centred by.
+        mean, noise, signal, shared: μ, σ², s² and τ².
+    """
+
+    x: Tensor
+    y: Tensor
+    factor: Tensor
+    center: Tensor
+    mean: float
+    noise: float
+    signal: float
+    shared: float
 
 
 class PromptMemory:
@@ -56,6 +81,7 @@ class PromptMemory:
     def forget(self) -> None:
         """Forget all prompts."""
         self._heard = 0  # texts
+        self._fit: PromptFit | None = None
         self._prompts = torch.zeros(CENTER, 0)
         self._x = torch.zeros(self.count, WINDOW, 0)
         # Of an arm's mean reward in a text: that, less the text's ease; its rounds, 0 = none; the variance of the ease;
@@ -72,6 +98,22 @@ class PromptMemory:
 
     def belief(self, features: Array) -> Belief | None:
         """Expectations of a prompt with these features; None where too little is known of any."""
+        fit = self.fit()
+        if fit is None:
+            return None
+        with threads.suited(0):  # matrices too small for two threads, which would wait for each other
+            at = _direction(torch.from_numpy(features).float() - fit.center)
+            m, v = regression(fit.x, fit.y, fit.factor, at, self.width)
+        return Belief((fit.mean + m).tolist(), v.tolist(), fit.noise, fit.signal, fit.shared)
+
+    def fit(self) -> PromptFit | None:
+        """The half of all beliefs until the next text; None where too little is known. It is made once: who asks for it
+        behind a text need not wait for it before the next one."""
+        if self._fit is None:
+            self._fit = self._fitted()
+        return self._fit
+
+    def _fitted(self) -> PromptFit | None:
         seen = self._rounds > 0
         if int(seen.sum()) < FEW:
             return None
@@ -87,18 +129,14 @@ class PromptMemory:
         doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
         doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)
         off = torch.where(seen, self._y - mean, 0.0)
-        with threads.suited(0):  # matrices too small for two threads, which would wait for each other
-            m, v = regression(
-                _direction(self._x[:, :filled] - center),
-                off[:, :filled],
-                doubt[:, :filled],
-                _direction(torch.from_numpy(features).float() - center),
-                self.width,
-            )
-        return Belief((mean + m).tolist(), v.tolist(), noise, signal, shared)
+        with threads.suited(0):
+            x = _direction(self._x[:, :filled] - center)
+            factor = factored(x, doubt[:, :filled], self.width)
+        return PromptFit(x, off[:, :filled], factor, center, mean, noise, signal, shared)
 
     def learn(self, features: Array, belief: Belief | None, shown: Sequence[Shown]) -> None:
         """Take in a text that is over: its features, what was thought of it, and what each arm has shown."""
+        self._fit = None
         n = [one.rounds for one in shown]
         r = [one.total / max(one.rounds, 1) for one in shown]
         d, doubt = (0.0, 0.0) if belief is None else ease(belief, n, r)

@@ -10,7 +10,7 @@ from specctl.recipe import PolicyRecipe
 from specctl.selection import prompt_memory
 from specctl.selection.policies.contextual import Belief, ContextualUcb, Shown, ease, indices
 from specctl.selection.policies.policy import Arms
-from specctl.selection.prompt_memory import PromptMemory, features_of, regression
+from specctl.selection.prompt_memory import PromptMemory, factored, features_of, regression
 
 N, KINDS = 3, np.random.default_rng(7).normal(size=(3, 16))
 
@@ -143,7 +143,8 @@ def test_regression_is_that_of_a_gaussian_process():
     x, y = generator.normal(size=(2, 12, 4)), generator.normal(size=(2, 12))
     noise, at = generator.uniform(0.1, 0.5, (2, 12)), generator.normal(size=4)
     noise[1, 5:] = prompt_memory.NEVER
-    means, variances = regression(*map(torch.from_numpy, (x, y, noise, at)))
+    prompts, rewards, doubts, prompt = map(torch.from_numpy, (x, y, noise, at))
+    means, variances = regression(prompts, rewards, factored(prompts, doubts), prompt)
     for arm, seen in enumerate((12, 5)):
         points = [*x[arm, :seen], at]
         k = [[math.exp(-(math.dist(a, b) ** 2) / (2 * prompt_memory.WIDTH**2)) for a in points] for b in points]
@@ -213,3 +214,19 @@ def test_long_states_are_projected_and_keep_their_distances():
     for a in range(1, 4):
         whole = np.linalg.norm(long[a].mean(0) - long[0].mean(0))
         assert np.linalg.norm(short[a] - short[0]) == pytest.approx(whole, rel=0.25)
+
+
+def test_what_beliefs_share_is_made_anew_behind_every_text():
+    """A belief out of what was known before the last text would learn nothing from it."""
+    generator = np.random.default_rng(5)
+    asked, other = PromptMemory(2), PromptMemory(2)
+    for number in range(12):
+        x, at = generator.normal(size=4), generator.normal(size=4)
+        mean = float(generator.uniform(1, 4))
+        shown = [Shown(10, 10 * mean, 10 * mean**2 + 1), Shown(0, 0.0, 0.0)]
+        for memory in (asked, other):
+            memory.learn(x, None, shown[:: 1 if number % 2 else -1])
+        asked.fit()
+    assert asked.belief(at) == other.belief(at) is not None
+    asked.forget()
+    assert asked.belief(at) is None
