@@ -51,6 +51,12 @@ class Contents:
         return [table for table in self.tables if table.rows]
 
 
+def joined(parts: Sequence[Contents]) -> Contents:
+    """The parts of several kinds of runs of one command, with the headline of the first."""
+    pictures = [picture for part in parts for picture in part.pictures]
+    return Contents(parts[0].headline, pictures, [table for part in parts for table in part.tables])
+
+
 def numbers(values: Iterable[Any]) -> list[float]:
     """Floats for a picture; NaN, which leaves a gap, for what is no number."""
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]

@@ -279,6 +279,45 @@ def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
     assert "eval-speedup.png" not in made(with_one_bar)[0]
 
 
+def test_eval_of_servers(make_run):
+    """A sweep: two loads of a server and its baseline, which has no speed-up and no mat."""
+    row = {
+        "server": "server", "engine": "vllm 0.32", "domain": "sql", "concurrency": 1, "requests": 3, "tokens": 9,
+        "tokens_per_s": 90.0, "request_tokens_per_s": 92.0, "first_token_s": 0.1, "first_token_p95_s": 0.2,
+        "token_s": 0.01, "mat": 1.8, "mat_interval": [1.5, 2.0], "acceptance_by_position": [0.6, 0.2], "speedup": 1.3,
+        "speedup_interval": None, "same_texts": 3, "failures": 0, "seconds": 1.0,
+    }  # fmt: skip
+    base = row | {
+        "server": "baseline",
+        "mat": None,
+        "mat_interval": None,
+        "acceptance_by_position": [],
+        "speedup": None,
+    }
+    load = {"concurrency": 1, "mat": 1.8, "break_even": 1.4, "mats": [2.0, 3.0], "speedups": [1.4, 2.1]}
+    length = {"server": "server", "concurrency": 1, "over": 0, "up_to": 512, "mat": 1.7, "requests": 3}
+    rows = [one | {"concurrency": count} for one in (row, base) for count in (1, 8)]
+    facts = {"servers": rows, "lengths": [length], "worth": [load], "rejected": 0, "later_turns": 0}
+    result = api.report([make_run("swept", "eval", facts)], csv=True)
+    pictures, tables = made(result)
+    assert pictures == ["eval-load.png"]
+    assert tables == [f"eval-{name}.csv" for name in ("servers", "lengths", "worth", "served-acceptance")]
+    head, first, *_, last = read_csv(result, "eval-servers.csv")
+    assert first[:4] == ["server, sql", "vllm 0.32", "sql", "1"] and last[head.index("in flight")] == "8"
+    assert first[head.index("× baseline")] == "1.3" and last[head.index("mat")] == ""
+    assert read_csv(result, "eval-worth.csv") == [
+        ["run", "in flight", "mat", "even at mat", "× at mat 2", "× at mat 3"],
+        ["as measured", "1", "1.8", "1.4", "1.4", "2.1"],
+    ]
+    assert read_csv(result, "eval-lengths.csv")[1] == ["server", "1", "0", "512", "3", "1.7"]
+    here = make_run("here", "eval", {"rows": [eval_row("a", speedup=1.5)]})
+    assert made(api.report([here, make_run("there", "eval", facts)]))[0] == [
+        "eval-mat.png",
+        "eval-speedup.png",
+        "eval-load.png",
+    ]
+
+
 def test_online_with_a_server(make_run):
     sent = {"version": "v000002", "verdict": "published", "mat_before": 1.5, "mat_after": 1.9, "seconds": 1.0}
     chunk = {"version": "v000001", "prompts": 2, "status": "updated", "loss": 2.5, "mat": 1.5, "baseline_mat": 1.4}

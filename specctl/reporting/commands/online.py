@@ -9,7 +9,7 @@ from typing import Any
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import online_served, reasoning
-from specctl.reporting.contents import Contents, Picture, numbers, records
+from specctl.reporting.contents import Contents, Picture, joined, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks, grey
 from specctl.reporting.tables import usable
@@ -55,12 +55,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     served = [run for run in runs if run.result.get("engines")]
     tokens = [run for run in runs if run not in steps and run not in served]
     kinds = ((_tokens, tokens), (online_served.contents, served), (reasoning.contents, steps))
-    parts = [make(some, looks) for make, some in kinds if some]
-    made = Contents(headline=parts[0].headline)
-    for part in parts:
-        made.pictures += part.pictures
-        made.tables += part.tables
-    return made
+    return joined([make(some, looks) for make, some in kinds if some])
 
 
 def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:

@@ -1,0 +1,111 @@
+"""`eval --server` in a report: speed and mat over requests in flight, what was accepted, what other mats are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specctl.reporting import curves
+from specctl.reporting.collect import RunRecord
+from specctl.reporting.commands import acceptance
+from specctl.reporting.contents import Contents, Picture, numbers, records
+from specctl.reporting.curves import Curve, Panel
+from specctl.reporting.style import Looks
+from specctl.reporting.tables import usable
+
+SERVERS = {
+    "label": "server",
+    "engine": "engine",
+    "domain": "domain",
+    "concurrency": "in flight",
+    "requests": "texts",
+    "tokens": "tokens",
+    "tokens_per_s": "tokens/s",
+    "request_tokens_per_s": "tokens/s of a request",
+    "first_token_s": "first token, s",
+    "first_token_p95_s": "first token, s, 95 %",
+    "token_s": "next tokens, s",
+    "mat": "mat",
+    "mat_interval": "mat, 95 %",
+    "speedup": "× baseline",
+    "speedup_interval": "× baseline, 95 %",
+    "same_texts": "same texts",
+    "failures": "failures",
+}
+LENGTHS = {
+    "label": "server",
+    "concurrency": "in flight",
+    "over": "prompts over",
+    "up_to": "up to, tokens",
+    **{
+        key: SERVERS[key]
+        for key in ("requests", "request_tokens_per_s", "first_token_s", "token_s", "mat", "mat_interval", "speedup")
+    },
+}
+WORTH = {
+    "label": "run",
+    "concurrency": "in flight",
+    "mat": "mat",
+    "break_even": "even at mat",
+}
+
+Row = Mapping[str, Any]
+
+
+def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    """Pictures and tables of sweeps over servers."""
+    rows = [
+        {**row, "label": run.named(f"{row['server']}, {row['domain']}")}
+        for run in runs
+        for row in run.result["servers"]
+    ]
+    lengths = [{**row, "label": run.named(row["server"])} for run in runs for row in run.result["lengths"]]
+    names = list(dict.fromkeys(row["label"] for row in rows))
+    made = Contents()
+    panels = [
+        Panel("tokens/s,\nall requests", _lines(rows, names, "tokens_per_s", looks), limits=(0, None)),
+        Panel("tokens/s\nof a request", _lines(rows, names, "request_tokens_per_s", looks), limits=(0, None)),
+        Panel("mat", _lines(rows, names, "mat", looks)),
+        Panel("× baseline", _lines(rows, names, "speedup", looks), reference=(1.0, "the baseline server")),
+    ]
+    filled = [panel for panel in panels if panel.lines]
+    if filled:
+        caption = "What engines answer, by requests in flight, each domain by itself."
+        figure = curves.lines(filled, "requests in flight", powers_of_two=True)
+        made.pictures.append(Picture("load", caption, figure))
+    accepted = {
+        f"{row['label']}, {row['concurrency']} in flight": row["acceptance_by_position"]
+        for row in rows
+        if row["acceptance_by_position"]
+    }
+    worth = [
+        {**load, "label": run.named("as measured"), **dict(zip(map(_at, load["mats"]), load["speedups"], strict=True))}
+        for run in runs
+        for load in run.result["worth"]
+    ]
+    mats = dict.fromkeys(mat for load in worth for mat in load["mats"])
+    priced = "Speed over the baseline to expect of drafters of another mat, that cost what this one does"
+    made.tables = [
+        records("servers", "Servers by load", rows, SERVERS),
+        records("lengths", "By the length of prompts", lengths, LENGTHS),
+        records("worth", priced, worth, WORTH | {_at(mat): _at(mat) for mat in sorted(mats)}),
+    ]
+    if accepted:
+        made.tables.append(replace(acceptance.by_position(accepted), name="served-acceptance"))
+    return made
+
+
+def _at(mat: float) -> str:
+    return f"× at mat {mat:g}"
+
+
+def _lines(rows: Sequence[Row], names: Sequence[str], key: str, looks: Looks) -> list[Curve]:
+    """A line over the load for each label that has numbers."""
+    lines = []
+    for name in names:
+        mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["concurrency"])
+        values = numbers(usable(row, key) for row in mine)
+        if any(value == value for value in values):
+            lines.append(Curve(name, numbers(row["concurrency"] for row in mine), values, looks[name]))
+    return lines
