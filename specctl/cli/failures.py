@@ -6,11 +6,13 @@ import errno
 import os
 import re
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from specctl.errors import SpecctlError, brief
 from specctl.redaction import redacted
 from specctl.subcommands import SUBCOMMANDS
 
+ENDPOINT = "HF_ENDPOINT"  # the variable that huggingface_hub takes its address from
 LINES = 10  # of a message
 LINE = 400  # characters of each
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -70,8 +72,18 @@ def _explain(error: BaseException, command: str | None) -> Failure:
         return Failure(
             "MemoryError", f"out of memory: {first_line.partition('err == 0. ')[2] or first_line}".rstrip(": "), hint, 1
         )
+    if isinstance(error, ValueError) and not _is_address(endpoint := os.environ.get(ENDPOINT, "")):
+        return Failure("UsageError", f"{ENDPOINT} is no address: {endpoint}", "unset it, or https://HOST[:PORT]", 2)
     hint = "specctl -v … shows the traceback"
     return Failure(type(error).__name__, f"unexpected {type(error).__name__}: {first_line}".rstrip(": "), hint, 1)
+
+
+def _is_address(url: str) -> bool:
+    """Whether a URL can be taken apart: huggingface_hub does that when it is imported, and says nothing more."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -140,6 +140,16 @@ def test_messages_fit_a_screen_whatever_was_given(specctl, library):
     assert len(specctl("distill", "--json").json["error"]["message"]) < 500
 
 
+def test_an_endpoint_that_is_no_address_is_named(monkeypatch):
+    """huggingface_hub fails while it is imported, with words about a port alone."""
+    error = ValueError("Port could not be cast to integer value as 'abc'")
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:abc")
+    found = explain(error)
+    assert (found.code, found.message) == (2, "HF_ENDPOINT is no address: http://localhost:abc")
+    monkeypatch.setenv("HF_ENDPOINT", "https://huggingface.co")
+    assert explain(error).message.startswith("unexpected ValueError")
+
+
 @pytest.mark.parametrize(("command", "place"), [("eval", "mine"), ("distill", "distilled/sql")])
 def test_a_full_disk_is_named_where_the_system_names_none(specctl, library, command, place):
     """A write that fails has no file name: `error: No space left on device`."""
