@@ -74,6 +74,7 @@ def steps(recipe: DistillRecipe) -> list[str]:
         return [
             f"read the responses in {recipe.log}, as target {recipe.target.name} lays them out",
             *filters(recipe),
+            *handled(recipe),
             f"write {recipe.format} shards to {recipe.output}",
         ]
     origin = f"from {data.prompts}" if data.prompts else f"of the {data.source} source"
@@ -84,12 +85,13 @@ def steps(recipe: DistillRecipe) -> list[str]:
         *filters(recipe),
         f"generate {recipe.samples_per_prompt} response(s) of up to {recipe.sampling.max_new_tokens} tokens to each, "
         f"at temperatures {', '.join(map(str, recipe.temperatures))}",
+        *handled(recipe),
         f"write {recipe.format} shards to {recipe.output}",
     ]
 
 
 def filters(recipe: DistillRecipe) -> list[str]:
-    """Sentences about what is left out."""
+    """A sentence about the prompts that are left out."""
     near, near_excluded = recipe.filters.near_prompts, recipe.filters.near_excluded
     kinds = ["repeated ones"]
     if near is not None:
@@ -98,3 +100,12 @@ def filters(recipe: DistillRecipe) -> list[str]:
         alike = f", and those {near_excluded:g} similar to one of them" if near_excluded is not None else ""
         kinds.append(f"those in {recipe.exclude}{alike}")
     return [f"leave out of the prompts {', '.join(kinds)}"]
+
+
+def handled(recipe: DistillRecipe) -> list[str]:
+    """A sentence about what becomes of responses that teach the wrong things."""
+    loops, truncated, near = recipe.filters.loops, recipe.filters.truncated, recipe.filters.near_responses
+    kinds = [f"{loops} loops"] if loops != "keep" else []
+    kinds += ["drop truncated ones"] if truncated == "drop" else []
+    kinds += [f"drop those {near:g} similar to an earlier one"] if near is not None else []
+    return [f"of the responses {', '.join(kinds)}"] if kinds else []

@@ -35,6 +35,18 @@ def test_every_recipe_is_dry_run(specctl, workplace, name):
     assert sorted(workplace.rglob("*")) == before
 
 
+def test_what_becomes_of_responses_is_said(specctl):
+    """Each filter where it is on, none where all are off."""
+
+    def said(*options):
+        steps = specctl("distill", "--domain", "sql", "--dry-run", "--json", *options).json["steps"]
+        return [step for step in steps if step.startswith("of the responses")]
+
+    assert said() == ["of the responses cut loops"] and said("filters.loops=keep") == []
+    (every,) = said("filters.loops=drop", "filters.truncated=drop", "filters.near_responses=0.9")
+    assert every.endswith("drop loops, drop truncated ones, drop those 0.9 similar to an earlier one")
+
+
 def test_a_store_is_not_said_to_be_trained(specctl):
     steps = specctl("train-drafter", "--arch", "retrieval", "--dry-run", "--json").json["steps"]
     assert any(step.startswith("index the responses") for step in steps)
