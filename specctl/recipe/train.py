@@ -96,6 +96,7 @@ class FeatureRecipe(Section):
     mode: Literal["auto", "memory", "cached", "online", "server"] = "auto"
     budget_gb: PositiveFloat = 2.0
     dir: LocalPath | None = None  # None = beside the distilled data: runs on the same data share them
+    fp8: bool = False  # on disk a byte for each number, with a scale for each state
     server: ServerRecipe = ServerRecipe()  # who computes them; with an address `auto` is `server`
     whole_target: bool | None = None  # load the target's layers, too; None = where they fit beside the training
 
@@ -105,6 +106,8 @@ class FeatureRecipe(Section):
             self.mode = "server"
         if self.server.urls and self.mode != "server":
             raise ValueError(f"mode {self.mode} asks no server: leave out server, or mode")
+        if self.fp8 and self.mode not in ("server", "cached"):
+            raise ValueError(f"fp8: features of mode {self.mode} may not be on disk; of server and cached they are")
         if self.whole_target is False and self.mode not in ("server", "cached"):
             raise ValueError(f"whole_target false: mode {self.mode} runs the target's layers; server and cached do not")
         return self

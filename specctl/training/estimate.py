@@ -19,7 +19,7 @@ from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
 from specctl.training.dealing import Batch, batches, level, rows, useful_share
 from specctl.training.example import Example
-from specctl.training.feature_files import ON_DISK
+from specctl.training.feature_files import ON_DISK, fp8_share
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.schedule import Schedule, batch_tokens
@@ -224,11 +224,12 @@ class PlannedTraining:
     def disk(self) -> dict[str, float]:
         """Bytes that training leaves on disk, or needs there meanwhile."""
         state = 4 * self.parameters + optimizer_bytes(self.drafter, self.recipe.optimizer_type)
+        share = fp8_share(self.outline.hidden_size, self.outline.dtype) if self.recipe.features.fp8 else 1
         return {
             "checkpoints": (self.recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
             "drafter": 4 * self.parameters,
             "distilled data": self.texts.tokens * self.texts.length * JSON_BYTES,
-            "features": self.features if self.mode in ON_DISK else 0,
+            "features": self.features * share if self.mode in ON_DISK else 0,
         }
 
 

@@ -36,6 +36,7 @@ OPEN = 16  # shards mapped at a time: what is mapped counts as resident until th
 MANIFEST, LOCK = "manifest.json", "writer.lock"
 DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}  # the names of safetensors
 ON_DISK = {"cached", "server"}  # modes
+FP8, LARGEST = torch.float8_e4m3fn, 448.0  # and its largest number
 USABLE = 0.95  # of the free space of a disk
 GB = 2**30
 
@@ -65,8 +66,11 @@ class FeatureFiles:
     bytes are compared with their sha256 once in a run, by `whole`: about a second for a GB.
     """
 
-    def __init__(self, root: Path, about: Mapping[str, Any], shards: list[dict[int, tuple[int, int]]]):
-        self.about = dict(about)
+    def __init__(
+        self, root: Path, about: Mapping[str, Any], shards: list[dict[int, tuple[int, int]]], fp8: bool = False
+    ):
+        self.about = {**about, **({"numbers": "fp8"} if fp8 else {})}
+        self.fp8, self.width = fp8, about["target"]["hidden_size"]
         self.key = hashlib.sha256(to_json(self.about).encode()).hexdigest()[:16]
         self.dir = Path(root) / self.key
         self._shards = shards
@@ -85,7 +89,12 @@ class FeatureFiles:
                 self.opened.popitem(last=False)
         self.opened.move_to_end(number)
         file = self.opened[number]
-        return Features(*(file.get_tensor(f"{index}.{name}") for name in ("taps", "teacher", "best")))
+        taps, teacher, best = (file.get_tensor(f"{index}.{name}") for name in ("taps", "teacher", "best"))
+        if self.fp8:
+            dtype = getattr(torch, self.about["dtype"].removeprefix("torch."))
+            scales = (file.get_tensor(f"{index}.{name}_scale") for name in ("taps", "teacher"))
+            taps, teacher = (widened(*pair, dtype) for pair in zip((taps, teacher), scales, strict=True))
+        return Features(taps, teacher, best)
 
     def whole(self, number: int) -> bool:
         """Whether a shard is on disk, to the last bit; one that is damaged is told of, and is not."""
@@ -122,12 +131,17 @@ class FeatureFiles:
         """The first thing in a shard that is not as it was written; None where all is."""
         if (file.metadata() or {}).get("key") != self.key:
             return "it belongs to other data, or to another target"
-        width, dtype = self.about["target"]["hidden_size"], DTYPES[self.about["dtype"]]
+        dtype, taps = "F8_E4M3" if self.fp8 else DTYPES[self.about["dtype"]], len(self.about["taps"])
         expected: dict[str, tuple[list[int], str]] = {}
         for index, (slots, asked) in self._shards[number].items():
-            expected[f"{index}.taps"] = [slots, len(self.about["taps"]) * width], dtype
-            expected[f"{index}.teacher"] = [asked, width], dtype
+            expected[f"{index}.taps"] = [slots, taps * self.width], dtype
+            expected[f"{index}.teacher"] = [asked, self.width], dtype
             expected[f"{index}.best"] = [asked], "I32"
+            if self.fp8:
+                expected |= {
+                    f"{index}.taps_scale": ([slots, taps], "F32"),
+                    f"{index}.teacher_scale": ([asked, 1], "F32"),
+                }
         if expected.keys() != set(file.keys()):
             return "it has other examples"
         for name, wanted in expected.items():
@@ -164,7 +178,9 @@ class FeatureFiles:
         path = self._path(number)
         draft = path.with_name(f".{path.name}.tmp")  # under the lock: the leftover of a kill is written over
         tensors = {
-            f"{i}.{name}": tensor.cpu() for i, features in examples.items() for name, tensor in vars(features).items()
+            f"{i}.{name}": tensor.cpu()
+            for i, features in examples.items()
+            for name, tensor in self._stored(features).items()
         }
         try:
             write_tensors(draft, tensors, {"key": self.key, "sha256": _digest(tensors), **origin})
@@ -177,8 +193,33 @@ class FeatureFiles:
                 f"cannot write target features to {path}: {error}", "free space, or set features.mode=online"
             ) from error
 
+    def _stored(self, features: Features) -> dict[str, Tensor]:
+        tensors = dict(vars(features))
+        for name in ("taps", "teacher") if self.fp8 else ():
+            tensors[name], tensors[f"{name}_scale"] = narrowed(tensors[name], self.width)
+        return tensors
+
     def _path(self, number: int) -> Path:
         return self.dir / f"{number:05d}.safetensors"
+
+
+def fp8_share(width: int, dtype: torch.dtype) -> float:
+    """Bytes of states of `width` numbers as `narrowed`, of those that they take in `dtype`."""
+    return (1 + 4 / width) / dtype.itemsize
+
+
+def narrowed(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """States x [n, k·width] as e4m3 [n, k·width], and scales [n, k] fp32 by which the largest number of each is 448."""
+    states = x.float().unflatten(-1, (x.shape[-1] // width, width))
+    scales = (states.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    return (states / scales[..., None]).clamp(-LARGEST, LARGEST).to(FP8).flatten(-2), scales
+
+
+def widened(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states [n, F] that `narrowed` made x [n, F] and scales [n, k] of."""
+    if not x.shape[-1]:
+        return x.to(dtype)
+    return (x.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2).to(dtype)
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

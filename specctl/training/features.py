@@ -24,7 +24,7 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example
-from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose, disk
+from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose, disk, fp8_share
 
 # Padded tokens of one target forward, or one sequence. On a CPU each runs alone: that is as fast, and what it is padded
 # to would show in its last bits, which would then depend on the batch and on the number of processes.
@@ -77,12 +77,16 @@ class FeatureStore:
             {e.index: (len(e.tokens) - 2, e.response_length - 1) for group in shard for e in group} for shard in shards
         ]
         about = self._about(examples) | ({"from": "server"} if recipe.mode == "server" else {})
-        files = FeatureFiles(place, about, lengths)
+        files = FeatureFiles(place, about, lengths, recipe.fp8)
         checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
         *absent, free = over_ranks([*checked, disk(files.dir) if rank == 0 else 0], self.target.device)
         missing = [number for number, count in enumerate(absent) if count]
         needed = sum(self.estimate(group) for number in missing for group in shards[number])
-        mode = choose(recipe, files.dir, self.estimate(examples) // world, needed, free)
+        size = self.estimate(examples) // world
+        if recipe.fp8:
+            share = fp8_share(self.target.hidden_size, self.target.dtype)
+            needed, size = round(needed * share), round(size * share)
+        mode = choose(recipe, files.dir, size, needed, free)
         if missing and mode == "cached" and not self.target.whole:
             raise UsageError(
                 f"{len(missing)} of {len(shards)} shards of target features are not in {files.dir}, and the layers of "

@@ -276,6 +276,37 @@ def test_two_writers_of_one_directory(target, examples, tmp_path, small_shards):
             cached(target, examples, tmp_path)
 
 
+def test_a_byte_a_number(target, examples, tmp_path, small_shards):
+    """Half of bf16's bytes, a quarter of fp32's; every number within half a step of e4m3, of its state's scale where it
+    is tiny. They are files of their own, which the next run finds whole."""
+    exact = cached(target, examples, tmp_path)
+    small = FeatureStore(target, TAPS)
+    small.prepare(examples, FeatureRecipe(mode="cached", fp8=True), tmp_path)
+    assert small.kept.dir != exact.kept.dir
+    sizes = [sum(path.stat().st_size for path in store.kept.dir.glob("*.safetensors")) for store in (small, exact)]
+    assert sizes[0] < 1.3 * sizes[1] / target.dtype.itemsize, "headers are large beside so few tokens"
+    for ours, theirs in zip(small.get(examples), exact.get(examples), strict=True):
+        assert torch.equal(ours.best, theirs.best)
+        for read, made in ((ours.taps, theirs.taps), (ours.teacher, theirs.teacher)):
+            assert read.dtype == made.dtype and not torch.equal(read, made)
+            states = made.float().unflatten(-1, (-1, target.hidden_size))
+            scale = (states.abs().amax(-1, keepdim=True) / 448).expand_as(states).flatten(-2)
+            allowed = torch.maximum(made.float().abs() / 16, scale * 2**-10) * 1.01 + made.float().abs() / 256
+            assert ((read.float() - made.float()).abs() <= allowed).all()
+    again = FeatureStore(target, TAPS)
+    again.prepare(examples, FeatureRecipe(mode="cached", fp8=True), tmp_path)
+    assert not again.passes and same(again.get(examples), small.get(examples))
+
+
+def test_states_without_taps_and_without_values_have_a_byte_too():
+    zero, scales = feature_files.narrowed(torch.zeros(3, 8), 4)
+    assert scales.shape == (3, 2) and torch.equal(
+        feature_files.widened(zero, scales, torch.bfloat16), torch.zeros(3, 8)
+    )
+    none, scales = feature_files.narrowed(torch.zeros(3, 0), 4)
+    assert feature_files.widened(none, scales, torch.float32).shape == (3, 0)
+
+
 def test_few_shards_are_mapped_at_a_time(target, examples, tmp_path, monkeypatch, small_shards):
     """Mapped pages count as this process' memory: the whole set must not pile up."""
     monkeypatch.setattr(feature_files, "OPEN", 2)
