@@ -1,5 +1,8 @@
 """A pupil that learns in a process of its own, on its own core or GPU, while the decoder goes on (OnlineSpec, B.2).
 
+The learner's process loads of the target what its losses need: embedding, final norm and vocabulary head; the layers
+only where texts are run again (`buffer.feedback`).
+
 The decoder never waits: it hands over the texts of a chunk with their features, and looks between two sequences whether
 there are new weights. Both go through shared memory. What is answered while the learner is at work waits here; then it
 learns from all chunks that wait at once. They share the room of the buffer: where a learner is so much slower than the

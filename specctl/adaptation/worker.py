@@ -147,7 +147,8 @@ def live(
         torch.set_num_threads(place.threads)
         group = Ranks(place.rank, place.devices, place.meeting) if len(place.devices) > 1 else ALONE
         loading = {"device": place.devices[place.rank], "device_map": None, "max_memory": None}
-        pupil = OnlineDrafter(recipe, algo, load_target(**recipe.target.loading | loading), seed, start, group)
+        target = load_target(**recipe.target.loading | loading, whole=recipe.buffer.reruns)
+        pupil = OnlineDrafter(recipe, algo, target, seed, start, group)
         group.sum(torch.zeros(1))  # returns when all are here
         if place.rank == 0:
             outbox.put(Ready())

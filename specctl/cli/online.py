@@ -180,6 +180,7 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
     if recipe.asynchronous:
         several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"
         where = several if len(devices) > 1 else "a process of its own learns"
+        where += "" if recipe.buffer.reruns else ", which the target's layers are not loaded for,"
     return [
         *plans,
         f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "

@@ -27,6 +27,11 @@ class BufferRecipe(Section):
     store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
     replay: NonNegativeFloat = 0.0  # texts of earlier chunks that are learnt from again, per text of the chunk
 
+    @property
+    def reruns(self) -> bool:
+        """Whether learning runs the target, and not only what is behind its layers."""
+        return self.feedback == "rerun"
+
 
 class ChoiceRecipe(Section):
     """Learning while selecting: how a specialist of `pool` is chosen, every round. Its rules are those of `game`."""

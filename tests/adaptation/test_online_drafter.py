@@ -6,6 +6,7 @@ import torch
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint
+from specctl.families import learning
 from tests.adaptation.lessons import answered, taught
 from tests.measuring.streams import QUESTIONS, recipe, sure_target, write_copy, write_head
 
@@ -79,3 +80,20 @@ def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
     pupil = OnlineDrafter(recipe("unread.jsonl", head, half, algo=["ogd"]), "ogd", half, 0)
     (lesson,), _ = taught(pupil, [answered(pupil, half)])
     assert lesson.outcome.status == "updated"
+
+
+@pytest.mark.parametrize("family", sorted(learning()))
+def test_learning_from_verdicts_needs_no_layers_of_the_target(tmp_path, tiny, tiny_directory, family):
+    """What a learner in a process of its own is given: the same chunks make the same weights."""
+    if family == "lm":
+        head = write_copy(tmp_path / "lm", tiny, tiny_directory("llama"), 0.3)
+    else:
+        head = write_head(tmp_path / family, tiny, family)
+    made = recipe("unread.jsonl", head, tiny, algo=["ogd"])
+    ends = load_target(**made.target.loading, whole=False)
+    assert not ends.whole
+    whole, spare = (OnlineDrafter(made, "ogd", target, 0) for target in (tiny, ends))
+    chunks = [answered(whole, tiny) for _ in range(2)]
+    start, ((_, lesson), learnt), (_, found) = whole.played(), taught(whole, chunks), taught(spare, chunks)
+    assert lesson.outcome.status == "updated" and not torch.equal(learnt, start)
+    torch.testing.assert_close(found, learnt, rtol=0, atol=0)
