@@ -76,11 +76,15 @@ class KVCache:
 
     def sequence(self, index: int) -> KVCache:
         """The cache of one sequence, over the same memory."""
-        alone = copy.copy(self)
-        alone.store = self.store[:, index : index + 1]
-        alone.skipped = self.skipped[index : index + 1]
-        alone._views()
-        return alone
+        return self.part(index, index + 1)
+
+    def part(self, start: int, stop: int) -> KVCache:
+        """The cache of the sequences `start` to `stop` − 1, over the same memory."""
+        some = copy.copy(self)
+        some.store = self.store[:, start:stop]
+        some.skipped = self.skipped[start:stop]
+        some._views()
+        return some
 
     def moved_to(self, larger: KVCache) -> KVCache:
         """`larger`, of the same sequences with more slots, with all that is here."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
 from specctl.decoding.models.ends import Ends, load_ends
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.models.model import Model
 from specctl.decoding.models.supported import unusable, why_unusable
-from specctl.decoding.plan import Plan, plan_rows
+from specctl.decoding.plan import Plan
+from specctl.decoding.prefill import prefill
 from specctl.decoding.target_text import TargetText
 from specctl.errors import CheckpointError, UsageError
 from specctl.kernels.distill import Squash
@@ -22,22 +23,6 @@ from specctl.kernels.distill import Squash
 if TYPE_CHECKING:
     from specctl.decoding.models.hf import HFModel
     from specctl.decoding.models.lean import LeanModel
-
-
-class Model(Protocol):
-    """A model as a target needs it: `LeanModel`, `HFModel` or `Ends`."""
-
-    dtype: torch.dtype
-    device: torch.device
-    hidden_size: int
-    embedding: Tensor
-
-    def new_cache(self, batch: int, capacity: int) -> KVCache: ...
-    def forward(
-        self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]: ...
-    def normed(self, states: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Target(TargetText):
@@ -104,25 +89,9 @@ class Target(TargetText):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run prompts into `slots` of the cache (None = all of them, in order).
 
-        Returns (logits of each last row [n, V], h [n, P, H], taps [n, P, F]), padded at the right. A whole batch is run
-        as one, padded, on a GPU. A CPU gains nothing from a batch of prompts, and padding is work: one by one.
+        Returns (logits of each last row [n, V], h [n, P, H], taps [n, P, F]), padded at the right.
         """
-        slots = list(range(len(prompts))) if slots is None else slots
-        if cache.batch > 1 and (self.device.type == "cpu" or len(slots) < cache.batch):
-            alone = [self.prefill([text], cache.sequence(b), taps) for text, b in zip(prompts, slots, strict=True)]
-            last = torch.cat([logits for logits, _, _ in alone])
-            states = pad_sequence([hidden[0] for _, hidden, _ in alone], batch_first=True)
-            kept = [tapped[0] for _, _, tapped in alone if tapped is not None]
-            return last, states, pad_sequence(kept, batch_first=True) if kept else None
-        width = max(map(len, prompts))
-        tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-        plan = plan_rows([0] * len(prompts), width, device=self.device, dtype=self.dtype)
-        hidden, tapped = self.model.forward(tokens.to(self.device), cache, plan, taps)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
-        rows = hidden[torch.arange(len(prompts), device=self.device), last]
-        return self.model.logits(rows), hidden, tapped
+        return prefill(self.model, prompts, cache, taps, [*range(len(prompts))] if slots is None else slots)
 
     @torch.inference_mode()
     def step(

@@ -7,6 +7,7 @@ windows that count slots instead of positions, soft caps, learned positions.
 import pytest
 import torch
 
+from specctl.decoding import prefill
 from specctl.decoding.loop import decode
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config, load_model
@@ -80,6 +81,47 @@ def test_ragged_batch(model, target):
         logits, _ = truth(model, prompt + STEP)
         torch.testing.assert_close(last[b], logits[len(prompt) - 1], **CLOSE)
         torch.testing.assert_close(rows[b], logits[len(prompt) :], **CLOSE)
+
+
+@pytest.mark.parametrize("rows", [7, 16, 70])
+def test_prompts_are_run_so_many_rows_at_a_time(model, target, rows, monkeypatch):
+    """In groups of neighbours, and a longer prompt in parts, the later ones behind rows that are there."""
+    monkeypatch.setattr(prefill, "ROWS", rows)
+    grouped = prefill.groups
+    monkeypatch.setattr(prefill, "groups", lambda lengths, slots, _: grouped(lengths, slots, rows))  # as on a GPU
+    forward, seen, taps = target.model.forward, [], (0, 2, 3)
+
+    def counted(tokens, *others):
+        seen.append(tokens.numel())
+        return forward(tokens, *others)
+
+    monkeypatch.setattr(target.model, "forward", counted)
+    prompts = [PROMPT, PROMPT[:3], PROMPT[5:9], PROMPT[2:5]]
+    slots = [4, 1, 2, 0]
+    cache = target.model.new_cache(5, 64)
+    last, hidden, tapped = target.prefill(prompts, cache, taps, slots)
+    assert max(seen) <= rows and len(seen) < sum(map(len, prompts))
+    plan = plan_rows(
+        [0 if b == 3 else len(prompts[slots.index(b)]) for b in range(5)], len(STEP), device=CPU, dtype=torch.float32
+    )
+    after, _, _ = target.step(torch.tensor([STEP] * 5), cache, plan)
+    for place, prompt in enumerate(prompts):
+        logits, states = truth(model, prompt + STEP)
+        n = len(prompt)
+        torch.testing.assert_close(last[place], logits[n - 1], **CLOSE)
+        torch.testing.assert_close(hidden[place, :n], states[-1][:n], **CLOSE)
+        torch.testing.assert_close(tapped[place, :n], torch.cat([states[tap][:n] for tap in taps], -1), **CLOSE)
+        assert not tapped[place, n:].any()
+        torch.testing.assert_close(after[slots[place]], logits[n:], **CLOSE)
+
+
+def test_who_is_read_together():
+    """Neighbours within the rows, padding counted; in the order of the prompts."""
+    assert prefill.groups([4, 3, 4, 5], [0, 1, 2, 3], 12) == [range(0, 3), range(3, 4)]
+    assert prefill.groups([2, 2, 6, 2], [0, 1, 2, 3], 12) == [range(0, 2), range(2, 4)]
+    assert prefill.groups([1, 1, 1], [0, 2, 3], 12) == [range(0, 1), range(1, 3)]
+    assert prefill.groups([50, 1, 1], [0, 1, 2], 12) == [range(0, 1), range(1, 3)]
+    assert prefill.groups([1, 1], [0, 1], 0) == [range(0, 1), range(1, 2)]
 
 
 def test_tree_rows_see_their_ancestors_only(model, target):

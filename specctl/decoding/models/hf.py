@@ -51,11 +51,11 @@ class ShardedCache(KVCache):
         for part in self.parts.values():
             part.compact(sequence, start, path)
 
-    def sequence(self, index: int) -> ShardedCache:
-        alone = copy.copy(self)
-        alone.parts = {device: part.sequence(index) for device, part in self.parts.items()}
-        alone._views()
-        return alone
+    def part(self, start: int, stop: int) -> ShardedCache:
+        some = copy.copy(self)
+        some.parts = {device: part.part(start, stop) for device, part in self.parts.items()}
+        some._views()
+        return some
 
     def moved_to(self, larger: KVCache) -> KVCache:
         assert isinstance(larger, ShardedCache)

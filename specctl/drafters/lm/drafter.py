@@ -18,11 +18,12 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.device.resident import Resident
 from specctl.decoding.models.hf import HFModel
 from specctl.decoding.models.lean import LeanModel, why_not
+from specctl.decoding.models.model import Model
 from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, far_behind
-from specctl.decoding.target import Model, Target
+from specctl.decoding.target import Target
 from specctl.drafters.blueprint import filled, guarded
 from specctl.drafters.lm.config import configuration, stored
 from specctl.drafters.lm.model import LM, architecture, base_of, cast
