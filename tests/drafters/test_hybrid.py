@@ -218,9 +218,9 @@ class TestHybrid:
         gates = [Gate() for _ in range(3)]
         hybrid = Hybrid(head, Lookup(), DEAR)
         gates[0].unasked = [99] * 5
-        assert not hybrid._asks(state, gates, [0] * 3, 1.0)
+        assert not hybrid._asks(state, gates, [0] * 3, 1.0, DEAR)
         gates[1].unasked = [99] * 5
-        assert hybrid._asks(state, gates, [0] * 3, 1.0)
+        assert hybrid._asks(state, gates, [0] * 3, 1.0, DEAR)
 
     def test_no_deeper_than_there_is_room(self, target, prompts):
         rooms = []
@@ -268,21 +268,34 @@ class TestCosts:
         assert known.drafting(3, 4) == pytest.approx(0.2 + 3 * 0.02 + 2 * (0.1 + 3 * 0.01))
         assert known.drafting(0, 4) == 0
 
+    def test_longer_texts_cost_more_and_each_row_of_them(self):
+        known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), 0.2, 0.1, 0.25, slot=0.001, row_slot=0.0002, context=256)
+        assert known.at(256) == known
+        longer = known.at(456)
+        assert longer.round(1) == pytest.approx(1.2) and longer.round(8) == pytest.approx(1.8 + 0.2 + 7 * 0.04)
+        # Of four texts each reads its own, and every row its text's.
+        assert longer.round(2, 4) == pytest.approx(1.8 + 0.2 + 7 * 0.04 + 3 * (0.25 + 0.2))
+        assert longer.row(1) == pytest.approx(known.row(1) + 0.04)
+        assert known.at(56).round(8) == pytest.approx(1.8 - 0.2 - 7 * 0.04)
+        assert known.at(0).text == 0 and longer.drafting(3) == known.drafting(3)
+
     def test_more_rows_are_never_cheaper(self):
         ratios = {f"{rows} rows": 1.0 for rows in ROWS} | {"4 rows": 1.3, "1 levels": 0.2, "5 levels": 0.1}
         ratios |= {"1 rows of 8": 0.9, "4 rows of 8": 0.8, "1 levels of 8": 0.1, "5 levels of 8": 0.1}
+        ratios |= {"1 rows far": 0.9, "16 rows far": 0.8}
         made = costs.from_ratios(ratios)
         assert list(made.rounds) == sorted(made.rounds) and made.level == 0
-        assert made.text == made.text_row == made.text_first == made.text_level == 0
+        assert made.text == made.text_row == made.text_first == made.text_level == made.slot == made.row_slot == 0
 
     def test_what_was_timed_comes_back(self):
-        """Of a batch whose costs are known, the parts."""
-        true = Costs((1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2), 0.2, 0.1, 0.25, 0.05, 0.02, 0.01)
+        """Of a batch and of long texts whose costs are known, the parts."""
+        true = Costs((1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2), 0.2, 0.1, 0.25, 0.05, 0.02, 0.01, 3e-4, 4e-5, 128)
         ratios = {f"{rows} rows": true.round(rows) for rows in ROWS}
         ratios |= {f"{levels} levels": true.drafting(levels) for levels in (1, costs.LEVELS)}
         ratios |= {f"{rows} rows of 8": true.round(rows, 8) for rows in costs.ROWS_EACH}
         ratios |= {f"{levels} levels of 8": true.drafting(levels, 8) for levels in (1, costs.LEVELS)}
-        found = costs.from_ratios(ratios)
+        ratios |= {f"{rows} rows far": true.at(512).round(rows) for rows in costs.FAR_ROWS}
+        found = costs.from_ratios(ratios, 128, 512)
         assert found.rounds == true.rounds
         assert [getattr(found, name) for name in costs.SINGLE] == pytest.approx(
             [getattr(true, name) for name in costs.SINGLE]
@@ -329,7 +342,7 @@ class TestCosts:
         monkeypatch.setattr(costs, "verify", watched)
         monkeypatch.setattr(costs, "REPEATS", 1)
         costs.measure(target, Claims())
-        assert max(slots) < 2 * (costs.CONTEXT + costs.ROOM)
+        assert max(slots) < 2 * (costs.FAR + costs.ROOM)
 
     def test_where_nothing_can_be_kept(self, target, tmp_path, monkeypatch):
         (tmp_path / "specctl").write_text("a file is in the way")

@@ -34,7 +34,8 @@ from specctl.runs import atomic_write
 ROWS = (1, 2, 4, 8, 16, 32, 63)
 LEVELS = 5  # of a head, timed together
 TEXTS, ROWS_EACH = 8, (1, 4)  # of the batch that is timed
-CONTEXT = 256  # tokens of the text that rounds are timed behind
+CONTEXT, FAR = 256, 1024  # tokens of the texts that rounds are timed behind
+FAR_ROWS = (1, 16)
 ROOM = 512  # tokens that may follow: of a large target, a cache of its whole context would not fit
 REPEATS, WARM_UP = 15, 2
 ENOUGH_S = 20.0  # a large target has its medians of fewer repeats
@@ -43,7 +44,7 @@ ENVIRONMENT = "XDG_CACHE_HOME"
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in rounds of one row.
+    """Costs in rounds of one row behind `context` tokens.
 
     Attributes:
         rounds: of a round with as many rows as `ROWS` says; linear in between and behind.
@@ -52,6 +53,7 @@ class Costs:
         text, text_row: of each further text of a batch, and of each of its rows, beyond what these rows cost one text:
             every text reads keys and values of its own.
         text_first, text_level: of a head's levels, for each further text.
+        slot, row_slot: of each token that a text is longer, and again for each further row that reads it.
     """
 
     rounds: tuple[float, ...]
@@ -61,6 +63,16 @@ class Costs:
     text_row: float = 0.0
     text_first: float = 0.0
     text_level: float = 0.0
+    slot: float = 0.0
+    row_slot: float = 0.0
+    context: float = CONTEXT
+
+    def at(self, length: float) -> Costs:
+        """The costs behind texts of so many tokens, in the same unit; never less than half of what was measured."""
+        further = length - self.context
+        slots = [further * (self.slot + (rows - 1) * self.row_slot) for rows in ROWS]
+        rounds = tuple(max(cost + more, cost / 2) for cost, more in zip(self.rounds, slots, strict=True))
+        return replace(self, rounds=rounds, text=max(self.text + further * self.slot, 0.0))
 
     def round(self, rows: int, texts: int = 1) -> float:
         """A round in which each of `texts` has so many rows."""
@@ -149,30 +161,35 @@ def _read(path: Path) -> dict[str, Any]:
 def measure(target: Target, head: LevelDrafter) -> Costs:
     """Time rounds of all sizes in turn, and the head before them, each beside a round of one row: medians of that."""
     ratios: dict[str, list[float]] = {}
+    near, far = (min(length, target.context_length // part) for length, part in ((CONTEXT, 4), (FAR, 2)))
+    # What is timed, by what its names end in: so many texts of so many tokens, with as many rows.
+    timed = {"": (1, near, ROWS), f" of {TEXTS}": (TEXTS, near, ROWS_EACH), " far": (1, far, FAR_ROWS)}
     with threads.suited(target.row_flops):
-        states, began = {count: _texts(target, head, count) for count in (1, TEXTS)}, time.monotonic()
+        states = {name: _texts(target, head, count, length) for name, (count, length, _) in timed.items()}
+        began = time.monotonic()
         for repeat in range(REPEATS + WARM_UP):
             if repeat > WARM_UP and time.monotonic() - began > ENOUGH_S:
                 break
             taken: dict[str, float] = {}
-            for count, sizes in ((1, ROWS), (TEXTS, ROWS_EACH)):
-                if states[count].rows[0].room < 2 * max(ROWS):
-                    states[count] = _texts(target, head, count)
-                state, of = states[count], "" if count == 1 else f" of {count}"
+            for name, (count, length, sizes) in timed.items():
+                if states[name].rows[0].room < 2 * max(ROWS):
+                    states[name] = _texts(target, head, count, length)
+                state = states[name]
                 for rows in sizes:
                     draft = DraftTree.from_chains([[0] * (rows - 1)] * count, target.device)
-                    taken[f"{rows} rows{of}"] = _seconds(target, partial(verify, target, state, draft))
-                for levels in (1, LEVELS):
+                    taken[f"{rows} rows{name}"] = _seconds(target, partial(verify, target, state, draft))
+                for levels in (1, LEVELS) if length == near else ():
                     _commit_a_round(target, state)
                     grow = partial(head.grow, state, levels, lambda joint: True)
-                    taken[f"{levels} levels{of}"] = _seconds(target, grow)
+                    taken[f"{levels} levels{name}"] = _seconds(target, grow)
             for name in taken if repeat >= WARM_UP else ():
                 ratios.setdefault(name, []).append(taken[name] / taken["1 rows"])
-    return from_ratios({name: statistics.median(values) for name, values in ratios.items()})
+    return from_ratios({name: statistics.median(values) for name, values in ratios.items()}, near, far)
 
 
-def from_ratios(ratios: dict[str, float]) -> Costs:
-    """Costs from the relative time of `8 rows`, `1 levels` and so on; more rows are never cheaper than fewer."""
+def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -> Costs:
+    """Costs from the relative time of `8 rows`, `1 levels` and so on, behind texts of `near` and, where they are `far`,
+    of so many tokens; more rows are never cheaper than fewer."""
     rounds = [ratios[f"{rows} rows"] for rows in ROWS]
     first, levels = ratios["1 levels"], ratios[f"{LEVELS} levels"]
     level = max(levels - first, 0.0) / (LEVELS - 1)
@@ -183,19 +200,23 @@ def from_ratios(ratios: dict[str, float]) -> Costs:
     text_row = max(added[more] - added[few], 0.0) / (more - few)
     text_first = max(ratios[f"1 levels of {TEXTS}"] - first, 0.0) / (TEXTS - 1)
     together = max(ratios[f"{LEVELS} levels of {TEXTS}"] - ratios[f"1 levels of {TEXTS}"], 0.0) / (LEVELS - 1)
+    one, many = FAR_ROWS
+    longer = {rows: max(ratios[f"{rows} rows far"] - alone.round(rows), 0.0) / max(far - near, 1) for rows in FAR_ROWS}
     return replace(
         alone,
         text=max(added[few] - few * text_row, 0.0),
         text_row=text_row,
         text_first=text_first,
         text_level=max(together - level, 0.0) / (TEXTS - 1),
+        slot=longer[one],
+        row_slot=max(longer[many] - longer[one], 0.0) / (many - one),
+        context=near,
     )
 
 
-def _texts(target: Target, head: LevelDrafter, count: int) -> DecodeState:
-    """Texts of random tokens, read by the target and the head, with room for what is timed."""
+def _texts(target: Target, head: LevelDrafter, count: int, length: int) -> DecodeState:
+    """Texts of `length` random tokens, read by the target and the head, with room for what is timed."""
     generator = torch.Generator().manual_seed(0)
-    length = min(CONTEXT, target.context_length // 4)
     engine = Engine(target, taps=head.taps, host=True)
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)

@@ -73,19 +73,21 @@ class Hybrid:
         for gate, row in zip(gates, state.rows, strict=True):
             gate.settle(row)
         live = state.live
-        plain = self.costs.round(1, state.batch)  # what a text yields is known of batches of other sizes, too
+        costs = self.costs.at(sum(len(state.rows[b].ids) for b in live) / max(len(live), 1))
+        plain = costs.round(1, state.batch)  # what a text yields is known of batches of other sizes, too
         rate = sum(gates[b].rate for b in live) / plain
         drafts = [Candidates() for _ in gates]
         for draft, offer, gate in zip(drafts, self.text.offer(state, min(budget, OFFERED)), gates, strict=True):
             draft.add(offer, TEXT, gate.trust[TEXT])
-        row_price = rate * self.costs.row(state.batch)
+        row_price = rate * costs.row(state.batch)
         kinds = [Gate.kind(sum(joint for joint in draft.joint if joint > row_price)) for draft in drafts]
         levels = 0
-        if self._asks(state, gates, kinds, rate):
-            levels = self._ask(state, budget, gates, drafts, rate)
+        if self._asks(state, gates, kinds, rate, costs):
+            levels = self._ask(state, budget, gates, drafts, rate, costs)
         ranked = [draft.longest() if state.exact_rows else draft.ranked() for draft in drafts]
-        width = self._worth(state.batch, [[drafts[b].joint[node] for node in ranked[b]] for b in live], rate, budget)
-        cost = self.costs.round(width + 1, state.batch) + self.costs.drafting(levels, state.batch)
+        joint = [[drafts[b].joint[node] for node in ranked[b]] for b in live]
+        width = nodes_worth(state.batch, joint, rate, budget, costs)
+        cost = costs.round(width + 1, state.batch) + costs.drafting(levels, state.batch)
         for b in live:
             row = state.rows[b]
             gates[b].pending = Pending(len(row.ids), row.target_passes, drafts[b], cost / plain, kinds[b], levels)
@@ -93,7 +95,7 @@ class Hybrid:
             [draft.cut(nodes[:width]) for draft, nodes in zip(drafts, ranked, strict=True)], state.device
         )
 
-    def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], rate: float) -> bool:
+    def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], rate: float, costs: Costs) -> bool:
         """Whether the head is worth its passes: one forward is that of all texts."""
         asking = [b for b in state.live if state.rows[b].room > 0]
         if not asking:
@@ -107,17 +109,22 @@ class Hybrid:
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
         return any(
-            gain * share(level, levels) > rate * self._asking(level, state.batch) for level in range(1, levels + 1)
+            gain * share(level, levels) > rate * asking_cost(level, state.batch, costs)
+            for level in range(1, levels + 1)
         )
 
-    def _asking(self, levels: int, texts: int) -> float:
-        """The cost of so many levels of the head, and of the rows of their likeliest tokens."""
-        return self.costs.drafting(levels, texts) + levels * self.costs.row(texts)
-
-    def _ask(self, state: DecodeState, budget: int, gates: list[Gate], drafts: list[Candidates], rate: float) -> int:
+    def _ask(
+        self,
+        state: DecodeState,
+        budget: int,
+        gates: list[Gate],
+        drafts: list[Candidates],
+        rate: float,
+        costs: Costs,
+    ) -> int:
         """Add the head's candidates to the drafts; returns how many levels it has drafted."""
         levels = 1
-        price = rate * (self.costs.further(state.batch) + 2 * self.costs.row(state.batch))
+        price = rate * (costs.further(state.batch) + 2 * costs.row(state.batch))
         trust = [gate.trust[HEAD] for gate in gates]
         trusted, before = [1.0] * len(gates), [0.0] * len(gates)
 
@@ -134,17 +141,6 @@ class Hybrid:
         for draft, proposal, gate in zip(drafts, grown, gates, strict=True):
             draft.add(proposal, HEAD, gate.trust[HEAD])
         return levels
-
-    def _worth(self, batch: int, joint: list[list[float]], rate: float, budget: int) -> int:
-        """How many nodes of every text are verified: as long as one more of each is worth a row in all of them."""
-        width = 0
-        while width < budget:
-            gain = sum(ranked[width] for ranked in joint if width < len(ranked))
-            cost = self.costs.round(width + 2, batch) - self.costs.round(width + 1, batch)
-            if gain <= rate * cost:
-                break
-            width += 1
-        return width
 
     def _gates(self, state: DecodeState) -> list[Gate]:
         memory = state.memory.get(self)
@@ -177,6 +173,25 @@ class Hybrid:
             depth = max(len(head.children), len(text.children))
             scores.append(Score(head.positions, tokens=tokens, children=(tokens.shape[-1],) * depth))
         return scores
+
+
+def asking_cost(levels: int, texts: int, costs: Costs) -> float:
+    """The cost of so many levels of the head, and of the rows of their likeliest tokens."""
+    return costs.drafting(levels, texts) + levels * costs.row(texts)
+
+
+def nodes_worth(batch: int, joint: list[list[float]], rate: float, budget: int, costs: Costs) -> int:
+    """How many nodes of every text are verified: as long as one more of each is worth a row in all of them.
+
+    `joint`: of the nodes of every text, the likeliest first.
+    """
+    width = 0
+    while width < budget:
+        gain = sum(ranked[width] for ranked in joint if width < len(ranked))
+        if gain <= rate * (costs.round(width + 2, batch) - costs.round(width + 1, batch)):
+            break
+        width += 1
+    return width
 
 
 def share(level: int, levels: int) -> float:
