@@ -105,7 +105,6 @@ class Specialists(StreamLearner):
             policy.name,
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
-            batch=self.recipe.batch,
             step=lambda: self._step,
             seed=self.recipe.sampling.seed + self.seed,
             within_query=policy.reset == "query",

@@ -71,12 +71,15 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     What a policy has learnt is forgotten after every query, unless --reset says otherwise; cgp-ucb keeps what prompts
     have shown. With --server and --listen requests are routed among engines that draft differently."""
     from specctl.cli import plan
+    from specctl.selection.game.rules import check_batch
     from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
     if recipe.server.urls:
         return served(recipe, dry_run)
     plan.check_drafters([*recipe.drafters, *recipe.rivals])
+    if recipe.choice == "batch":
+        check_batch(recipe.algo, recipe.game)
     # Only now what takes seconds to import: a misspelt name is told at once.
     from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import members
@@ -110,6 +113,8 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
     games = presets(recipe)
     arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
     choose = f"by {', '.join(recipe.algo)}, which forget at the end of every {recipe.reset}"
+    if recipe.choice == "batch":
+        choose = f"for all texts of a batch, {recipe.batch} at most, {choose} and learn for every load by itself"
     if recipe.replay is not None and not recipe.train_router:
         times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
         return [f"play on {recipe.replay} {choose}{times}", *games, "beside them: every arm, the oracle, draft-all"]

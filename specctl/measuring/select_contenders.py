@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import IO
+from typing import IO, Any
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
@@ -25,7 +25,8 @@ from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.measuring.records import Record
 from specctl.recipe import SelectRecipe
 from specctl.selection.arms import make_arms, named
-from specctl.selection.assembly import make_selector, plain_step
+from specctl.selection.assembly import make_batch_selector, make_selector, plain_step
+from specctl.selection.batched import BatchSelector
 from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.guarded import Guarded, Together
@@ -116,20 +117,19 @@ class SelectContenders:
     def _step(self) -> float:
         return plain_step(self.target, self.recipe.batch)
 
-    def _selector(self, name: str) -> Selector:
-        return make_selector(
-            self.target,
-            # Each counts its own failures.
-            [Guarded(arm.name, arm.drafter, arm.nodes, self.companion.head_of(arm.drafter)) for arm in self.arms],
-            self.algo[name],
-            self.recipe.game,
-            functools.partial(self._policy, self.algo[name]),
-            batch=self.recipe.batch,
-            step=lambda: self._step,
-            seed=self.recipe.sampling.seed,
-            within_query=self.recipe.reset == "query",
-            on_round=functools.partial(self._note, name),
-        )
+    def _selector(self, name: str) -> Selector | BatchSelector:
+        # Each counts its own failures.
+        arms = [arm.again(self.companion.head_of(arm.drafter)) for arm in self.arms]
+        options: dict[str, Any] = {
+            "recipe": self.recipe.game,
+            "new_policy": functools.partial(self._policy, self.algo[name]),
+            "step": lambda: self._step,
+            "seed": self.recipe.sampling.seed,
+            "on_round": functools.partial(self._note, name),
+        }
+        if self.recipe.choice == "batch":
+            return make_batch_selector(arms, self.algo[name], **options)
+        return make_selector(self.target, arms, self.algo[name], within_query=self.recipe.reset == "query", **options)
 
     def _policy(self, name: str, arms: Arms, text: Label) -> Policy:
         """A fresh policy for a game that begins with this text."""
@@ -155,7 +155,7 @@ class SelectContenders:
         recipe = self.recipe
         alone: dict[str, Alone] = {}
         if "fixed" in recipe.baselines:
-            alone |= {arm.name: Guarded(arm.name, arm.drafter, arm.nodes) for arm in self.arms}
+            alone |= {arm.name: arm.again() for arm in self.arms}
         if "beside" in recipe.baselines and self.companion.name and self.companion.text:
             alone[self.companion.name] = Guarded(self.companion.name, self.companion.text)
         if DRAFT_ALL in recipe.baselines:
@@ -215,7 +215,7 @@ class SelectContenders:
 
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
             labels = None
-            if isinstance(controller, Selector):
+            if isinstance(controller, Selector | BatchSelector):
                 labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
             options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
             return [
@@ -232,8 +232,9 @@ class SelectContenders:
 
     def game_of(self, domain: str, id: str, repeat: int) -> str:
         """Key of the game that answers a text, the same for all texts between two resets."""
-        units = {"query": f"{domain} {id}", "session": self.session_of[domain, id], "stream": ""}
-        return f"{repeat} {units[self.recipe.reset]}"
+        if self.recipe.reset == "stream":
+            return f"{repeat} "
+        return f"{repeat} {f'{domain} {id}' if self.recipe.reset == 'query' else self.session_of[domain, id]}"
 
     def _note(self, algo: str, entry: RoundLine) -> None:
         self._lines.append((algo, entry))  # within a round that is timed: no more than that

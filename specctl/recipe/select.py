@@ -151,7 +151,10 @@ class SelectRecipe(CommandRecipe):
     # catch_up=streaming saves and loses
     baselines: list[Literal["vanilla", "beside", "fixed", "draft-all", "recompute"]] = ["vanilla", "beside"]
     rivals: list[Name] = []  # drafters measured by themselves that are no arms, such as a generalist
-    batch: PositiveInt = 1  # sequences at a time, each with a choice of its own
+    batch: PositiveInt = 1  # sequences at a time
+    # Who is given an arm in a round: every text its own, or all texts of a batch one, which a game for each load (texts
+    # at a time, by powers of two) learns along the stream: how much to draft depends on that (BanditSpec, 6.2).
+    choice: Literal["text", "batch"] = "text"
     split: Literal["train", "test"] = "test"
     limit: PositiveInt | None = 40  # prompts per domain; of a file with more, a sample
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # other draws of the policies, live or in replays
@@ -216,8 +219,26 @@ class SelectRecipe(CommandRecipe):
             raise ValueError("the policies recompute already: the baseline is for catch_up=streaming")
         if self.resume and self.record is None:
             raise ValueError("resume goes on with a recording: name `record`")
-        if self.batch > 1 and self.reset == "stream":
+        if self.choice == "batch":
+            self._of_batch()
+        elif self.batch > 1 and self.reset == "stream":
             raise ValueError("a policy that is never reset hears of one text at a time: batch must be 1")
         if self.batch > 1 and self.drafting.proposal == "sampled":
             raise ValueError("sampled and deterministic proposals are verified by different rules: batch must be 1")
         return self
+
+    def _of_batch(self) -> None:
+        """ValueError for what knows texts, and not batches."""
+        if self.reset != "stream":
+            raise ValueError("choice batch: what a load has shown holds for the stream: set reset=stream")
+        of_texts = {
+            "record": self.record is not None,
+            "replay": self.replay is not None,
+            "warm_start": self.warm_start,
+            "train_router": self.train_router,
+            "router_dir": self.router_dir is not None,
+            "catch_up.name": self.catch_up.name == "streaming",
+        }
+        for key, there in of_texts.items():
+            if there:
+                raise ValueError(f"{key} is about texts: leave it out, or choice batch")

@@ -97,9 +97,12 @@ def make_arms(recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter]
     if not arms.draft_nodes and not arms.shapes:
         return [Guarded(name, drafter) for name, drafter in drafters.items()]
     made = [Guarded(PLAIN, NoDraft())] if 0 in arms.draft_nodes else []
+    own = recipe.choice == "batch"  # else the texts of a batch share the rows that cost little
     for name, drafter in drafters.items():
-        made += [Guarded(f"{name} ×{nodes}", drafter, nodes) for nodes in arms.draft_nodes if nodes]
-        made += [Guarded(f"{name} {label(shape)}", shaped(name, drafter, shape)) for shape in arms.shapes]
+        made += [Guarded(f"{name} ×{nodes}", drafter, nodes, weighs_rows=own) for nodes in arms.draft_nodes if nodes]
+        made += [
+            Guarded(f"{name} {label(shape)}", shaped(name, drafter, shape), weighs_rows=own) for shape in arms.shapes
+        ]
     return made
 
 

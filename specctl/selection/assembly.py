@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
 from specctl.selection.arms import reach
+from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
-from specctl.selection.game.rules import rules_for
+from specctl.selection.game.rules import Rules, rules_for
 from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Policy, seed_of
 from specctl.selection.prompt_memory import PromptMemory
 from specctl.selection.recorded.recorder import step_seconds
+
+NewPolicy = Callable[[Arms, Label], Policy]
+"""A fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""
 
 
 def make_selector(
@@ -26,9 +31,8 @@ def make_selector(
     arms: Sequence[Guarded],
     name: str,
     recipe: GameRecipe,
-    new_policy: Callable[[Arms, Label], Policy],
+    new_policy: NewPolicy,
     *,
-    batch: int = 1,
     step: Callable[[], float],
     seed: int,
     within_query: bool,
@@ -37,33 +41,21 @@ def make_selector(
     """A `Selector` of the policy `name`.
 
     Args:
-        new_policy: a fresh one for the game that begins with this text; `seed` and the text decide its draws.
-        batch: texts that are decoded at a time.
-        step: `plain_step` of such a batch, asked where tokens a second are played for. All selectors of a run are given
-            the same figure, so that they play for one unit.
+        step: `plain_step` of the batches that are decoded, asked where tokens a second are played for. All selectors of
+            a run are given the same figure, so that they play for one unit.
         within_query: every game is one text.
     """
     learns = registry.learns(name)
-    rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
-    if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
-        # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
-        rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
-    if {"reward": rules.reward, "losses": rules.loss}.get(learns) == "throughput":
-        rules = replace(rules, step=step())
+    rules = _rules(arms, name, recipe, step)
     clock = ArmClock.of(len(arms))
     drafters = list(dict.fromkeys(arm.scored for arm in arms))
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
-
-    def new_game(text: Label) -> Game:
-        seeded = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query))
-        return Game(new_policy(seeded, text), rules, seeded, clock)
-
     ends = not within_query and rules.score_ends
     overlaps = learns == "reward" and rules.reward == "bd"
     reads = registry.contextual(name)
     return Selector(
         arms,
-        new_game,
+        partial(_game, rules, len(arms), new_policy, seed, clock),
         scorer,
         clock,
         overlaps=overlaps,
@@ -72,6 +64,37 @@ def make_selector(
         taps=(target.num_layers,) if reads else (),
         on_round=on_round,
     )
+
+
+def make_batch_selector(
+    arms: Sequence[Guarded],
+    name: str,
+    recipe: GameRecipe,
+    new_policy: NewPolicy,
+    *,
+    step: Callable[[], float],
+    seed: int,
+    on_round: Callable[[RoundLine], None],
+) -> BatchSelector:
+    """A `BatchSelector` of the policy `name`, one that `check_batch` lets pass; `step` as of `make_selector`."""
+    rules = _rules(arms, name, recipe, step)
+    # What a round takes depends on the load, so that the games of loads share no clock.
+    return BatchSelector(arms, partial(_game, rules, len(arms), new_policy, seed, None), on_round)
+
+
+def _rules(arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callable[[], float]) -> Rules:
+    rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
+    if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
+        # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
+        rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
+    if {"reward": rules.reward, "losses": rules.loss}.get(registry.learns(name)) == "throughput":
+        rules = replace(rules, step=step())
+    return rules
+
+
+def _game(rules: Rules, arms: int, new_policy: NewPolicy, seed: int, clock: ArmClock | None, text: Label) -> Game:
+    seeded = Arms(arms, rules.depth, seed_of(seed + text.seed, text.query))
+    return Game(new_policy(seeded, text), rules, seeded, clock)
 
 
 def plain_step(target: Target, batch: int) -> float:

@@ -30,14 +30,26 @@ class Guarded:
     """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
     raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: its last draft.
     `scored`: the drafter that is scored where the arm is idle; of a hybrid its head, where the text drafter is that of
-    all arms."""
+    all arms. With `weighs_rows` it has the nodes it asks for in a batch, too."""
 
-    def __init__(self, name: str, drafter: Drafter, nodes: int | None = None, scored: Drafter | None = None):
+    def __init__(
+        self,
+        name: str,
+        drafter: Drafter,
+        nodes: int | None = None,
+        scored: Drafter | None = None,
+        weighs_rows: bool = False,
+    ):
         self.name, self.drafter, self.nodes = name, drafter, nodes
         self.scored = scored or drafter
+        self.weighs_rows = weighs_rows or getattr(drafter, "weighs_rows", False)
         self.taps = drafter.taps
         self.failures = 0
         self.made: Made | None = None
+
+    def again(self, scored: Drafter | None = None) -> Guarded:
+        """The same arm, which counts failures of its own."""
+        return Guarded(self.name, self.drafter, self.nodes, scored, self.weighs_rows)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         nodes = budget if self.nodes is None else min(budget, self.nodes)

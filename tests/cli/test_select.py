@@ -29,6 +29,10 @@ def test_the_line_of_the_readme_without_a_pool(specctl):
         (["--batch", "4", "--reset", "stream"], 2, "one text at a time"),
         (["--rival", "nothing-here"], 2, "no drafter nothing-here"),
         (["drafting.proposal=sampled", "batch=2"], 2, "different rules"),
+        (["choice=batch", "--algo", "ucbspec"], 2, "set reset=stream"),
+        (["choice=batch", "--reset", "stream"], 2, "there are fixed, random, ucbspec"),
+        (["choice=batch", "--reset", "stream", "--algo", "metasd-ucb"], 2, "game.reward=throughput"),
+        (["choice=batch", "--reset", "stream", "--algo", "ucbspec", "--record", "a"], 2, "record is about texts"),
     ],
 )
 def test_what_is_refused(specctl, argv, code, says):

@@ -424,6 +424,31 @@ def test_repeats_know_nothing_of_each_other(tmp_path, target, pool):
     assert found.store_s > 0
 
 
+def test_lengths_are_chosen_for_a_batch(tmp_path, prompts, target):
+    """Every arm has its size in the batch, too, by itself and when it is chosen."""
+    made = recipe(
+        prompts,
+        algo=["ucbspec", "exp3spec"],
+        drafters=["lookup"],
+        arms={"names": ["lookup"], "draft_nodes": [0, 1, 6]},
+        game={"reward": "throughput"},
+        choice="batch",
+        batch=4,
+        reset="stream",
+        session=1,
+        baselines=["vanilla", "fixed"],
+    )
+    found, _, lines = selected(tmp_path, made, target, None)
+    rows = {row.algo: row for row in found.policies}
+    assert found.lossless.mismatches == 0 and {*rows} == {
+        *("ucbspec", "exp3spec", "vanilla", "no draft", "lookup ×1", "lookup ×6")
+    }
+    assert rows["lookup ×6"].mat > rows["lookup ×1"].mat > 1 == rows["no draft"].mat
+    assert set(rows["ucbspec"].pulls) == {"no draft", "lookup ×1", "lookup ×6"}
+    assert {line["query"] for line in lines} >= {"4 texts"} and {line["algo"] for line in lines} == {*made.algo}
+    assert sum(line["committed"] for line in lines if line["algo"] == "ucbspec") == rows["vanilla"].rounds
+
+
 def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, target, monkeypatch):
     """Heads, arms and rivals, each in one tree with `lookup`; the policy compares heads, and `lookup` plays alone."""
     free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)

@@ -175,7 +175,7 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
     of a CPU, which leaves a node to either. K is that of arms that can reach it."""
     log = []
     arms = [Guarded("one", pool["good"], 1), Guarded("whole", pool["good"])]
-    options = dict(batch=texts, step=lambda: 1.0, seed=0, within_query=True, on_round=log.append)
+    options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=log.append)
 
     def new_policy(own, text):
         return registry.build("hedgespec", own, PolicyRecipe())

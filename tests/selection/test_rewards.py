@@ -206,7 +206,7 @@ def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, promp
     arms = [Guarded("slow", slow(Lookup(3), 6.0, ticking)), Guarded("fast", slow(Suffix(3, 6, 2), 1.0, ticking))]
     policies = {"a": Set(0, 2), "b": Set(1, 2), "c": Set(0, 2)}
     recipe = GameRecipe(reward="throughput")
-    options = dict(batch=3, step=lambda: STEP, seed=0, within_query=True)
+    options = dict(step=lambda: STEP, seed=0, within_query=True)
     rounds = []
     controller = assembly.make_selector(
         target, arms, "metasd-ucb", recipe, lambda own, text: policies[text.key], on_round=rounds.append, **options

@@ -41,7 +41,7 @@ class ArmClock:
         """Tokens a second of all rounds; 0 before there was one."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def took(self, arm: int, seconds: float, tokens: int = 0) -> None:
+    def took(self, arm: int, seconds: float, tokens: float = 0.0) -> None:
         """A round of `arm`."""
         self.tokens += tokens - self.tokens / RATE_MEMORY
         self.seconds += seconds - self.seconds / RATE_MEMORY

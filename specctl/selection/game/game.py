@@ -92,7 +92,7 @@ class Game:
         began = perf_counter_ns()
         rate = self.clock.rate
         if outcome.seconds is not None:
-            self.clock.took(arm, outcome.seconds, outcome.committed)
+            self.clock.took(arm, outcome.seconds / outcome.texts, outcome.committed / outcome.texts)
         if self.policy.learns == "losses":
             self._committed(arm, outcome)
         elif self.policy.learns == "reward" and outcome.complete:

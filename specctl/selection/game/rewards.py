@@ -21,6 +21,7 @@ class Outcome:
         failed: its drafter raised.
         overlap: [≤ K] 1 − TV(p̄, q̄) of each position of the draft (bd).
         seconds: that the round took (throughput, of reward or loss).
+        texts: that share the round; tokens and seconds are those of all of them.
     """
 
     committed: int
@@ -29,14 +30,15 @@ class Outcome:
     failed: bool = False
     overlap: AnyArray | None = None
     seconds: float | None = None
+    texts: int = 1
 
 
-def tokens(Y: int, K: int) -> float:
+def tokens(Y: float, K: int) -> float:
     """(Y − 1)/K of Y ∈ [1, K + 1] committed tokens, at most 1."""
     return min((Y - 1) / K, 1.0)
 
 
-def block_efficiency(accepted: int, K: int) -> float:
+def block_efficiency(accepted: float, K: int) -> float:
     """BE = n_acc/N_max (MetaSD, section 3.1), at most 1."""
     return min(accepted / K, 1.0)
 
@@ -49,7 +51,7 @@ def block_divergence(overlap: AnyArray, K: int) -> float:
     return float(overlap[:K].sum()) / K
 
 
-def throughput(Y: int, seconds: float, step: float, K: int) -> float:
+def throughput(Y: float, seconds: float, step: float, K: int) -> float:
     """Y tokens a round as a share of K + 1 tokens in the time of one step of plain decoding, which no drafter exceeds.
 
     That unit is fixed before the game, and the same live and in a replay. NaN where `seconds` is no duration.
@@ -57,7 +59,7 @@ def throughput(Y: int, seconds: float, step: float, K: int) -> float:
     return min(Y * step / (seconds * (K + 1)), 1.0) if seconds > 0 else nan
 
 
-def surplus(Y: int, seconds: float, rate: float, K: int) -> float:
+def surplus(Y: float, seconds: float, rate: float, K: int) -> float:
     """½ + (Y − ρ·seconds)/2(K + 1): tokens beyond those that are made in that time at the rate ρ, that of all rounds.
 
     An arm with a mean above ½ makes more tokens a second than all together (renewal reward; Dinkelbach 1967). The mean
@@ -80,14 +82,14 @@ def reward(rules: Rules, round: Outcome, rate: float = 0.0) -> float:
 
     Raises ValueError where the outcome lacks what the rule needs.
     """
-    K = rules.depth
+    K, texts = rules.depth, round.texts
     if round.failed:
         return 0.0
     match rules.reward:
         case "tokens":
-            return tokens(round.committed, K)
+            return tokens(round.committed / texts, K)
         case "be":
-            return block_efficiency(round.accepted, K)
+            return block_efficiency(round.accepted / texts, K)
         case "bd":
             if round.overlap is None:
                 raise ValueError("the reward bd needs the overlap of every round")
@@ -95,7 +97,7 @@ def reward(rules: Rules, round: Outcome, rate: float = 0.0) -> float:
         case "surplus":
             if round.seconds is None:
                 raise ValueError("the reward surplus needs the seconds of every round")
-            return surplus(round.committed, round.seconds, rate, K)
+            return surplus(round.committed / texts, round.seconds / texts, rate, K)
         case "throughput":
             if round.seconds is None or rules.step is None:
                 raise ValueError("the reward throughput needs the seconds of every round and of a plain step")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specctl.errors import UsageError
 from specctl.recipe.select import GAMES, GameRecipe
-from specctl.selection.policies.registry import contextual, learns
+from specctl.selection.policies.registry import NAMES, ROUTER, contextual, learns
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,20 @@ def own_game(name: str, recipe: GameRecipe) -> dict[str, Any]:
     if recipe.reward == "paper":
         preset["reward"] = "bd" if name.startswith("metasd") else "surplus" if contextual(name) else "tokens"
     return {key: value for key, value in preset.items() if value != getattr(recipe, key)}
+
+
+def check_batch(names: Sequence[str], recipe: GameRecipe) -> None:
+    """Raises UsageError where a policy needs more of a round than the outcome of a batch."""
+    able = [name for name in NAMES if learns(name) != "losses" and not contextual(name)]
+    for name in names:
+        if name not in able:
+            kind = "reads prompts" if name == ROUTER or contextual(name) else "scores the tokens of each text"
+            raise UsageError(f"policy {name} {kind}: not for choice=batch", hint=f"there are {', '.join(able)}")
+        if learns(name) == "reward" and (recipe.model_dump() | own_game(name, recipe))["reward"] == "bd":
+            raise UsageError(
+                f"{name}: the reward bd looks at each text's draft: not for choice=batch",
+                hint="set game.reward=throughput",
+            )
 
 
 def overruled(names: Sequence[str], recipe: GameRecipe) -> list[str]:

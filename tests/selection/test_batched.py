@@ -1,0 +1,138 @@
+"""One arm for all texts of a batch: the controller, its games by load, and who can play them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from specctl.decoding.loop import decode
+from specctl.decoding.records import Label
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters.text.lookup import Lookup
+from specctl.errors import UsageError
+from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection import batched
+from specctl.selection.assembly import make_batch_selector
+from specctl.selection.batched import load
+from specctl.selection.game.rules import check_batch
+from specctl.selection.guarded import Guarded
+from specctl.selection.policies import registry
+
+NEW = 24
+
+
+def test_loads_are_powers_of_two():
+    assert [load(texts) for texts in (1, 2, 3, 4, 5, 8, 9, 50)] == [1, 2, 4, 4, 8, 8, 16, 64]
+
+
+def built(arms, algo, log, reward="throughput", **options):
+    policy = PolicyRecipe(**options)
+    return make_batch_selector(
+        arms,
+        algo,
+        GameRecipe(reward=reward),
+        lambda own, label: registry.build(algo, own, policy),
+        step=lambda: 0.01,
+        seed=0,
+        on_round=log.append,
+    )
+
+
+def played(target, controller, prompts, seed=0):
+    return decode(
+        target,
+        prompts,
+        sampling=GREEDY,
+        max_new_tokens=[NEW - 3 * n for n in range(len(prompts))],
+        seeds=[0] * len(prompts),
+        controller=controller,
+        taps=controller.taps,
+        labels=[Label(f"q{n}", "sql", seed=seed) for n in range(len(prompts))],
+    )
+
+
+def test_every_load_has_a_game_and_every_round_one_arm(target, prompts):
+    """Of the nodes that it was made for, which a batch does not cut; the text is that of plain decoding."""
+    log = []
+    arms = [Guarded(f"×{nodes}", Lookup(8), nodes, weighs_rows=True) for nodes in (1, 6)]
+    controller = built(arms, "random", log)
+    texts = (prompts * 3)[:5]
+    found = played(target, controller, texts)
+    plain = decode(target, texts, sampling=GREEDY, max_new_tokens=[NEW - 3 * n for n in range(5)], seeds=[0] * 5)
+    assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+    loads = {load(int(line.query.split()[0])) for line in log}
+    assert loads == set(controller.games) >= {1, 8} and sum(controller.tally.pulls.values()) == len(log)
+    assert sum(line.committed for line in log) == sum(one.decoded_tokens for one in found)
+    assert max(line.drafted for line in log if line.arm == "×1") == 1
+    assert max(line.drafted for line in log if line.query == "5 texts") > 3, "a batch of five shares 24 rows"
+    assert controller.failures == 0 and controller.tally.switches > 0
+
+
+def test_an_outcome_is_that_of_a_text(target, prompts, monkeypatch):
+    """Tokens of all texts and seconds of all texts: the reward is tokens a second against a plain step of a text."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(batched, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))  # a round takes 10 ms
+    log = []
+    controller = built([Guarded("plain", Lookup(0), 0)], "ucbspec", log)
+    played(target, controller, prompts[:2])
+    K = controller.games[2].rules.depth
+    both = [line for line in log if line.query == "2 texts"]
+    assert both and all(line.committed == 2 for line in both)
+    assert [line.learnt for line in both] == pytest.approx([1 + K * min(2 / (K + 1), 1.0)] * len(both))
+
+
+def test_what_is_fast_at_a_load_is_played_there(target, prompts, monkeypatch):
+    """Drafts that are dear where there are many texts and pay where there is one; by loads each is found out."""
+    now = [0.0]
+    monkeypatch.setattr(batched, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Priced(Guarded):
+        def __init__(self, name, drafter, nodes, prices):
+            super().__init__(name, drafter, nodes, weighs_rows=True)
+            self.prices = prices
+
+        def propose(self, state, budget):
+            now[0] += self.prices[load(len(state.live)) > 1]
+            return super().propose(state, budget)
+
+    arms = [Priced("short", Lookup(8), 1, (0.05, 0.01)), Priced("long", Lookup(8), 1, (0.01, 0.05))]
+    log = []
+    controller = built(arms, "ucbspec", log, radius_scale=0.05)
+    for _ in range(3):
+        played(target, controller, prompts[:3])
+        played(target, controller, prompts[:1])
+    for texts, best in (("3 texts", "short"), ("1 texts", "long")):
+        rounds = [line.arm for line in log if line.query == texts]
+        assert rounds[len(rounds) // 2 :].count(best) > 0.8 * (len(rounds) / 2), (texts, rounds)
+
+
+def test_the_same_prompts_once_more_are_played_anew(target, prompts):
+    controller = built([Guarded("a", Lookup(3)), Guarded("b", Lookup(2))], "ucbspec", [])
+    played(target, controller, prompts[:2])
+    before = controller.games[2]
+    played(target, controller, prompts[:2])
+    assert controller.games[2] is before
+    played(target, controller, prompts[:2], seed=1)
+    assert controller.games[2] is not before
+
+
+def test_a_drafter_that_fails_costs_speed(target, prompts, capsys):
+    class Broken(Lookup):
+        def propose(self, state, budget):
+            raise RuntimeError("no")
+
+    log = []
+    controller = built([Guarded("broken", Broken(3)), Guarded("fine", Lookup(3))], "ucbspec", log)
+    found = played(target, controller, prompts[:2])
+    assert found[0].output_ids and controller.failures == sum(line.arm == "broken" for line in log) > 0
+    assert {line.learnt for line in log if line.arm == "broken"} == {1.0}
+    assert "broken failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("cgp-ucb", "reads prompts"), ("hedgespec", "scores"), ("router", "reads"), ("metasd-ucb", "bd")]
+)
+def test_who_looks_at_texts_is_refused(name, told):
+    with pytest.raises(UsageError, match=told):
+        check_batch(["ucbspec", name], GameRecipe())
+    check_batch(["ucbspec", "exp3spec", "random", "fixed"], GameRecipe())
+    check_batch(["metasd-ucb"], GameRecipe(reward="throughput"))
