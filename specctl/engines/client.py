@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -17,16 +17,15 @@ import httpx
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.engines import corpora, exchanges, publication, registry, sglang
+from specctl.engines import corpora, exchanges, publication, questions, registry, sglang
 from specctl.engines.corpora import PublishedCorpus
 from specctl.engines.pools import Pools
+from specctl.engines.questions import Endpoint
 from specctl.engines.records import (
     Answer,
     Ask,
     Call,
-    Dialect,
     Drafting,
-    EndpointFacts,
     EngineError,
     Loaded,
     Lost,
@@ -49,24 +48,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 LOOKAHEAD = 8  # requests that may be ahead of the oldest one, as a multiple of those in flight
 BUSY = {408, 409, 425, 429}  # and all from 500 on: another try may succeed
 REFUSED = {400, 413, 422}  # this text, whoever asks
-PROBE = "SELECT name, COUNT(*) FROM t WHERE café = 'naïve' GROUP BY 1;\n\tdef f(x): return x**2  # 数学 3.14"
-SAME = 0.05  # nats: weights are others where the mean log probability of the probe's tokens is further off
 
 Told = TypeVar("Told")
 Sent = TypeVar("Sent")
-
-
-@dataclass
-class Endpoint:
-    """One address, and what runs there."""
-
-    url: str
-    facts: EndpointFacts
-    dialect: Dialect
-    model: str
-    in_flight: int = 0
-    logprobs: list[float] = field(default_factory=list)  # of the probe's tokens, when it was first asked
-    published: dict[str, str] = field(default_factory=dict)  # directories of versions
 
 
 class Client:
@@ -97,7 +81,9 @@ class Client:
             timeout=httpx.Timeout(self.recipe.timeout_s, connect=CONNECT_S),
         )
         try:
-            self.servers = [self._runner.run(self._opened(url)) for url in self.recipe.urls]
+            self.servers = [
+                self._runner.run(questions.opened(self._pools.http, url, self.recipe)) for url in self.recipe.urls
+            ]
         except BaseException:
             self.__exit__()
             raise
@@ -123,9 +109,9 @@ class Client:
         Raises CheckpointError.
         """
         self._vocabulary = target.vocab_size
-        self.probe = target.tokenizer.encode(PROBE, add_special_tokens=False)
+        self.probe = target.tokenizer.encode(questions.PROBE, add_special_tokens=False)
         for server in self.servers:
-            theirs = self._told(self._tokenized(server))
+            theirs = self._told(questions.tokenized(self._pools.http, server))
             if theirs is None:
                 progress.log(f"{server.url} does not tokenize: that its vocabulary is the target's is not checked")
             elif theirs != self.probe:
@@ -148,7 +134,7 @@ class Client:
                     f"{first.url} serves {first.model}, and {server.url} {server.model}",
                     "a request names its model: start both with one --served-model-name, or name it by server.model",
                 )
-            theirs = self._told(self._tokenized(server))
+            theirs = self._told(questions.tokenized(self._pools.http, server))
             if theirs is None:
                 progress.log(f"{server.url} does not tokenize: that its model is that of the others is not checked")
             elif known is not None and theirs != known:
@@ -161,8 +147,8 @@ class Client:
     def _equal_weights(self) -> None:
         """CheckpointError where the servers do not find the probe's tokens equally probable."""
         for server in self.servers:
-            server.logprobs = self._told(self._logprobs(server))
-            if distance(server.logprobs, self.servers[0].logprobs) > SAME:
+            server.logprobs = self._told(questions.logprobs(self._pools.http, server, self.probe))
+            if questions.distance(server.logprobs, self.servers[0].logprobs) > questions.SAME:
                 raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
 
     def answers(
@@ -199,7 +185,7 @@ class Client:
                     f"others, and this drafter needs {list(wanted.ids)}",
                     "take vLLM for it; eagle, hydra, medusa and lm read those of the last layer alone",
                 )
-            if server.dialect.keeps_prefixes(self._told(self._metrics(server)) or ""):
+            if server.dialect.keeps_prefixes(self._told(questions.metrics(self._pools.http, server)) or ""):
                 raise EngineError(
                     f"{server.url} keeps a prefix cache, from which states may be missing",
                     f"start it with {server.dialect.UNCACHED}",
@@ -246,7 +232,7 @@ class Client:
 
     def drafting(self) -> Drafting | None:
         """Counters of all servers together; None where one of them does not draft, or does not tell."""
-        found = [self._told(self._drafting(server)) for server in self.servers]
+        found = [self._told(questions.drafting(self._pools.http, server)) for server in self.servers]
         parts = [part for part in found if part is not None]
         return Drafting.total(parts) if len(parts) == len(found) else None
 
@@ -420,73 +406,19 @@ class Client:
     def _key_hint(self) -> str:
         return f"put it into the environment: {self.recipe.api_key_env}=…"
 
-    async def _opened(self, url: str) -> Endpoint:
-        """The server at `url`, after it has said what it is. Waits for one that is not there yet."""
-        until = time.monotonic() + self.recipe.wait_s
-        while True:
-            try:
-                facts = await registry.facts(self._pools.http, url, self.recipe.engine)
-                break
-            except (httpx.TransportError, EngineError) as error:
-                if time.monotonic() < until and not progress.interrupts.requested():
-                    await asyncio.sleep(POLL_S)
-                    continue
-                if isinstance(error, EngineError):
-                    raise
-                raise EngineError(
-                    f"no server answers at {url}: {transport(error)}",
-                    "certificates are looked for in SSL_CERT_FILE" if "CERTIFICATE" in str(error) else None,
-                ) from error
-        model = self.recipe.model or facts.models[0]
-        if model not in facts.models:
-            raise UsageError(f"{url} serves no model {model!r}", f"it serves {', '.join(facts.models)}")
-        return Endpoint(url, facts, registry.DIALECTS[facts.engine], model)
-
-    async def _tokenized(self, server: Endpoint) -> list[int] | None:
-        body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
-        response = await self._pools.http.post(f"{server.url}/tokenize", json=body)
-        if response.status_code != 200:
-            return None
-        found = document(response)
-        return found.get("tokens") if isinstance(found, dict) else None
-
-    async def _logprobs(self, server: Endpoint) -> list[float]:
-        """Log probabilities of the probe's tokens, but for the first; empty where the server gives none."""
-        body = server.dialect.probe(self.probe, server.model)
-        response = await self._pools.http.post(server.url + server.dialect.GENERATE, json=body)
-        try:
-            return server.dialect.logprobs(document(response)) if response.status_code == 200 else []
-        except Malformed:
-            return []
-
     async def _same_weights(self, server: Endpoint) -> None:
         """EngineError where an address that was gone for a moment has come back with another model."""
-        now = await self._logprobs(server)
+        now = await questions.logprobs(self._pools.http, server, self.probe)
         if now or not server.logprobs:  # else it is still loading, and is asked again
             self._suspects.discard(server.url)
-        if distance(now, server.logprobs) > SAME:
+        if questions.distance(now, server.logprobs) > questions.SAME:
             raise EngineError(
                 f"{server.url} was restarted with other weights while it was used",
                 "what is finished is kept, and is of the first; name one server for each of them",
             )
-
-    async def _drafting(self, server: Endpoint) -> Drafting | None:
-        page = await self._metrics(server)
-        return None if page is None else server.dialect.drafting(page)
-
-    async def _metrics(self, server: Endpoint) -> str | None:
-        """Its page of metrics; None where it has none."""
-        response = await self._pools.http.get(f"{server.url}/metrics")
-        return response.text if response.status_code == 200 else None
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def distance(one: list[float], other: list[float]) -> float:
-    """Mean difference of log probabilities; 0 where there are none to compare."""
-    pairs = list(zip(one, other, strict=False))
-    return sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specctl.decoding.models.loading import location
 from specctl.decoding.target import Target
-from specctl.engines.client import Client, distance
+from specctl.engines.client import Client
+from specctl.engines.questions import distance
 from specctl.engines.records import EngineError, Refusal, Wanted
 from specctl.engines.registry import DIALECTS
 from specctl.errors import CheckpointError, UsageError

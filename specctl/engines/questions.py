@@ -1,0 +1,96 @@
+"""Questions to a server about itself: what it is, how it tokenizes, what it finds probable, what it has counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import httpx
+
+from specctl import progress
+from specctl.engines import registry
+from specctl.engines.records import Dialect, Drafting, EndpointFacts, EngineError, Malformed
+from specctl.engines.responses import document, transport
+from specctl.errors import UsageError
+from specctl.recipe import ServerRecipe
+
+POLL_S = 0.2  # between two looks at an address that nobody answers at yet
+PROBE = "SELECT name, COUNT(*) FROM t WHERE café = 'naïve' GROUP BY 1;\n\tdef f(x): return x**2  # 数学 3.14"
+SAME = 0.05  # nats: weights are others where the mean log probability of the probe's tokens is further off
+
+
+@dataclass
+class Endpoint:
+    """One address, and what runs there."""
+
+    url: str
+    facts: EndpointFacts
+    dialect: Dialect
+    model: str
+    in_flight: int = 0
+    logprobs: list[float] = field(default_factory=list)  # of the probe's tokens, when it was first asked
+    published: dict[str, str] = field(default_factory=dict)  # directories of versions
+
+
+async def opened(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> Endpoint:
+    """The server at `url`, after it has said what it is. Waits `recipe.wait_s` for one that is not there yet.
+
+    Raises EngineError (nobody answers, or no engine), UsageError (it serves another model than the recipe's).
+    """
+    until = time.monotonic() + recipe.wait_s
+    while True:
+        try:
+            facts = await registry.facts(http, url, recipe.engine)
+            break
+        except (httpx.TransportError, EngineError) as error:
+            if time.monotonic() < until and not progress.interrupts.requested():
+                await asyncio.sleep(POLL_S)
+                continue
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(
+                f"no server answers at {url}: {transport(error)}",
+                "certificates are looked for in SSL_CERT_FILE" if "CERTIFICATE" in str(error) else None,
+            ) from error
+    model = recipe.model or facts.models[0]
+    if model not in facts.models:
+        raise UsageError(f"{url} serves no model {model!r}", f"it serves {', '.join(facts.models)}")
+    return Endpoint(url, facts, registry.DIALECTS[facts.engine], model)
+
+
+async def tokenized(http: httpx.AsyncClient, server: Endpoint) -> list[int] | None:
+    """The ids of the probe; None where the server does not tokenize."""
+    body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
+    response = await http.post(f"{server.url}/tokenize", json=body)
+    if response.status_code != 200:
+        return None
+    found = document(response)
+    return found.get("tokens") if isinstance(found, dict) else None
+
+
+async def logprobs(http: httpx.AsyncClient, server: Endpoint, probe: list[int]) -> list[float]:
+    """Log probabilities of the probe's tokens, but for the first; empty where the server gives none."""
+    response = await http.post(server.url + server.dialect.GENERATE, json=server.dialect.probe(probe, server.model))
+    try:
+        return server.dialect.logprobs(document(response)) if response.status_code == 200 else []
+    except Malformed:
+        return []
+
+
+async def drafting(http: httpx.AsyncClient, server: Endpoint) -> Drafting | None:
+    """Its counters of drafts; None where it tells none."""
+    page = await metrics(http, server)
+    return None if page is None else server.dialect.drafting(page)
+
+
+async def metrics(http: httpx.AsyncClient, server: Endpoint) -> str | None:
+    """Its page of metrics; None where it has none."""
+    response = await http.get(f"{server.url}/metrics")
+    return response.text if response.status_code == 200 else None
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    """Mean difference of log probabilities; 0 where there are none to compare."""
+    pairs = list(zip(one, other, strict=False))
+    return sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0
