@@ -58,6 +58,7 @@ class Progressed:
     made_of: dict[str, str] = field(default_factory=dict)  # what a recipe only names, by digest
     run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
     metrics: Count = 0
+    world: Count = 0  # processes that took part; an earlier specctl has not kept it
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
@@ -115,6 +116,19 @@ def check_same(recipe: TrainRecipe, path: Path, there: Progressed, now: Progress
                 f"{names[key]} changed since {path} was made",
                 "put back what it was started with; --overwrite starts over with what is there now",
             )
+    if there.world not in (0, now.world):
+        check_processes(recipe, path, there.world, now.world)
+
+
+def check_processes(recipe: TrainRecipe, path: Path, before: int, now: int) -> None:
+    """Warn that a run goes on with another number of processes; UsageError where its optimizer cannot."""
+    changed = f"WORLD_SIZE was {before} when {path} was written, and is {now} now"
+    if recipe.zero_stage:
+        raise UsageError(
+            f"{changed}: ZeRO stage {recipe.zero_stage} has divided the optimizer's state among the processes",
+            f"resume with {before}; a run of zero_stage=0 goes on with any number",
+        )
+    warn(f"{changed}: the rest of the epoch is dealt anew, so that some of its texts may come twice, and others not")
 
 
 class Trainer:
@@ -132,7 +146,7 @@ class Trainer:
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
-        self.at = Progressed(recipe=recipe_hash(recipe), made_of=made_of(recipe, target, corpus))
+        self.at = Progressed(recipe=recipe_hash(recipe), made_of=made_of(recipe, target, corpus), world=world)
         server = recipe.features.mode == "server"
         self.held = HeldOut(trainee, corpus) if server and not target.whole else None
         self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
@@ -144,7 +158,7 @@ class Trainer:
             path, there = newest
             check_same(self.recipe, path, there, self.at)
             checkpoint.load(self.engine, path)
-            self.at = replace(there, made_of=self.at.made_of)
+            self.at = replace(there, made_of=self.at.made_of, world=self.world)
             self.run.go_on(Path(self.at.run), self.at.metrics)
             log(f"resumed from step {self.at.step}")
         self.run.annotate(target=self.target.identity)

@@ -256,6 +256,25 @@ def test_a_checkpoint_of_before_digests_is_resumed(trained, distilled, tmp_path)
     assert result.steps == 6
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_another_number_of_processes(trained, distilled, tmp_path, capsys, stage):
+    """Goes on with what every process has, and says what becomes of the data; divided states are refused."""
+    place = shutil.copytree(trained[0], tmp_path / "run")
+    for path in (place / "drafter.checkpoints").iterdir():
+        state = json.loads((path / checkpoint.STATE).read_text())
+        assert state["world"] == 1
+        (path / checkpoint.STATE).write_text(json.dumps(state | {"world": 2}))
+        (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint.digests(path)))
+    made = recipe(distilled, place, resume=True)
+    if stage:
+        with pytest.raises(UsageError, match=r"WORLD_SIZE was 2 .* is 1 now: ZeRO stage 1 has divided") as refused:
+            loop.check_processes(made.model_copy(update={"zero_stage": 1}), path, 2, 1)
+        assert "resume with 2" in refused.value.hint
+        return
+    assert train(made, tmp_path / "again").steps == 6
+    assert "WORLD_SIZE was 2" in (told := capsys.readouterr().err) and "dealt anew" in told
+
+
 @pytest.mark.parametrize("stage", [1, 3])  # 2 keeps what 1 does
 def test_every_zero_stage_goes_on(distilled, target, tmp_path, monkeypatch, stage):
     """What DeepSpeed keeps under each is among the classes that a checkpoint may name; nothing else is read."""
