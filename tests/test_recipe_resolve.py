@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from specctl import kernels
 from specctl.decoding import attention
+from specctl.decoding.models import fused
 from specctl.errors import RecipeError
 from specctl.measuring.records import recipe_stamp
 from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, TrainRecipe, yaml_file
@@ -208,6 +209,7 @@ def test_what_they_read_is_checked_before_anything_runs():
     ]
     assert SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
     assert SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
+    assert SWITCHES["SPECCTL_LAYERS"] == fused.CHOICES
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES))

@@ -44,15 +44,16 @@ class KVCache:
         if self.batch == 1 and plan.slots is None:
             self.rows[layer].select(0, 0).narrow(0, plan.base[0], count).copy_(pairs)
         else:
-            self.rows[layer][self._sequences, self._slots(plan, count)] = pairs.view(
-                self.batch, count, *pairs.shape[1:]
-            )
+            self.rows[layer][self._sequences, self.slots(plan, count)] = pairs.view(self.batch, count, *pairs.shape[1:])
 
-    def _slots(self, plan: Plan, count: int) -> Tensor:
+    def slots(self, plan: Plan, count: int) -> Tensor:
+        """[B, count] where `write` stores the rows of a plan."""
         if plan.slots is not None:
             return plan.slots
         if plan.contiguous:
             return plan.positions
+        if self.batch == 1:
+            return torch.arange(plan.base[0], plan.base[0] + count, device=self.store.device).unsqueeze(0)
         starts = torch.tensor(plan.base, device=self.store.device).unsqueeze(1)
         return starts + torch.arange(count, device=self.store.device)
 

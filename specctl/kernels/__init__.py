@@ -1,4 +1,4 @@
-"""Kernels of decoding: attention, random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
+"""Kernels of decoding: layers, random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
 
 `reference` is the specification and carries the documentation; every backend has its signatures. A tensor on a CPU
 goes to `cpu`, on a CUDA device to `triton` where Triton is installed and computes there what the reference does
@@ -29,6 +29,7 @@ __all__ = [
     "Panorama",
     "Rows",
     "accept_chain",
+    "add_rms_norm",
     "argmax",
     "attention",
     "backend",
@@ -38,8 +39,10 @@ __all__ = [
     "nan_count",
     "panorama",
     "probabilities",
+    "rope_and_cache",
     "row_params",
     "sample_rows",
+    "silu_and_mul",
     "token_probability",
     "uniform",
     "walk_tree",
@@ -104,6 +107,9 @@ def _module(name: str) -> ModuleType:
 
 argmax = _dispatched(reference.argmax)
 attention = _dispatched(reference.attention)
+add_rms_norm = _dispatched(reference.add_rms_norm)
+rope_and_cache = _dispatched(reference.rope_and_cache)
+silu_and_mul = _dispatched(reference.silu_and_mul)
 uniform = _dispatched(reference.uniform)
 row_params = _dispatched(reference.row_params)
 sample_rows = _dispatched(reference.sample_rows)

@@ -29,6 +29,9 @@ _CHUNK = 256  # positions whose uniforms are made together: a step uses a few of
 
 
 attention = reference.attention  # a CPU attends with a mask (decoding/models/layers.py)
+add_rms_norm = reference.add_rms_norm  # and has its layers there, too
+rope_and_cache = reference.rope_and_cache
+silu_and_mul = reference.silu_and_mul
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:

@@ -1,8 +1,8 @@
 """The specification of the kernels in plain PyTorch: obvious first, fast never.
 
 Shapes: B sequences, n draft nodes, R rows (positions of all sequences), V vocabulary. Work is done in fp32, or in fp64
-when the logits are fp64 (in which the tests check the law of the verification rules). No function modifies its
-arguments or synchronises with the host.
+when the logits are fp64 (in which the tests check the law of the verification rules). No function synchronises with
+the host; none modifies its arguments but where its docstring says so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .objectives import OBJECTIVES, TINY
@@ -314,3 +315,50 @@ def attention(q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: flo
     hidden = ~ancestry.allowed(count, span)[:, None, None]
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
     return torch.einsum("bhgts,bshd->bthgd", p, values).to(q.dtype).reshape(batch * count, heads * dim)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + δ [N, H] fp32 of the residual stream `x` [N, H] fp32 and what a projection adds to it, `delta` [N, H]; and
+    its RMSNorm with `weight` [H] fp32, in the dtype of δ."""
+    total = x + delta
+    return total, F.rms_norm(total, weight.shape, weight, eps).to(delta.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(gate) · up [N, I] of `x` [N, 2·I], which holds the gates, then what they are multiplied with."""
+    gate, up = x.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Queries [B, T, Hq, D], rotated (RoPE), of a projection `qkv` [B·T, Hq + 2·Hkv, D]. Its rotated keys and its
+    values are written into the cache `rows` [B, capacity, 2·Hkv, D] at `slots` [B, T].
+
+    `cos`, `sin` [P, D]: the tables of `decoding.rope.Rope`, read at `positions` [B, T]. Heads of queries and keys have
+    an RMSNorm first where there are weights [D] fp32 (Qwen3).
+    """
+    keys = rows.shape[2] // 2
+    queries = qkv.shape[1] - 2 * keys
+    at = positions.reshape(-1)
+    c, s = (table[at].float().unsqueeze(1) for table in (cos, sin))
+
+    def turned(heads: Tensor, weight: Tensor | None) -> Tensor:
+        x = heads.float()
+        if weight is not None:
+            x = F.rms_norm(x, weight.shape, weight, eps)
+        return (x * c + x.roll(x.shape[-1] // 2, -1) * s).to(qkv.dtype).unflatten(0, positions.shape)
+
+    q, k, v = qkv.split((queries, keys, keys), 1)
+    texts = torch.arange(len(positions), device=positions.device).unsqueeze(1)
+    rows[texts, slots] = torch.cat((turned(k, k_weight), v.unflatten(0, positions.shape)), 2)
+    return turned(q, q_weight)

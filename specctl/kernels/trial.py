@@ -19,7 +19,38 @@ ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
 
 def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
     """Why `backend` is not to be used on `device`; None when every kernel answers as the reference does."""
-    for name, arguments in _questions(device):
+    return _difference(backend, _questions(device), rtol=1e-3, atol=1e-4)
+
+
+def layer_shortcoming(
+    backend: ModuleType, device: torch.device, dtype: torch.dtype, hidden: int, inner: int, heads: int, kv_heads: int,
+    dim: int, normed: bool,
+) -> str | None:  # fmt: skip
+    """Why the fused operations of `backend` are not to be used for layers of this shape; None when they answer as the
+    reference does. `hidden`, `inner`: sizes of the residual stream and of the MLP; `normed`: queries and keys are."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, of)
+
+    wide = torch.float32
+    weights = [normal(dim, of=wide) if normed else None for _ in range(2)]
+    positions = torch.tensor([[3, 4, 5], [0, 1, 1]], device=device)
+    slots = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)
+    qkv, cache = normal(6, heads + 2 * kv_heads, dim), normal(2, 7, 2 * kv_heads, dim)
+    questions: list[tuple[str, tuple[Any, ...]]] = [
+        ("add_rms_norm", (normal(3, hidden, of=wide), normal(3, hidden), normal(hidden, of=wide), 1e-5)),
+        ("silu_and_mul", (normal(3, 2 * inner),)),
+        ("rope_and_cache", (qkv, normal(6, dim), normal(6, dim), positions, slots, cache, *weights, 1e-5)),
+    ]
+    close = 1e-3 if dtype == wide else 2e-2
+    return _difference(backend, questions, rtol=close, atol=close)
+
+
+def _difference(
+    backend: ModuleType, questions: list[tuple[str, tuple[Any, ...]]], *, rtol: float, atol: float
+) -> str | None:
+    for name, arguments in questions:
         try:
             answer = _answer(backend, name, arguments)
         except Exception as error:  # whatever a compiler or a driver raises
@@ -27,7 +58,7 @@ def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
             return f"{name} fails: {lines[-1]}"
         expected = _answer(reference, name, arguments)
         for ours, theirs in zip(answer, expected, strict=True):
-            if not torch.allclose(ours.double(), theirs.double(), rtol=1e-3, atol=1e-4, equal_nan=True):
+            if not torch.allclose(ours.double(), theirs.double(), rtol=rtol, atol=atol, equal_nan=True):
                 return f"{name} computes something else than the reference"
     return None
 

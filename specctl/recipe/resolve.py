@@ -28,6 +28,7 @@ SWITCHES = {
     "SPECCTL_KERNELS": ("reference", "cpu", "triton"),
     "SPECCTL_GRAPHS": ("0", "1", "eager"),
     "SPECCTL_ATTENTION": ("kernel", "sdpa"),
+    "SPECCTL_LAYERS": ("fused", "plain"),
 }
 """Variables that are no recipe keys, and their values: the kernels' dispatch and the decoding loop read them."""
 

@@ -164,9 +164,10 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
 
 @pytest.mark.parametrize("name", ["plain", "eagle3 chain", "eagle3 tree", "eagle3.1", "lm sampled"])
 def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monkeypatch, name):
-    """On the host and on the device: the same texts, without a mask and, on the device, with one span."""
+    """On the host and on the device: the same texts, without a mask and, on the device, with one span; fused layers."""
     how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
     expected = decode(tiny, **how)
+    monkeypatch.setenv("SPECCTL_LAYERS", "fused")
     monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")
     monkeypatch.setattr(plans, "_additive", lambda *args: pytest.fail("a mask is made"))
     assert decode(tiny, **how) == expected
@@ -270,6 +271,7 @@ def loaded(target, drafter, sampling, monkeypatch):
 )
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention):
     monkeypatch.setenv("SPECCTL_ATTENTION", attention)
+    monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
     rounds = loaded(tiny, drafters(name), sampling, monkeypatch)
     with torch.inference_mode(), NoHost(monkeypatch):
         rounds.round(rounds.state.capacity)

@@ -96,5 +96,14 @@ for dim, steps in itertools.product((64, 96, 128), (1, 8, 16, 49)):
     q = torch.zeros(1, steps, (GROUPS + 2) * HEADS, dim, dtype=half)[:, :, : GROUPS * HEADS]
     ancestry = Ancestry(torch.tensor([CONTEXT]), steps, torch.zeros(1, steps, dtype=torch.int64))
     triton_backend.attention(q, store, ancestry, CONTEXT + steps, 1.0)
+for hidden, inner, heads, dim, normed in ((4096, 14336, 32, 128, False), (5120, 25600, 64, 80, True)):
+    residual, delta, weight = torch.zeros(2, hidden), torch.zeros(2, hidden, dtype=half), torch.zeros(hidden)
+    triton_backend.add_rms_norm(residual, delta, weight, 1e-5)
+    triton_backend.silu_and_mul(torch.zeros(2, 2 * inner, dtype=half))
+    qkv, table = torch.zeros(2, heads + 2 * HEADS, dim, dtype=half), torch.zeros(64, dim, dtype=half)
+    places, slots = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+    norms = [weight[:dim].clone() if normed else None] * 2
+    cached = torch.zeros(1, 64, 2 * HEADS, dim, dtype=half)
+    triton_backend.rope_and_cache(qkv, table, table, places, slots, cached, *norms, 1e-5)
 for drafts in ([DraftRows(x)], [DraftRows(x)] * 8, [DraftRows(x), DraftRows(x, torch.arange(VOCABULARY), ones)]):
     triton_backend.panorama(rows, drafts, zeros)

@@ -12,13 +12,16 @@ from specctl.kernels import cpu, reference
 
 FUNCTIONS = [
     "accept_chain",
+    "add_rms_norm",
     "argmax",
     "attention",
     "distill_rows",
     "expand_topk",
     "panorama",
+    "rope_and_cache",
     "row_params",
     "sample_rows",
+    "silu_and_mul",
     "uniform",
     "walk_tree",
 ]

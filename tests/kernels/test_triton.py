@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 SHARED = [
     "test_attention.py",
+    "test_layers.py",
     "test_parity.py",
     "test_rows.py",
     "test_triton_attention.py",
@@ -69,6 +70,9 @@ KERNELS = {  # those that pass over rows are wide; several programs at once hide
     **{f"_attend_kernel {rows}": Promise(2, wide=True) for rows in (16, 32, 64)},
     "_attend_kernel 128": Promise(1, wide=True),
     "_combine_kernel": Promise(3, wide=True),
+    "_add_norm_kernel": Promise(2, wide=True),
+    "_gate_kernel": Promise(8, wide=True),
+    "_rope_kernel": Promise(8, wide=True),
 }
 HALVES = {f"_attend_kernel {rows}" for rows in (32, 64, 128)}  # fp32 has small tiles only
 REGISTERS, SHARED_MEMORY = 2**16, {80: 164, 90: 228}  # of a multiprocessor, in all and in KiB by capability

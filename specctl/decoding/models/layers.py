@@ -102,6 +102,22 @@ class RMSNorms(RMSNorm):
         return F.rms_norm(x, self.shape[-1:], None, self.eps).mul(self.weight).to(self.dtype)
 
 
+def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, fuse: bool) -> tuple[Tensor, Tensor]:
+    """The residual stream x + δ [N, H] fp32, and its norm. `fuse`: by one kernel (`fused.fuses`)."""
+    if fuse and type(norm) is RMSNorm:  # not several beside each other
+        return kernels.add_rms_norm(x, delta, norm.weight, norm.eps)
+    x = x + delta
+    return x, norm(x)
+
+
+def gated(x: Tensor, fuse: bool) -> Tensor:
+    """silu(gate) · up [N, I] of `x` [N, 2·I], both side by side. `fuse`: by one kernel."""
+    if fuse:
+        return kernels.silu_and_mul(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
 def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> Tensor:
     """Attention of q [B, T, Hq, D] over the first `plan.span` slots of a layer. Returns [B·T, Hq·D]."""
     if plan.ancestry is not None:

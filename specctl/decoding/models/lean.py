@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.models.layers import Linear, RMSNorm, attend
+from specctl.decoding.models.fused import LayerShape, fuses
+from specctl.decoding.models.layers import Linear, RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
@@ -64,6 +66,12 @@ class _LeanLayer:
             self.q_norm = RMSNorm(attention.q_norm.weight, eps, dtype)
             self.k_norm = RMSNorm(attention.k_norm.weight, eps, dtype)
 
+    @property
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weights [D] of the norms of queries and of keys, if there are any, and their ε."""
+        weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        return weights[0], weights[1], self.input_norm.eps
+
 
 class LeanModel:
     """Runs steps of a Llama-shaped model, built from a loaded `transformers` model, with which it shares what it does
@@ -91,6 +99,10 @@ class LeanModel:
             for parameter in layer.parameters() if consume else ():
                 parameter.data = parameter.new_empty(0)
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)
+        normed = any(layer.q_norm is not None for layer in self.layers)
+        self._shape = LayerShape(
+            self.hidden_size, config.intermediate_size, self.heads, self.kv_heads, self.head_dim, normed
+        )
         self.head = Linear(model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
@@ -119,29 +131,38 @@ class LeanModel:
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)
         heads, kv = self.heads, self.kv_heads
-        table = rope.at(plan, heads + kv, kv)
+        fuse = fuses(self.device, self.dtype, self._shape)
+        if fuse:
+            positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
+        else:
+            table = rope.at(plan, heads + kv, kv)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # behind each layer
         x = F.embedding(tokens.reshape(-1), self.embedding).float()
-        kept = {0: x} if 0 in taps else {}
-        for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.input_norm(x)).view(batch * rows, heads + 2 * kv, self.head_dim)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k, v = qkv.split((heads, kv, kv), 1)
-                qkv = torch.cat((layer.q_norm(q.float()), layer.k_norm(k.float()), v), 1)
-            qkv = rope.rotate(qkv, table)
-            cache.write(index, qkv[:, heads:], plan)
-            q = qkv[:, :heads].unflatten(0, (batch, rows))
-            x = x + layer.o(attend(q, cache, index, plan, self.scale))
-            gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate).mul_(up))
+        kept = {0: x.to(self.dtype)} if 0 in taps else {}
+        y = self.layers[0].input_norm(x)
+        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            qkv = layer.qkv(y).view(batch * rows, heads + 2 * kv, self.head_dim)
+            if fuse:
+                q = kernels.rope_and_cache(
+                    qkv, rope.cos, rope.sin, positions, slots, cache.rows[index], *layer.head_norms
+                )
+            else:
+                if layer.q_norm is not None and layer.k_norm is not None:
+                    q, k, v = qkv.split((heads, kv, kv), 1)
+                    qkv = torch.cat((layer.q_norm(q.float()), layer.k_norm(k.float()), v), 1)
+                qkv = rope.rotate(qkv, table)
+                cache.write(index, qkv[:, heads:], plan)
+                q = qkv[:, :heads].unflatten(0, (batch, rows))
+            x, y = add_norm(x, layer.o(attend(q, cache, index, plan, self.scale)), layer.post_norm, fuse)
+            x, y = add_norm(x, layer.down(gated(layer.gate_up(y), fuse)), norm, fuse)
             if index + 1 in taps:
-                kept[index + 1] = x
-        hidden = self.norm(x)
+                kept[index + 1] = x.to(self.dtype)
         if len(self.layers) in taps:
-            kept[len(self.layers)] = hidden  # transformers' last hidden state is the normed one
+            kept[len(self.layers)] = y  # transformers' last hidden state is the normed one
         tapped = None
         if taps:
-            tapped = torch.cat([kept[tap].to(self.dtype) for tap in taps], -1).view(batch, rows, -1)
-        return hidden.view(batch, rows, -1), tapped
+            tapped = torch.cat([kept[tap] for tap in taps], -1).view(batch, rows, -1)
+        return y.view(batch, rows, -1), tapped
 
     def normed(self, states: Tensor) -> Tensor:
         """h [..., H] of the last layer's output [..., H], as `forward` makes it."""

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, attend
+from specctl.decoding.models.fused import LayerShape, fuses
+from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, add_norm, attend, gated
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, far_behind
@@ -202,6 +202,8 @@ class FeatureLayer(FeatureReader):
         self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
         self.down = self.linear(mlp.down_proj)
         self.post_norm = self.rms_norm(layer.post_attention_layernorm)
+        inner = mlp.down_proj.in_features
+        self.shape_of_layer = LayerShape(self.size, inner, self.heads, self.kv_heads, self.dim, False)
 
     @abstractmethod
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,9 +280,9 @@ class FeatureLayer(FeatureReader):
         return residual, qkv[:, self.heads :], qkv[:, : self.heads]
 
     def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
-        x = residual + self.o(attended)
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate).mul_(up))
+        fuse = fuses(self.device, self.dtype, self.shape_of_layer)
+        x, y = add_norm(residual, self.o(attended), self.post_norm, fuse)
+        return x + self.down(gated(self.gate_up(y), fuse))
 
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None

@@ -13,18 +13,21 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import attention as attending
-from . import distill, expand, rows, verify
+from . import distill, expand, layers, rows, verify
 from . import panorama as feedback
 
 __all__ = [
     "accept_chain",
+    "add_rms_norm",
     "argmax",
     "attention",
     "distill_rows",
     "expand_topk",
     "panorama",
+    "rope_and_cache",
     "row_params",
     "sample_rows",
+    "silu_and_mul",
     "uniform",
     "walk_tree",
 ]
@@ -44,6 +47,9 @@ def _on_its_device(function: F) -> F:
 
 
 attention = _on_its_device(attending.attention)
+add_rms_norm = _on_its_device(layers.add_rms_norm)
+rope_and_cache = _on_its_device(layers.rope_and_cache)
+silu_and_mul = _on_its_device(layers.silu_and_mul)
 argmax = _on_its_device(rows.argmax)
 uniform = _on_its_device(rows.uniform)
 row_params = _on_its_device(rows.row_params)

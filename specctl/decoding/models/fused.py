@@ -1,0 +1,52 @@
+"""Whether the small operations of a decoder layer are kernels of ours, several in one launch, or PyTorch's."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from specctl import kernels
+from specctl.errors import UsageError
+from specctl.kernels import trial
+
+CHOICES = ("fused", "plain")
+
+
+class LayerShape(NamedTuple):
+    """Sizes that the kernels are made for."""
+
+    hidden: int
+    inner: int  # of the MLP
+    heads: int
+    kv_heads: int
+    dim: int
+    normed: bool  # queries and keys have norms
+
+
+def fuses(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
+    """Whether layers of this shape run fused: on a GPU with Triton, where a trial of that shape agreed with the
+    reference. Where it did not, one warning is given.
+
+    The environment variable SPECCTL_LAYERS=fused|plain overrides, on any device. UsageError where it is neither.
+    """
+    chosen = os.environ.get("SPECCTL_LAYERS")
+    if chosen:
+        if chosen not in CHOICES:
+            raise UsageError(f"SPECCTL_LAYERS={chosen!r} is no way to run layers", f"one of {', '.join(CHOICES)}")
+        return chosen == "fused"
+    return device.type == "cuda" and kernels.backend("cuda") == "triton" and tried(device, dtype, shape)
+
+
+@functools.cache
+def tried(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
+    """Whether the kernels answer as the reference does. They are tried once for each such model."""
+    if device.type == "cuda" and kernels.chosen(device) != "triton":  # that has been told
+        return False
+    reason = trial.layer_shortcoming(kernels, device, dtype, *shape)
+    if reason is not None:
+        warnings.warn(f"layers on {device} run unfused: {reason}", stacklevel=2)
+    return reason is None
