@@ -8,22 +8,17 @@ indices of hidden_states.
 A block. DFlash's `block_size` counts the anchor, which drafts nothing, and so does DFlash 2's; DSpark's slots all
 draft. Engines feed as many masks as they are told to draft tokens, and every slot sees every other: a shorter block is
 another head.
-
-The mask. All read the target's row of `mask_token_id`. A head with an embedding of its own brings it to DFlash in both
-engines as `mask_embedding.pt`, to vLLM's DSpark as that row of its own `embed_tokens`; SGLang's takes neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from specctl.errors import CheckpointError
-from specctl.formats import eagle3_raw, engines, foreign, llama
+from specctl.formats import eagle3_raw, engines, llama
+from specctl.formats.block import EMBEDDING, LAYERS, LM_HEAD, LOCAL, MARKOV, MASK_FILE, read_block, read_parts
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
@@ -42,66 +37,12 @@ METHODS = {
 }
 """Reader, kind → what it calls the method."""
 V2_RUNNER = (DSPARK, DFLASH2)  # kinds that vLLM drafts with in its V2 model runner alone
-MASK_FILE, EMBEDDING, LM_HEAD = "mask_embedding.pt", "embed_tokens.weight", "lm_head.weight"
-MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
-SELECTOR = tuple(f"candidate_selector.{n}" for n in ("predecessor_codebook", "successor_codebook"))
-STEER = "candidate_selector.hidden_projection.weight"
-LOCAL = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Keys of what DFlash 2 has and the others have not."""
-LAYERS = "target_layer_ids"
-THETA = 1_000_000.0  # where none is named, in vLLM
-OTHER_NAMES = {
-    "model.": "",
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-}
-"""Beginnings of names that engines read as others."""
-
-MUST_BE: dict[str, tuple[Any, ...]] = {
-    "is_causal": (None, False),
-    "causal": (None, False),
-    "use_swa": (None, False),
-    "use_sliding_window": (None, False),
-    "attention_sink_bias": (None, False),
-    "add_swa_attention_sink_bias": (None, False),
-    "attention_value_scale": (None, 1.0),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-    "use_gemma_norm": (None, False),
-    "use_aux_hidden_state": (None, True),
-    "projector_type": (None,),
-    "markov_head_type": (None, "vanilla"),
-    "input_embedding_scale": (None, 1.0),
-    "output_multiplier": (None, 1.0),
-    "final_logit_softcapping": (None, 0),
-    "noise_embed_scale": (None, 1.0),
-}
-"""Keys beside those of Llama that change what a head computes, and their values where it computes what ours does."""
-
 ROW = (
     "SGLang puts the head's mask embedding in the place of the target's row of token {}: texts with that token are "
     "answered otherwise than by the target alone"
 )
 TARGET_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier"
 """Keys of targets that do not draw from their vocabulary head's products as they are."""
-
-
-class Block(NamedTuple):
-    """The keys that the formats call by different names, as our fields are called; `mask`: the embedding of the masks,
-    where the head has one of its own."""
-
-    taps: tuple[int, ...]
-    block_size: int
-    sample_from_anchor: bool
-    mask_token_id: int
-    markov_rank: int
-    mask: Tensor | None
-    conv_kernel_size: int = 0
-    conv_group_size: int = 16
-    selector_rank: int = 0
-    selector_top_k: int = 16
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
@@ -264,237 +205,6 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
         if said.get(key):
             raise found.refuse(key, said[key], f"missing: this belongs to a {ARCHITECTURES[DFLASH2]}")
     return read_parts(found, said, block, facts)
-
-
-def read_block(
-    found: Foreign,
-    facts: TargetFacts,
-    *,
-    taps: tuple[int, ...],
-    block_size: Any,
-    sample_from_anchor: Any,
-    mask_token_id: Any,
-    markov_rank: Any,
-    local: Mapping[str, Any],
-) -> Block:
-    """The block of a head of a configuration's values; `local`: where its convolutions and candidate selector are
-    described, if it has them. CheckpointError where they are none that a head can have."""
-    if list(taps) != sorted(set(taps)) or not taps or not all(0 <= tap < facts.num_layers for tap in taps):
-        right = f"ascending layers, as outputs (from 0) below {facts.num_layers - 1}: target {facts.name}"
-        raise found.refuse(LAYERS, [tap - 1 for tap in taps], right)
-    if type(block_size) is not int or block_size < 2:
-        raise found.refuse("block_size", block_size, "the slots of a block, two or more")
-    if type(sample_from_anchor) is not bool:
-        raise found.refuse("sample_from_anchor", sample_from_anchor, "true or false")
-    if type(mask_token_id) is not int or not 0 <= mask_token_id < facts.vocab_size:
-        right = f"a token of the target's vocabulary, 0 … {facts.vocab_size - 1}, which stands in the masked slots"
-        raise found.refuse("mask_token_id", mask_token_id, right)
-    if type(markov_rank) is not int or markov_rank < 0 or bool(markov_rank) != (MARKOV[0] in found.tensors):
-        right = f"the columns of {MARKOV[0]}, 0 without that tensor"
-        raise found.refuse("markov_rank", markov_rank, right)
-    sizes: dict[str, int] = {}
-    for key in LOCAL if local else ():
-        value = local.get(key)
-        if type(value) is not int or value < 1:
-            raise found.refuse(key, value, "written out, 1 or more: a head of DFlash 2 has it")
-        sizes[key] = value
-    mask = _shipped_mask(found, mask_token_id)
-    return Block(taps, block_size, sample_from_anchor, mask_token_id, markov_rank, mask, **sizes)
-
-
-def _shipped_mask(found: Foreign, token: int) -> Tensor | None:
-    """The embedding in the file beside the weights, which vLLM's DSpark and SGLang's do not open."""
-    file = found.file.parent / MASK_FILE
-    if MARKOV[0] in found.tensors or not file.exists():
-        return None
-    content = foreign.unpickled(file)
-    if isinstance(content, dict) and content.get("mask_token_id", token) != token:
-        right = f"{token}, the mask_token_id of config.json"
-        raise found.refuse("mask_token_id", content["mask_token_id"], right, where=file)
-    if isinstance(content, dict) and content.get("per_position"):
-        raise found.refuse("per_position", True, "one embedding for all slots", where=file)
-    mask = content.get("embedding") if isinstance(content, dict) else content
-    if not isinstance(mask, Tensor) or not mask.is_floating_point() or not mask.isfinite().all():
-        raise found.refuse("embedding", f"{mask!r:.60}", "a tensor of finite numbers", where=file)
-    return mask.reshape(-1)
-
-
-def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: TargetFacts) -> Head:
-    """A head whose keys of layers are in `config`. CheckpointError as for `read`."""
-    layers, shape = _read_layers(found, config, facts)
-    vocab = config["vocab_size"]
-    notes = llama.check_vocabulary(found, vocab, facts)
-    found, confident, dropped = _confidence(_renamed(found), config, block)
-    found, mask = _without_embedding(found, block, facts)
-    found, ids, more = _vocabulary(found, config, vocab, facts)
-    size, rank = shape["hidden_size"], block.markov_rank
-    rows = llama.rows(found, LM_HEAD)
-    drafted = vocab if rows is None else rows
-    local = _local_shapes(found, block, shape, layers, vocab) if block.selector_rank else {}
-    layer = llama.layer_shapes(shape, size) | {
-        "input_layernorm.weight": (size,),
-        "self_attn.q_norm.weight": (shape["head_dim"],),
-        "self_attn.k_norm.weight": (shape["head_dim"],),
-    }
-    tensors = llama.take(
-        found,
-        {
-            "fc.weight": (size, len(block.taps) * size),
-            "hidden_norm.weight": (size,),
-            **{f"layers.{k}.{name}": shape for k in range(layers) for name, shape in layer.items()},
-            "norm.weight": (size,),
-            **({} if rows is None else {LM_HEAD: (rows, size)}),
-            **({MARKOV[0]: (vocab, rank), MARKOV[1]: (drafted, rank)} if rank else {}),
-            **({CONFIDENCE[0]: (1, size + rank), CONFIDENCE[1]: (1,)} if confident else {}),
-            **local,
-        },
-    )
-    if mask is not None:
-        if mask.shape != (size,):
-            raise found.refuse("embedding", f"of shape {list(mask.shape)}", f"[{size}]", where=found.file)
-        tensors["mask_embedding"] = mask.to(tensors["fc.weight"].dtype)
-    for name in (MARKOV[0], *SELECTOR):
-        if name in tensors:
-            tensors[name] = _rows(tensors[name], facts.vocab_size)
-    if ids is None:
-        if rank:
-            tensors[MARKOV[1]] = _rows(tensors[MARKOV[1]], facts.vocab_size)
-    else:
-        kept = ids < facts.vocab_size  # rows beyond it are padding, which is never drafted
-        for name in (LM_HEAD, MARKOV[1]):
-            if name in tensors:
-                tensors[name] = tensors[name][kept]
-        ids = ids[kept]
-        member = torch.zeros(facts.vocab_size, dtype=torch.bool)
-        member[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
-    architecture = shape | {
-        "draft_vocab_size": facts.vocab_size if ids is None else len(ids),
-        "num_layers": layers,
-        "own_mask": mask is not None,
-        "confidence": confident,
-        **{name: value for name, value in block._asdict().items() if name != "mask"},
-        "taps": list(block.taps),
-    }
-    return Head("dflash", architecture, tensors, (*notes, *more, *dropped))
-
-
-def _local_shapes(
-    found: Foreign, block: Block, shape: Mapping[str, Any], layers: int, vocab: int
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of what DFlash 2 has and the others have not, by tensor. CheckpointError where sizes do not fit."""
-    size, taps, rank = shape["hidden_size"], block.conv_kernel_size, block.selector_rank
-    if size % block.conv_group_size:
-        raise found.refuse("conv_group_size", block.conv_group_size, f"a divisor of hidden_size, {size}")
-    if taps > block.block_size:
-        raise found.refuse("conv_kernel_size", taps, f"at most the slots of a block, {block.block_size}")
-    rows = llama.rows(found, LM_HEAD)
-    if rows is not None and rows != vocab:
-        raise found.refuse("draft_vocab_size", rows, f"{vocab}, the whole vocabulary, as engines run DFlash 2")
-    convs = {
-        "base_kernel": (2, taps, size),
-        "kernel_projection.weight": (2 * taps * size // block.conv_group_size, size),
-    }
-    return {
-        **{
-            f"layers.{k}.{side}_conv.{n}": s
-            for k in range(layers)
-            for side in ("attention", "mlp")
-            for n, s in convs.items()
-        },
-        **dict.fromkeys(SELECTOR, (vocab, rank)),
-        STEER: (rank, size),
-    }
-
-
-def _read_layers(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) -> tuple[int, dict[str, Any]]:
-    """The number of layers, and the fields of each."""
-    for key, allowed in MUST_BE.items():
-        if config.get(key) not in allowed:
-            right = " or ".join(str(value) for value in allowed if value is not None) or "missing"
-            raise found.refuse(key, config[key], f"{right}: our head computes nothing else")
-    layers, types = config.get("num_hidden_layers"), config.get("layer_types")
-    if type(layers) is not int or layers < 1:
-        raise found.refuse("num_hidden_layers", layers, "the number of decoder layers")
-    if types is not None and (not isinstance(types, list) or set(types) != {"full_attention"}):
-        raise found.refuse("layer_types", types, "full_attention alone: our head's layers see the whole context")
-    for key in ("head_dim", "num_key_value_heads"):
-        if config.get(key) is None:
-            raise found.refuse(key, "missing", "written out: Qwen3's default is not that of other families")
-    # A window is of no effect under these layer types, a tie to the target's own matrices none at all.
-    same = {"num_hidden_layers": 1, "sliding_window": None, "layer_types": None, "tie_word_embeddings": False}
-    return layers, llama.read_config(found, {"rope_theta": THETA, **config, **same}, facts)
-
-
-def _renamed(found: Foreign) -> Foreign:
-    """Tensors by the names that engines give them."""
-    renamed = {}
-    for name, tensor in found.tensors.items():
-        for start, other in OTHER_NAMES.items():
-            name = other + name[len(start) :] if name.startswith(start) else name
-        renamed[name] = tensor
-    return found.renamed(renamed)
-
-
-def _confidence(found: Foreign, config: Mapping[str, Any], block: Block) -> tuple[Foreign, bool, list[str]]:
-    """Whether `found` has a confidence head such as ours; `found` without another one, on which drafts do not depend
-    either, and a note of that."""
-    parts = {name for name in found.tensors if name.startswith("confidence_head.")}
-    off = config.get("enable_confidence_head") is False
-    with_markov = config.get("confidence_head_with_markov") is True
-    if not parts or (block.markov_rank and with_markov and not off):
-        return found, bool(parts), []
-    why = "config.json turns it off" if off else "ours reads a Markov head"
-    kept = {name: tensor for name, tensor in found.tensors.items() if name not in parts}
-    return found.renamed(kept), False, [f"its confidence head is left out: {why}; drafts do not depend on it"]
-
-
-def _without_embedding(found: Foreign, block: Block, facts: TargetFacts) -> tuple[Foreign, Tensor | None]:
-    """`found` without the copy of the target's embedding, and the mask's, where it is not the target's row."""
-    shipped, ours = found.tensors.get(EMBEDDING), facts.embedding
-    if shipped is None:
-        return found, block.mask
-    token, mask = block.mask_token_id, block.mask
-    if shipped.dim() != 2 or token >= len(shipped):
-        right = f"[{facts.vocab_size}, {facts.hidden_size}]"
-        raise found.refuse(EMBEDDING, f"of shape {list(shipped.shape)}", right, where=found.file)
-    row = shipped[token]
-    if mask is None and (ours is None or not torch.equal(row.float(), ours[token].to(row).float())):
-        mask = row.clone()
-    if ours is not None and shipped.shape[1:] == ours.shape[1:]:
-        shipped = shipped.clone()
-        shipped[token] = ours[token].to(shipped)
-    without = llama.without_copies(found.renamed({**found.tensors, EMBEDDING: shipped}), facts, {EMBEDDING: ours})
-    return without, mask
-
-
-def _vocabulary(
-    found: Foreign, config: Mapping[str, Any], vocab: int, facts: TargetFacts
-) -> tuple[Foreign, Tensor | None, list[str]]:
-    """`found` without mappings and copies of the target's head, the target ids of a smaller draft vocabulary (None: it
-    is the target's), and notes."""
-    rows, mapping = llama.rows(found, LM_HEAD), ("d2t", "t2d")
-    drafted = config.get("draft_vocab_size") or rows or vocab
-    if rows is None and drafted != vocab:
-        right = f"[{drafted}, {facts.hidden_size}]: the head drafts {drafted} of {vocab} tokens"
-        raise found.refuse(LM_HEAD, "missing", right, where=found.file)
-    ids: Tensor | None = None
-    notes: list[str] = []
-    if rows is not None:
-        ids, notes = eagle3_raw.draft_ids(found, rows, vocab)
-        if rows == vocab and torch.equal(ids, torch.arange(rows)):
-            ids = None
-    without = found.renamed({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
-    if ids is None:
-        without = llama.without_copies(without, facts, {LM_HEAD: facts.head_weight})
-    elif int((ids < facts.vocab_size).sum()) >= facts.vocab_size:
-        raise found.refuse("d2t", "a mapping of all tokens", "none: the order of the target's vocabulary")
-    return without, ids, notes
-
-
-def _rows(tensor: Tensor, rows: int) -> Tensor:
-    """The first `rows` of a matrix, zeros for those that it lacks: no token stands there."""
-    return torch.cat((tensor[:rows], tensor.new_zeros(max(rows - len(tensor), 0), tensor.shape[1])))
 
 
 def serving(

@@ -23,6 +23,7 @@ from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
 from specctl.formats import dflash, eagle3_raw, engines, llama, mtp, peagle
+from specctl.formats.block import read_block, read_parts
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
@@ -203,7 +204,7 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
         raise found.refuse(
             "sample_from_anchor", "missing", "written out: vLLM takes it for false, the package for true"
         )
-    block = dflash.read_block(
+    block = read_block(
         found,
         facts,
         taps=tuple(taps),
@@ -215,7 +216,7 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
     )
     confidence = ("enable_confidence_head", "confidence_head_with_markov")
     more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state", *confidence)
-    return dflash.read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
+    return read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
 
 
 def serving(
