@@ -43,6 +43,8 @@ __all__ = [
     "row_params",
     "sample_rows",
     "silu_and_mul",
+    "span_attention",
+    "span_attention_backward",
     "token_probability",
     "uniform",
     "walk_tree",
@@ -110,6 +112,8 @@ attention = _dispatched(reference.attention)
 add_rms_norm = _dispatched(reference.add_rms_norm)
 rope_and_cache = _dispatched(reference.rope_and_cache)
 silu_and_mul = _dispatched(reference.silu_and_mul)
+span_attention = _dispatched(reference.span_attention)
+span_attention_backward = _dispatched(reference.span_attention_backward)
 uniform = _dispatched(reference.uniform)
 row_params = _dispatched(reference.row_params)
 sample_rows = _dispatched(reference.sample_rows)

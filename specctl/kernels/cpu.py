@@ -32,6 +32,8 @@ attention = reference.attention  # a CPU attends with a mask (decoding/models/la
 add_rms_norm = reference.add_rms_norm  # and has its layers there, too
 rope_and_cache = reference.rope_and_cache
 silu_and_mul = reference.silu_and_mul
+span_attention = reference.span_attention  # training has blocks of documents (drafters/feature/ttt_attention.py)
+span_attention_backward = reference.span_attention_backward
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:

@@ -317,6 +317,47 @@ def attention(q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: flo
     return torch.einsum("bhgts,bshd->bthgd", p, values).to(q.dtype).reshape(batch * count, heads * dim)
 
 
+def span_attention(q: Tensor, key: Tensor, value: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of N rows in training, row n over the slots low[n] … high[n] of M.
+
+    Args:
+        q: [N, Hkv, G, D] scaled queries, G for each key head.
+        key, value: [M, Hkv, D].
+        low, high: [N] int32, ascending both.
+
+    Returns:
+        softmax(q kᵀ) v [N, Hkv, G, D] and the log-sum-exp [N, Hkv, G] of the scores, both fp32; 0 and −∞ of a row that
+        attends nothing.
+    """
+    scores = torch.einsum("nhgd,mhd->nhgm", q.float(), key.float())
+    hidden = _outside(low, high, len(key))
+    lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    p = (scores - lse.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
+    return torch.einsum("nhgm,mhd->nhgd", p, value.float()), lse
+
+
+def span_attention_backward(
+    q: Tensor, key: Tensor, value: Tensor, grad: Tensor, delta: Tensor, lse: Tensor, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `span_attention` by q (in its dtype), key and value (fp32): dS = P ∘ (dO Vᵀ − δ), P = e^{s − lse}.
+
+    `grad` [N, Hkv, G, D] is that of the result. `lse` [N, Hkv, G] may be of more keys than these, and then `delta`
+    [N, Hkv, G] is rowsum(dO ∘ out) of the result over all of them (Liu et al. 2023, Ring Attention).
+    """
+    wide, grad = q.float(), grad.float()
+    scores = torch.einsum("nhgd,mhd->nhgm", wide, key.float())
+    p = (scores - lse.unsqueeze(-1)).exp().masked_fill(_outside(low, high, len(key)), 0.0)
+    ds = p * (torch.einsum("nhgd,mhd->nhgm", grad, value.float()) - delta.unsqueeze(-1))
+    dq = torch.einsum("nhgm,mhd->nhgd", ds, key.float()).to(q.dtype)
+    return dq, torch.einsum("nhgm,nhgd->mhd", ds, wide), torch.einsum("nhgm,nhgd->mhd", p, grad)
+
+
+def _outside(low: Tensor, high: Tensor, slots: int) -> Tensor:
+    """[N, 1, 1, slots] bool: the slots outside of each row's span."""
+    slot = torch.arange(slots, device=low.device)
+    return ((slot < low.unsqueeze(1)) | (slot > high.unsqueeze(1)))[:, None, None]
+
+
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + δ [N, H] fp32 of the residual stream `x` [N, H] fp32 and what a projection adds to it, `delta` [N, H]; and
     its RMSNorm with `weight` [H] fp32, in the dtype of δ."""

@@ -47,6 +47,30 @@ def layer_shortcoming(
     return _difference(backend, questions, rtol=close, atol=close)
 
 
+def span_shortcoming(
+    backend: ModuleType, device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int
+) -> str | None:
+    """Why the training attention of `backend` is not to be used for such heads; None when it answers as the reference
+    does: documents of one slot and of several tiles, rows that skip slots, windows."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.tensor([0, 1, 40, 290]).repeat_interleave(torch.tensor([1, 3, 120, 2]))
+    high = torch.cat([torch.tensor([0]), torch.arange(1, 4), torch.arange(45, 285, 2), torch.tensor([290, 299])])
+
+    def normal(*shape: int, scale: float = 1.0, of: torch.dtype = dtype) -> Tensor:
+        return (scale * torch.randn(shape, generator=generator)).to(device, of)
+
+    q, grad = (normal(len(high), kv_heads, groups, dim, scale=scale) for scale in (dim**-0.5, 1.0))
+    key, value = normal(300, kv_heads, dim), normal(300, kv_heads, dim)
+    questions: list[tuple[str, tuple[Any, ...]]] = []
+    for low in (first, torch.maximum(first, high - 100)):
+        span = low.to(device, torch.int32), high.to(device, torch.int32)
+        out, lse = reference.span_attention(q, key, value, *span)
+        delta = (grad.float() * out).sum(-1)
+        questions.append(("span_attention", (q, key, value, *span)))
+        questions.append(("span_attention_backward", (q, key, value, grad, delta, lse, *span)))
+    return _difference(backend, questions, rtol=2e-2, atol=5e-2)
+
+
 def _difference(
     backend: ModuleType, questions: list[tuple[str, tuple[Any, ...]]], *, rtol: float, atol: float
 ) -> str | None:

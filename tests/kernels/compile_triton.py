@@ -105,5 +105,12 @@ for hidden, inner, heads, dim, normed in ((4096, 14336, 32, 128, False), (5120, 
     norms = [weight[:dim].clone() if normed else None] * 2
     cached = torch.zeros(1, 64, 2 * HEADS, dim, dtype=half)
     triton_backend.rope_and_cache(qkv, table, table, places, slots, cached, *norms, 1e-5)
+if half.itemsize == 2:  # fp32 stays with PyTorch
+    for dim, groups in itertools.product((64, 96, 128), (1, 4)):
+        q, key = torch.zeros(count, HEADS, groups, dim, dtype=half), torch.zeros(CONTEXT, HEADS, dim, dtype=half)
+        span = torch.zeros(2, count, dtype=torch.int32).unbind()
+        flat = torch.zeros(q.shape[:3])
+        triton_backend.span_attention(q, key, key, *span)
+        triton_backend.span_attention_backward(q, key, key, q, flat, flat, *span)
 for drafts in ([DraftRows(x)], [DraftRows(x)] * 8, [DraftRows(x), DraftRows(x, torch.arange(VOCABULARY), ones)]):
     triton_backend.panorama(rows, drafts, zeros)

@@ -16,6 +16,7 @@ SHARED = [
     "test_layers.py",
     "test_parity.py",
     "test_rows.py",
+    "test_spans.py",
     "test_triton_attention.py",
     "test_triton_rows.py",
     "test_uniform.py",
@@ -70,11 +71,18 @@ KERNELS = {  # those that pass over rows are wide; several programs at once hide
     **{f"_attend_kernel {rows}": Promise(2, wide=True) for rows in (16, 32, 64)},
     "_attend_kernel 128": Promise(1, wide=True),
     "_combine_kernel": Promise(3, wide=True),
+    "_span_kernel": Promise(2, wide=True),
+    "_span_rows_kernel": Promise(2, wide=True),
+    "_span_slots_kernel": Promise(2, wide=True),
     "_add_norm_kernel": Promise(2, wide=True),
     "_gate_kernel": Promise(8, wide=True),
     "_rope_kernel": Promise(8, wide=True),
 }
-HALVES = {f"_attend_kernel {rows}" for rows in (32, 64, 128)}  # fp32 has small tiles only
+HALVES = {f"_attend_kernel {rows}" for rows in (32, 64, 128)} | {  # fp32 has small tiles only, or none
+    "_span_kernel",
+    "_span_rows_kernel",
+    "_span_slots_kernel",
+}
 REGISTERS, SHARED_MEMORY = 2**16, {80: 164, 90: 228}  # of a multiprocessor, in all and in KiB by capability
 OTHER = os.environ.get("OTHER_TRITON")  # where pip install --no-deps --target has put another version
 LAYOUTS = [  # vocabulary, distance of rows, dtype; nothing is promised for fp64 and for rows that are not aligned

@@ -12,20 +12,24 @@ later step widens the attention matrix:
 The gradient of the first part needs no more than `out` and `m`: with P = e^{s − m}, it is dS = P ∘ (dO Vᵀ − δ) with
 δ = rowsum(dO ∘ out), as in ring attention (Liu et al. 2023). P is recomputed in the backward pass, block by block:
 documents of similar length share a block of padded matrix products, and a long document is cut into blocks of rows,
-so memory stays linear in its length.
+so memory stays linear in its length. On a GPU both are kernels that need no padding (`kernels.span_attention`).
 """
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from specctl import kernels
+from specctl.kernels import trial
 
 # Scores of one head in a block. On a CPU eight heads of fp32 are 4 MB; a GPU is filled by 32 heads of 128 MB.
 BLOCK = {"cpu": 2**17, "cuda": 2**20}
@@ -75,6 +79,15 @@ class Layout:
         """Made (and moved to the device) once, used by every step forward and backward."""
         parts = list(self._parts())
         return [_Block(self, part, keep=len(parts) <= KEPT) for part in parts]
+
+    @cached_property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """low, high [N] int32: the first and the last of the M slots that each query row attends. Both ascend."""
+        counts = torch.tensor([end - first for first, end in self.rows])
+        document = torch.tensor([first for first, _ in self.slots]).repeat_interleave(counts)
+        high = document + torch.tensor(self.at, dtype=torch.long)
+        low = document if self.reach is None else torch.maximum(document, high - self.reach + 1)
+        return low.to(self.device, torch.int32), high.to(self.device, torch.int32)
 
     def _parts(self) -> Iterator[list[tuple[int, int, int]]]:
         """Groups of (document, first row, last row + 1), each of BLOCK padded scores per head or ROWS rows at most."""
@@ -198,8 +211,26 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layo
     return _Blocks.apply(query, key, value, own, layout)[0]
 
 
+def _by_kernel(q: Tensor) -> bool:
+    """Whether a kernel of ours reads documents: for queries [N, Hkv, G, D] in bf16 or fp16 on a GPU with Triton, once
+    its answers for such heads have agreed with the reference."""
+    if q.dtype.itemsize != 2 or kernels.chosen(q.device) != "triton":
+        return False
+    return _tried(q.device, q.dtype, *q.shape[1:])
+
+
+@cache
+def _tried(device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int) -> bool:
+    reason = trial.span_shortcoming(kernels, device, dtype, kv_heads, groups, dim)
+    if reason is not None:
+        warnings.warn(f"attention of training on {device} is PyTorch's: {reason}", stacklevel=2)
+    return reason is None
+
+
 def _read(q: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Scaled queries q [N, Hkv, G, D] over their documents: (`out` [N, Hkv, G, D], `lse` [N, Hkv, G]) in fp32."""
+    if _by_kernel(q):
+        return kernels.span_attention(q, key, value, *layout.spans)
     out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
     for block in layout.blocks:
         scores = _scores(_fold(q, block), _pad(key, block), block)
@@ -216,6 +247,8 @@ def _read_backward(
     q: Tensor, key: Tensor, value: Tensor, grad: Tensor, delta: Tensor, lse: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by scaled queries, keys and values, given those of the result [N, Hkv, G, D] and its `m` as `lse`."""
+    if _by_kernel(q):
+        return kernels.span_attention_backward(q, key, value, grad, delta, lse, *layout.spans)
     dq = torch.empty_like(q)
     # A long document's keys collect from hundreds of blocks: in bf16 the late ones would be rounded away.
     dk, dv = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import attention as attending
-from . import distill, expand, layers, rows, verify
+from . import distill, expand, layers, rows, spans, verify
 from . import panorama as feedback
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "row_params",
     "sample_rows",
     "silu_and_mul",
+    "span_attention",
+    "span_attention_backward",
     "uniform",
     "walk_tree",
 ]
@@ -50,6 +52,8 @@ attention = _on_its_device(attending.attention)
 add_rms_norm = _on_its_device(layers.add_rms_norm)
 rope_and_cache = _on_its_device(layers.rope_and_cache)
 silu_and_mul = _on_its_device(layers.silu_and_mul)
+span_attention = _on_its_device(spans.span_attention)
+span_attention_backward = _on_its_device(spans.span_attention_backward)
 argmax = _on_its_device(rows.argmax)
 uniform = _on_its_device(rows.uniform)
 row_params = _on_its_device(rows.row_params)
