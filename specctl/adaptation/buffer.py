@@ -49,7 +49,7 @@ class BufferedText:
 
     def facts(self) -> dict[str, Any]:
         """The text as JSON has it."""
-        return vars(self.example) | {"rejected": self.rejected}
+        return {name: getattr(self.example, name) for name in Example.__slots__} | {"rejected": self.rejected}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> BufferedText:

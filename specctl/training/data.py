@@ -17,6 +17,7 @@ from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
 from specctl.training import dealing
 from specctl.training.example import Example
+from specctl.training.tokens import TokenArray
 
 HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
 
@@ -25,7 +26,7 @@ HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
 class Corpus:
     """Training examples, held-out prompts (whose responses are not trained on), and a fingerprint of the data.
 
-    `responses`: those of each held-out prompt that could have been trained on.
+    `responses`: those of each held-out prompt that could have been trained on; `tokens`: where all of these texts are.
     """
 
     train: list[Example]
@@ -33,6 +34,7 @@ class Corpus:
     fingerprint: str
     domains: list[str]
     responses: list[list[Example]] = field(default_factory=list)
+    tokens: TokenArray = field(default_factory=TokenArray)
 
     @property
     def choosing(self) -> list[list[int]]:
@@ -64,6 +66,7 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
         DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
     """
     examples: list[Example] = []
+    stored = TokenArray()
     aside: dict[str, list[int]] = {}
     spared: dict[str, list[Example]] = {}  # by held-out prompt
     short = 0
@@ -78,7 +81,7 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             domains[record["domain"]] = None
             key = record["prompt_id"]
             tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
-            example = Example(len(examples), key, tokens, len(record["prompt_ids"]))
+            example = Example(len(examples), key, stored.add(tokens), len(record["prompt_ids"]))
             # A slot needs the token after it and the target's distribution after that: two response tokens at least.
             usable = example.response_length >= 2
             if key in aside or (_share(key) < held_out and len(aside) < quota):
@@ -101,7 +104,7 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             f"{names}: no response of two tokens or more within max_length {max_length}",
             "distil more prompts, or raise max_length",
         )
-    return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains), list(spared.values()))
+    return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains), list(spared.values()), stored)
 
 
 def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: Target) -> None:
@@ -131,6 +134,7 @@ def load_text(path: Path, target: Target, max_length: int, held_out: float, prom
     Raises DataError: unreadable, no line with `text`, nothing of three tokens or more.
     """
     examples: list[Example] = []
+    stored = TokenArray()
     aside: list[list[int]] = []
     digest = hashlib.sha256()
     for number, text in enumerate(_documents(path)):
@@ -142,10 +146,10 @@ def load_text(path: Path, target: Target, max_length: int, held_out: float, prom
         for start in range(0, len(ids), max_length):
             piece = ids[start : start + max_length]
             if len(piece) >= 3:
-                examples.append(Example(len(examples), f"{path.name}:{number}", piece, 1))
+                examples.append(Example(len(examples), f"{path.name}:{number}", stored.add(piece), 1))
     if not examples:
         raise DataError(f"{path} holds no text of three tokens or more", 'lines such as {"text": "…"}, or plain text')
-    return Corpus(examples, aside, digest.hexdigest()[:16], [path.stem])
+    return Corpus(examples, aside, digest.hexdigest()[:16], [path.stem], tokens=stored)
 
 
 def _documents(path: Path) -> Iterator[str]:

@@ -33,7 +33,7 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
     run.annotate(target=target.identity)
     corpus = load_corpus(recipe, target)
     started = time.perf_counter()
-    store = family.collect((example.tokens, example.prompt_length) for example in corpus.train)
+    store = family.collect((list(example.tokens), example.prompt_length) for example in corpus.train)
     seconds = time.perf_counter() - started
     tokens = sum(example.response_length for example in corpus.train)
     drafter = family.drafter(store, target, DraftingRecipe())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Example:
     """One distilled response with its prompt. Only tokens from `prompt_length` on are trained on."""
 
     index: int
     prompt_id: str
-    tokens: list[int]
+    tokens: Sequence[int]
     prompt_length: int
 
     @property

@@ -139,7 +139,7 @@ class FeatureStore:
         """Features of `examples`, in order, by one pass of the target over them all."""
         target = self.target
         width = max(len(e.tokens) for e in examples) - 1  # nothing needs the state of the last token
-        tokens = torch.tensor([e.tokens[:width] + [0] * (width - len(e.tokens)) for e in examples])
+        tokens = torch.tensor([[*e.tokens[:width], *[0] * (width - len(e.tokens))] for e in examples])
         cache = target.model.new_cache(len(examples), width)
         plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
         hidden, tapped = target.model.forward(tokens.to(target.device), cache, plan, self.taps)
@@ -196,7 +196,7 @@ class FeatureStore:
         """All that features depend on. Its sequences are those trained on, by data, held-out split and max_length."""
         digest = hashlib.sha256()
         for example in examples:
-            digest.update(f"{example.index} {example.prompt_length} {example.tokens}\n".encode())
+            digest.update(f"{example.index} {example.prompt_length} {list(example.tokens)}\n".encode())
         return {
             "target": self.target.identity,
             "path": self.target.path,

@@ -38,6 +38,7 @@ from specctl.training.expected import ExpectedLength, HeldOut
 from specctl.training.logging import Trackers
 from specctl.training.outcome import TrainResult, facts, held_out_acceptance, made_of, mats, recipe_hash
 from specctl.training.schedule import Schedule, batch_tokens
+from specctl.training.tokens import share
 from specctl.training.trainees import Trainee, make_trainee
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -94,6 +95,7 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     target = load_target(**recipe.target.loading, whole=whole)
     corpus = load_corpus(recipe, target)
     rank, world = start_processes(target.device)
+    share(corpus.tokens)
     trainee = make_trainee(recipe, target, corpus)
     return Trainer(recipe, run, target, corpus, trainee, rank, world)
 

@@ -106,7 +106,7 @@ def _asked(recipe: ServerRecipe, states: Wanted, processes: int) -> Iterator[Cli
 
 def _sent(example: Example) -> list[int]:
     """The tokens whose states are needed: nothing needs that of the last one."""
-    return example.tokens[:-1]
+    return list(example.tokens[:-1])
 
 
 def made(store: OwnForward, client: Client, states: Wanted, example: Example, rows: Tensor | Refusal) -> Features:

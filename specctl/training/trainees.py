@@ -154,7 +154,7 @@ class LMTrainee(Trainee):
 
     def batch(self, examples: list[Example], step: int) -> LMBatch:
         width = max(len(e.tokens) for e in examples)
-        tokens = torch.tensor([e.tokens + [0] * (width - len(e.tokens)) for e in examples])
+        tokens = torch.tensor([[*e.tokens, *[0] * (width - len(e.tokens))] for e in examples])
         places = torch.arange(width)
         # A response's first token follows the prompt's last, whose distribution is not among the features.
         skipped = 0 if self.store is None else 1
