@@ -26,6 +26,7 @@ KERNELS = {
     "ratio": "eager / ours",
     "floor_ms": "floor ms",
     "share_of_floor": "of floor",
+    "graphs": "graphs",
     "memory": "of its memory",
 }
 STEPS = {
@@ -57,6 +58,19 @@ DECODING = {
     "speedup_transformers": "× transformers",
     "graphs": "graphs",
 }
+FLOORS = {
+    "gpu": "GPU",
+    "gpus": "GPUs",
+    "batch": "batch",
+    "context": "context",
+    "weights_ms": "weights ms",
+    "kv_ms": "keys, values ms",
+    "plain_ms": "plain step ms ≥",
+    "tokens_per_s": "tokens/s ≤",
+    "rows": "rows",
+    "rows_ms": "their step ms ≥",
+    "of_plain": "× plain step",
+}
 """Fields of the rows that people are shown, and their headings."""
 EXAMPLE = "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3"
 
@@ -79,11 +93,13 @@ def bench(recipe: BenchRecipe, dry_run: bool) -> None:
 def steps(recipe: BenchRecipe) -> list[str]:
     """The plan of `bench`, in words."""
     from specctl.cli import plan
+    from specctl.measuring.bench import shapes
 
     plans = []
     if "kernels" in recipe.parts:
         plans.append(f"time kernels at batches {recipe.batches} and vocabularies {recipe.vocabularies}")
-    if recipe.parts != ["kernels"]:
+    if {"steps", "rounds", "decoding"} & {*recipe.parts}:
+        shapes.check_room(recipe)
         plans.append(plan.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
     if "steps" in recipe.parts:
         plans.append(f"time target steps behind {recipe.context} tokens, ours and transformers'")
@@ -95,6 +111,8 @@ def steps(recipe: BenchRecipe) -> list[str]:
         names = ", ".join(recipe.drafters) or "no drafter"
         theirs = "by `transformers`, " if recipe.shape is None else ""
         plans.append(f"decode {recipe.limit} prompts in batches {recipe.batches}: plainly, {theirs}with {names}")
+    if "floors" in recipe.parts:
+        plans.append(f"compute floors of steps at batches {recipe.batches} on {', '.join(recipe.gpus)}")
     return plans
 
 
@@ -104,7 +122,13 @@ def show(document: dict[str, Any]) -> Any:
 
     tables = [
         table(*columns.values(), rows=[[marked(row, name) for name in columns] for row in document[part]])
-        for part, columns in (("kernels", KERNELS), ("steps", STEPS), ("rounds", ROUNDS), ("decoding", DECODING))
+        for part, columns in (
+            ("kernels", KERNELS),
+            ("steps", STEPS),
+            ("rounds", ROUNDS),
+            ("decoding", DECODING),
+            ("floors", FLOORS),
+        )
         if document[part]
     ]
     hardware = document["hardware"]

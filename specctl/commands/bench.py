@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from specctl.decoding.models.loading import load_model, load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.models.loading import load_model, pick_device, pick_dtype
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.timing import bandwidth
 from specctl.distillation.prompts import Prompt, Rejections, read_domains
 from specctl.drafters import names, pool
+from specctl.measuring.bench import floors, shapes
 from specctl.measuring.bench import kernels as bench_kernels
 from specctl.measuring.bench import rounds as bench_rounds
 from specctl.measuring.bench import steps as bench_decoding
+from specctl.measuring.bench.floors import FloorRow
 from specctl.measuring.bench.kernels import KernelRow
 from specctl.measuring.bench.rounds import RoundRow
 from specctl.measuring.bench.steps import DecodingRow, StepRow
@@ -24,9 +26,6 @@ from specctl.progress import track
 from specctl.recipe import BenchRecipe
 from specctl.runs import Run, hardware, version
 
-# Layers, hidden size, heads, key heads, intermediate size: Llama 3.2 1B and Llama 3.1 8B.
-SHAPES = {"1b": (16, 2048, 32, 8, 8192), "8b": (32, 4096, 32, 8, 14336)}
-VOCABULARY = 128_256
 PROMPT = 128  # random tokens of a prompt for random weights
 
 
@@ -44,14 +43,17 @@ class BenchResult:
     steps: list[StepRow]
     rounds: list[RoundRow]
     decoding: list[DecodingRow]
+    floors: list[FloorRow]
 
 
 @torch.inference_mode()
 def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
     """Measure the parts that the recipe names.
 
-    Raises DataError, CheckpointError as `specctl eval` does for prompts, target and drafters.
+    Raises DataError, CheckpointError as `specctl eval` does for prompts, target and drafters; UsageError where a shape
+    does not fit here.
     """
+    shapes.check_room(recipe)
     device = pick_device(recipe.target.device)
     kernels: list[KernelRow] = []
     steps: list[StepRow] = []
@@ -61,18 +63,15 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
     with track("bench", unit="measurements") as bar:
         if "kernels" in recipe.parts:
             kernels = bench_kernels.measure(recipe, device, bar)
-        if recipe.parts != ["kernels"]:
+        if {"steps", "rounds", "decoding"} & {*recipe.parts}:
             target, model = load(recipe, device)
             run.annotate(target=target.identity)
-            if {"steps", "rounds"} & {*recipe.parts}:
-                model = model or load_model(recipe.target.name, device=target.device, dtype=target.dtype)
-                speed = bandwidth(device)
-            if "steps" in recipe.parts:
-                steps = bench_decoding.steps(recipe, target, model, speed, bar)
-            if "rounds" in recipe.parts:
-                weights_ms = 1000 * bench_decoding.weight_bytes(model) / speed
-                rounds = bench_rounds.measure(recipe, target, drafters(recipe, target), weights_ms, bar)
+            weights_ms = 1000 * target.row_flops / 2 * target.dtype.itemsize / bandwidth(device)
+            if model is not None:
+                steps = bench_decoding.steps(recipe, target, model, weights_ms, bar)
             del model
+            if "rounds" in recipe.parts:
+                rounds = bench_rounds.measure(recipe, target, drafters(recipe, target), weights_ms, bar)
             if "decoding" in recipe.parts:
                 decoding = bench_decoding.batches(recipe, target, questions(recipe, target, run), bar)
     return BenchResult(
@@ -86,33 +85,18 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
         steps=steps,
         rounds=rounds,
         decoding=decoding,
+        floors=floors.measure(recipe) if "floors" in recipe.parts else [],
     )
 
 
 def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCausalLM | None]:
-    """The recipe's target; or one of random weights, and the model that it was made of."""
-    if recipe.shape is None:
-        return load_target(**recipe.target.loading), None
-    layers, hidden, heads, key_heads, inner = SHAPES[recipe.shape]
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=8192,
-        eos_token_id=VOCABULARY - 1,
-    )
-    before = torch.get_default_dtype()
-    torch.manual_seed(recipe.data.seed)
-    try:
-        torch.set_default_dtype(pick_dtype(recipe.target.dtype, device))
-        with device:
-            model = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    return Target(recipe.shape, model, load_tokenizer("builtin"), revision=None), model
+    """The recipe's target, or one of random weights; and `transformers`' model of it for the part `steps`."""
+    if recipe.shape is not None:
+        return shapes.load(recipe, recipe.shape, device)
+    target = load_target(**recipe.target.loading)
+    if "steps" not in recipe.parts:
+        return target, None
+    return target, load_model(recipe.target.name, device=target.device, dtype=target.dtype)
 
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
@@ -130,6 +114,6 @@ def questions(recipe: BenchRecipe, target: Target, run: Run) -> list[Case]:
         data = recipe.data.model_copy(update={"limit": recipe.limit})
         return prepare(recipe, target, read_domains(data, rejections, split="test", sample=True), rejections)
     generator = torch.Generator().manual_seed(recipe.data.seed)
-    ids = torch.randint(5, VOCABULARY - 1, (recipe.limit, PROMPT), generator=generator).tolist()
+    ids = torch.randint(5, target.vocab_size - 1, (recipe.limit, PROMPT), generator=generator).tolist()
     room = recipe.sampling.max_new_tokens
     return [Case(Prompt(f"{n:012x}", [], "random", f"random {n}"), context, room) for n, context in enumerate(ids)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 WARM_UP = 3
 
@@ -22,6 +23,25 @@ def medians(functions: Mapping[str, Callable[[], object]], repeats: int, device:
             synchronise(device)
             if repeat >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def cold_medians(
+    functions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, cache: Tensor
+) -> dict[str, float]:
+    """Seconds of each function on a GPU whose L2 cache holds nothing of it: `cache`, of several times that size, is
+    written before each call. The GPU measures, behind that write, so that the host's time to launch is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for repeat in range(repeats + WARM_UP):
+        for name, function in functions.items():
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cache.zero_()
+            started.record(torch.cuda.current_stream(device))
+            function()
+            ended.record(torch.cuda.current_stream(device))
+            synchronise(device)
+            if repeat >= WARM_UP:
+                seconds[name].append(started.elapsed_time(ended) / 1000)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

@@ -64,7 +64,8 @@ class OneOf:
         return {"enum": list(self.names()), "type": "string"}
 
 
-Gpu = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090", "cpu"]
+GraphicsCard = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4090"]
+Gpu = Literal[GraphicsCard, "cpu"]
 
 
 def _split(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,23 +18,24 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Device:
-    """Peak dense bf16 TFLOP/s, memory in GB (None: as here), and the share of the peak that is assumed."""
+    """Peak dense bf16 TFLOP/s, memory in GB and its bandwidth in TB/s (NaN: as here), all by data sheet; and the share
+    of the peak that is assumed of training."""
 
     tflops: float
-    memory_gb: float | None
+    memory_gb: float
+    bandwidth: float
     utilisation: float = 0.3
 
 
 DEVICES = {
-    "a100-40g": Device(312, 40),
-    "a100-80g": Device(312, 80),
-    "h100-80g": Device(989, 80),
-    "h200": Device(989, 141),
-    "l40s": Device(362, 48),
-    "rtx4090": Device(165, 24),
-    "cpu": Device(
-        0.4, None, 0.07
-    ),  # of one core with AVX512-BF16; the share is what the built-in target's head reaches
+    "a100-40g": Device(312, 40, 1.555),
+    "a100-80g": Device(312, 80, 2.039),
+    "h100-80g": Device(989, 80, 3.35),
+    "h200": Device(989, 141, 4.8),
+    "l40s": Device(362, 48, 0.864),
+    "rtx4090": Device(165, 24, 1.008),
+    # Of one core with AVX512-BF16; the share is what the built-in target's head reaches.
+    "cpu": Device(0.4, math.nan, math.nan, 0.07),
 }
 """By the names of `resources.gpu`."""
 PRODUCTS = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200", "L40S": "l40s", "RTX 4090": "rtx4090"}
@@ -83,7 +85,7 @@ def machine_for(recipe: TrainRecipe, environ: Mapping[str, str] = os.environ) ->
     alone = gpu == "cpu" or recipe.target.device_map is not None
     processes = int(environ.get("WORLD_SIZE", 0)) or resources.processes or (1 if alone else gpus)
     limit = DEVICES[gpu].memory_gb
-    return Machine(gpu, gpus, processes, memory / processes if limit is None else limit)
+    return Machine(gpu, gpus, processes, memory / processes if math.isnan(limit) else limit)
 
 
 def _here(recipe: TrainRecipe) -> tuple[str | None, int, float]:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from specctl.measuring.bench import kernels
+from specctl.decoding import timing
+from specctl.decoding.device import graphs
+from specctl.measuring.bench import kernels, shapes
 
 
 def test_every_part_is_measured(specctl):
@@ -52,10 +54,7 @@ def test_people_see_tables(specctl):
 
 def test_random_weights_of_a_shape(specctl, monkeypatch):
     """The built-in tokenizer, no prompts and no transformers baseline: only speed is asked for."""
-    from specctl.commands import bench
-
-    monkeypatch.setitem(bench.SHAPES, "1b", (1, 32, 2, 1, 48))
-    monkeypatch.setattr(bench, "VOCABULARY", 4096)
+    monkeypatch.setitem(shapes.SHAPES, "1b", shapes.Shape(1, 32, 2, 1, 48, 4096, 16))
     done = specctl(
         "bench", "--json", "--shape", "1b", "--parts", "decoding", "--limit", "2", "--batches", "2",
         "--max-new-tokens", "4", "--device", "cpu",
@@ -67,12 +66,10 @@ def test_random_weights_of_a_shape(specctl, monkeypatch):
 
 def test_rounds_of_random_weights(specctl, monkeypatch):
     """A random head stands in for a trained one; lookup drafts on the host and has no such round."""
-    from specctl.commands import bench
     from specctl.measuring.bench import rounds as bench_rounds
 
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    monkeypatch.setitem(bench.SHAPES, "1b", (4, 32, 2, 1, 48))
-    monkeypatch.setattr(bench, "VOCABULARY", 4096)
+    monkeypatch.setitem(shapes.SHAPES, "1b", shapes.Shape(4, 32, 2, 1, 48, 4096, 16))
     monkeypatch.setattr(bench_rounds, "NEW", 16)
     done = specctl(
         "bench", "--json", "--shape", "1b", "--parts", "rounds", "--device", "cpu", "repeats=1", "context=20",
@@ -86,8 +83,85 @@ def test_rounds_of_random_weights(specctl, monkeypatch):
 
 
 def test_a_plan_and_bad_input(specctl):
-    done = specctl("bench", "--shape", "8b", "--dry-run")
-    assert done.code == 0 and "8b" in done.out
+    done = specctl("bench", "--shape", "1b", "--dry-run")
+    assert done.code == 0 and "1b" in done.out
     assert specctl("bench", "--parts", "none").code == 2
     assert specctl("bench", "--batches", "0").code == 2
     assert specctl("bench", "--drafter", "nowhere").code == 2
+
+
+def test_floors_of_gpus_that_are_not_here(specctl):
+    """Against sums by hand: 70.6 billion parameters of which 1.05 are looked up; two bytes each; 320 KiB of keys and
+    values a token."""
+    done = specctl(
+        "bench", "--json", "--parts", "floors", "--shape", "70b", "gpus=[h100-80g,h200]", "--batches", "1,64"
+    )
+    assert done.code == 0, done.err
+    assert not any(done.json[part] for part in ("kernels", "steps", "rounds", "decoding"))
+    found = {(row["gpu"], row["batch"]): row for row in done.json["floors"]}
+    one, many = found["h100-80g", 1], found["h100-80g", 64]
+    assert one["gpus"] == 2 and many["gpus"] == 4 and found["h200", 64]["gpus"] == 2
+    weights, kv = 2 * 69.50e9, 256 * 80 * 2 * 8 * 128 * 2
+    assert one["weights_ms"] == pytest.approx(weights / (2 * 3.35e12) * 1000, rel=1e-3)
+    assert one["kv_ms"] == pytest.approx(kv / (2 * 3.35e12) * 1000)
+    assert one["tokens_per_s"] == pytest.approx(1000 / (one["weights_ms"] + one["kv_ms"]))
+    assert one["of_plain"] == 1 and one["rows"] == 9  # reading takes longer than nine rows of products
+    computing = 2 * 69.50e9 * 64 * 9 / (4 * 989e12) * 1000
+    assert many["rows_ms"] == pytest.approx(computing, rel=1e-3)
+    assert many["of_plain"] == pytest.approx(computing / many["plain_ms"], rel=1e-3) and many["of_plain"] > 1
+    assert many["plain_ms"] == pytest.approx((weights + 64 * kv) / (4 * 3.35e12) * 1000, rel=1e-3)
+
+
+def test_floors_of_a_target(specctl):
+    """From its configuration alone."""
+    done = specctl("bench", "--json", "--parts", "floors", "--batches", "1", "gpus=[l40s]", "context=100")
+    (row,) = done.json["floors"]
+    assert done.code == 0 and row["gpus"] == 1 and 0 < row["weights_ms"] < 0.1 and row["context"] == 100
+    people = specctl("bench", "--parts", "floors", "--batches", "1", "gpus=[l40s]")
+    assert people.code == 0 and "l40s" in people.out and "eager / ours" not in people.out
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_a_shape_without_room_is_refused(specctl, monkeypatch, flags):
+    """Before anything of it is made; of the part that needs twice the memory, that part."""
+    monkeypatch.setattr(shapes, "free", lambda device: 20e9)
+    done = specctl("bench", "--shape", "32b", "--dtype", "bf16", "--device", "cpu", *flags)
+    assert done.code == 2 and "66 GB of weights" in done.err and "--parts floors" in done.err
+    done = specctl("bench", "--shape", "8b", "--dtype", "bf16", "--device", "cpu", *flags)
+    assert done.code == 2 and "--parts kernels,rounds,decoding" in done.err
+    planned = specctl(
+        "bench", "--shape", "8b", "--dtype", "bf16", "--device", "cpu", "--parts", "decoding", "--dry-run"
+    )
+    assert planned.code == 0
+    assert specctl("bench", "--shape", "32b", "--parts", "kernels", "--dry-run").code == 0
+
+
+def test_kernels_of_a_gpu_are_replayed_with_cold_caches(monkeypatch):
+    """The order of what a GPU would be asked: write the cache, note the time, replay, note the time."""
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            order.append("event")
+
+        def elapsed_time(self, other):
+            return 2.0 if order[-3] == "ours replayed" else 6.0
+
+    class Cache:
+        def zero_(self):
+            order.append("flush")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(timing, "synchronise", lambda device: order.append("wait"))
+    monkeypatch.setattr(graphs, "replay_of", lambda run, device: lambda: order.append(f"{run} replayed"))
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: Cache())
+    times, replayed = kernels.timed("attention", "ours", "eager", 2, torch.device("cuda"))
+    assert replayed and times == {"ours": 0.002, "eager": 0.006}
+    turn = [step for name in ("ours", "eager") for step in ("flush", "event", f"{name} replayed", "event", "wait")]
+    assert order == (2 + timing.WARM_UP) * turn
+    asking = {name: lambda name=name: order.append(name) for name in ("ours", "eager")}
+    assert not kernels.timed("linear_distill", *asking.values(), 1, torch.device("cuda"))[1]

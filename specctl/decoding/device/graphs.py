@@ -60,6 +60,13 @@ def capture(run: Callable[[], object], side: torch.cuda.Stream | None, pool: Any
     return graph
 
 
+def replay_of(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A function that replays what `run` launches. Raises whatever capturing raises."""
+    side = side_stream(device)
+    aside(run, side)
+    return capture(run, side).replay
+
+
 class Graphs:
     """Plays rounds of a batch, functions of a span that read and write tensors which keep their places.
 

@@ -90,7 +90,7 @@ def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float
     context = rounds.state.cached[0]
     if captured := rounds.capture:
         try:
-            parts = {part: _captured(run, rounds.state.device) for part, run in parts.items()}
+            parts = {part: graphs.replay_of(run, rounds.state.device) for part, run in parts.items()}
         except Exception as error:  # as in decoding, whatever a driver raises
             warnings.warn(f"rounds are timed without CUDA graphs: {error}", stacklevel=2)
             captured = False
@@ -105,9 +105,3 @@ def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float
         overhead=1 - ms["target"] / ms["round"],
         of_weights=ms["round"] / weights_ms,
     )
-
-
-def _captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    side = graphs.side_stream(device)
-    graphs.aside(run, side)
-    return graphs.capture(run, side).replay

@@ -83,8 +83,8 @@ class Timed:
         return self.tokens / max(self.decode_s, 1e-9)
 
 
-def steps(recipe: BenchRecipe, target: Target, model, speed: float, bar: Progress) -> list[StepRow]:
-    """Our step and `transformers`' own forward; `speed` in bytes/s."""
+def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Progress) -> list[StepRow]:
+    """Our step and the forward of `model`, which is `transformers`' own; `weights_ms`: to read the weights once."""
     from transformers import DynamicCache
 
     generator = torch.Generator().manual_seed(recipe.data.seed)
@@ -118,19 +118,10 @@ def steps(recipe: BenchRecipe, target: Target, model, speed: float, bar: Progres
             ms[f"theirs {rows}"],
             ms[f"theirs {rows}"] / ms[f"ours {rows}"],
             ms[f"ours {rows}"] / ms["ours 1"],
-            1000 * weight_bytes(model) / speed,
+            weights_ms,
         )
         for rows in ROWS
     ]
-
-
-def weight_bytes(model) -> int:
-    """Bytes of weights that a step reads."""
-    embedding = model.get_input_embeddings().weight
-    read = sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding)
-    if model.get_output_embeddings().weight is embedding:  # a tied head is read, an embedding looked up
-        read += embedding.numel() * embedding.element_size()
-    return read
 
 
 Contender = Callable[[list[Case], int], Iterator[list[Decoded]]]

@@ -1,0 +1,89 @@
+"""Floors of decoding on GPUs that need not be here: what a step must read and compute, by data sheets; not measured.
+
+A step of plain decoding reads all weights and the keys and values of every text. A step of several rows a text, which
+verifies drafts, reads as much and computes more: from some batch on its products take longer than the reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specctl.decoding.models.loading import load_config
+from specctl.measuring.bench.shapes import config_of
+from specctl.recipe import BenchRecipe
+from specctl.training.machine import DEVICES, GB, Device
+from specctl.training.target_outline import Outline
+
+USABLE = 0.9  # of a GPU's memory, for weights, keys and values
+
+
+@dataclass(frozen=True)
+class FloorRow:
+    """`batch` texts of `context` tokens each on as many GPUs of a kind as hold them, which share all work evenly.
+
+    Attributes:
+        gpus: a power of two.
+        weights_ms, kv_ms: to read the weights, and keys and values of all texts.
+        plain_ms: of a step of one row a text at least; tokens_per_s: of plain decoding at most.
+        rows: of a text in a step that verifies drafts; rows_ms, of_plain: that step at least, and over a plain one.
+    """
+
+    gpu: str
+    gpus: int
+    batch: int
+    context: int
+    weights_ms: float
+    kv_ms: float
+    plain_ms: float
+    tokens_per_s: float
+    rows: int
+    rows_ms: float
+    of_plain: float
+
+
+def measure(recipe: BenchRecipe) -> list[FloorRow]:
+    """Every GPU and batch of the recipe, for its shape or the configuration of its target."""
+    about = recipe.target.described
+    config = config_of(recipe.shape) if recipe.shape else load_config(**about)
+    outline = Outline.of(config, torch.float32 if recipe.target.dtype == "fp32" else torch.bfloat16)
+    context, rows = recipe.context, recipe.drafted + 1
+    return [row(gpu, DEVICES[gpu], outline, batch, context, rows) for gpu in recipe.gpus for batch in recipe.batches]
+
+
+def row(gpu: str, device: Device, outline: Outline, batch: int, context: int, rows: int) -> FloorRow:
+    """The floors of one GPU and batch. A mixture is counted with the experts that a single token visits."""
+    size = outline.dtype.itemsize
+    weights, kv = outline.active * size, batch * context * kv_bytes(outline.config, size)
+    count = 1
+    while count * device.memory_gb * GB * USABLE < outline.parameters * size + kv:
+        count *= 2
+    reading, computing = 1000 / (count * device.bandwidth * 1e12), 1000 / (count * device.tflops * 1e12)
+
+    def step(rows: int) -> float:
+        """Milliseconds; products of attention left out."""
+        return max((weights + kv) * reading, 2 * outline.active * batch * rows * computing)
+
+    plain, drafted = step(1), step(rows)
+    return FloorRow(
+        gpu=gpu,
+        gpus=count,
+        batch=batch,
+        context=context,
+        weights_ms=weights * reading,
+        kv_ms=kv * reading,
+        plain_ms=plain,
+        tokens_per_s=1000 * batch / plain,
+        rows=rows,
+        rows_ms=drafted,
+        of_plain=drafted / plain,
+    )
+
+
+def kv_bytes(config: Any, size: int) -> int:
+    """Bytes of a token's keys and values, of all layers, `size` bytes a number."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * dim * size

@@ -1,0 +1,96 @@
+"""Targets of random weights, for questions of speed alone: their sizes, and whether this machine has room for one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import psutil
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specctl.decoding.models.loading import load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.target import Target
+from specctl.errors import UsageError
+from specctl.recipe import BenchRecipe
+from specctl.training.target_outline import Outline
+
+BESIDES = 1.1  # of the weights: a cache, logits, the layer that is being packed
+
+
+class Shape(NamedTuple):
+    """Sizes of a decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    inner: int  # of the MLP
+    vocabulary: int
+    head_dim: int
+
+
+SHAPES = {
+    "1b": Shape(16, 2048, 32, 8, 8192, 128_256, 64),  # Llama 3.2 1B
+    "8b": Shape(32, 4096, 32, 8, 14336, 128_256, 128),  # Llama 3.1 8B
+    "32b": Shape(64, 5120, 64, 8, 25600, 151_936, 128),  # Qwen3 32B
+    "70b": Shape(80, 8192, 64, 8, 28672, 128_256, 128),  # Llama 3.3 70B
+}
+"""By the names of `bench`'s `shape`."""
+
+
+def config_of(name: str) -> LlamaConfig:
+    """A Llama of these sizes."""
+    shape = SHAPES[name]
+    return LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=40_960,  # room for the longest context that is timed
+        eos_token_id=shape.vocabulary - 1,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def load(recipe: BenchRecipe, name: str, device: torch.device) -> tuple[Target, LlamaForCausalLM | None]:
+    """A target of the shape; and the model it was made of where `transformers`' steps are timed, too."""
+    before = torch.get_default_dtype()
+    torch.manual_seed(recipe.data.seed)
+    try:
+        torch.set_default_dtype(pick_dtype(recipe.target.dtype, device))
+        with device:
+            model = LlamaForCausalLM(config_of(name)).eval()
+    finally:
+        torch.set_default_dtype(before)
+    twice = "steps" in recipe.parts
+    target = Target(name, model, load_tokenizer("builtin"), revision=None, consume=not twice)
+    return target, model if twice else None
+
+
+def check_room(recipe: BenchRecipe) -> None:
+    """UsageError where the weights of the recipe's shape do not fit into the memory that is free here."""
+    if recipe.shape is None or not {"steps", "rounds", "decoding"} & {*recipe.parts}:
+        return
+    device = pick_device(recipe.target.device)
+    dtype = pick_dtype(recipe.target.dtype, device)
+    weights = Outline.of(config_of(recipe.shape), dtype).parameters * dtype.itemsize
+    there = free(device)
+    if weights * BESIDES > there:
+        raise UsageError(
+            f"shape {recipe.shape} has {weights / 1e9:.0f} GB of weights, and {device} has {there / 1e9:.0f} GB free",
+            f"--parts floors states what it costs at least on the GPUs of gpus={recipe.gpus}",
+        )
+    if "steps" in recipe.parts and weights * (1 + BESIDES) > there:
+        raise UsageError(
+            f"the part steps times shape {recipe.shape} in transformers, too: twice {weights / 1e9:.0f} GB of weights, "
+            f"and {device} has {there / 1e9:.0f} GB free",
+            "--parts kernels,rounds,decoding has them once",
+        )
+
+
+def free(device: torch.device) -> int:
+    """Bytes of memory that nobody has."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
