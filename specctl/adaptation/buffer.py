@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specctl.decoding.records import DraftTree, Label, Verdict
+from specctl.decoding.records import Label
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
@@ -30,11 +30,9 @@ ID_BYTES = 8
 
 @dataclass
 class _Open:
-    """A text that is being decoded: hidden states and most probable tokens, a tensor a round, of the tokens from the
-    second of the response up to `end`; at which of them a draft was rejected."""
+    """A text that is being decoded: at which of its tokens from the second of the response on, up to `end`, a draft was
+    rejected."""
 
-    hidden: list[Tensor] = field(default_factory=list)  # [n, H]
-    best: list[Tensor] = field(default_factory=list)  # [n]
     rejected: list[int] = field(default_factory=list)
     rejections: int = 0
     end: int | None = None
@@ -62,13 +60,13 @@ class BufferedText:
 class ReplayBuffer(FeatureStore):
     """Finished texts with their features, as a trainee's `store` knows them; the oldest make room for new ones.
 
-    `observe` is the loop's `on_round`, or part of a controller's. A text comes in when it ends; one whose decoding is
-    broken off leaves nothing.
+    `observe` is the loop's `on_commit`, with the other options of `listening`. A text comes in when it ends; one whose
+    decoding is broken off leaves nothing.
 
     Attributes:
         texts: by the index of their examples, oldest first.
         bytes: of all texts and their features, at most `max_bytes`. Texts being decoded are not among them: of these
-            the states of the tokens so far are held where the target is.
+            the loop keeps the states of the tokens so far, where the target is.
         dropped: texts that had to go, or were too large to come in.
         passes: tokens that the target was run over again; 0 while all feedback comes from verdicts.
     """
@@ -101,7 +99,12 @@ class ReplayBuffer(FeatureStore):
         """Examples to learn from, oldest first; with "rejected" of texts in which a draft was rejected."""
         return [text.example for text in self.texts.values() if text.rejected or only == "all"]
 
-    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+    @property
+    def listening(self) -> dict[str, Any]:
+        """The options of a decoding that fills the buffer."""
+        return {"on_commit": self.observe, "keeps": self.feedback == "verdict"}
+
+    def observe(self, state: DecodeState) -> None:
         """Take in what a round has committed; to be called after every commit of a decoding."""
         memory: PerText[_Open] | None = state.memory.get(self)
         if memory is None:
@@ -110,11 +113,6 @@ class ReplayBuffer(FeatureStore):
         for text, row in zip(memory.rows, state.rows, strict=True):
             counts.append(len(row.ids) - (text.end or row.prompt_length + 1))  # the prefill's token is of no round
             text.end = len(row.ids)
-        if self.feedback == "verdict":
-            hidden, logits = (verdict.predicting(states, counts) for states in (verdict.hidden, verdict.logits))
-            for text, states, scores in zip(memory.rows, hidden, logits, strict=True):
-                text.hidden.append(states)
-                text.best.append(scores.float().argmax(-1))
         for b, (text, row, count) in enumerate(zip(memory.rows, state.rows, counts, strict=True)):
             if not count:  # a slot that stands idle
                 continue
@@ -132,13 +130,15 @@ class ReplayBuffer(FeatureStore):
         self._next += 1
         features = None
         if self.feedback == "verdict" and self.size(example) <= self.max_bytes:
-            teacher = torch.cat(text.hidden)
+            assert state.hidden is not None and state.best is not None, "the loop keeps no states: pass it `listening`"
+            said = slice(row.prompt_length, len(row.ids) - 1)
+            teacher, best = state.hidden[b, said], state.best[b, said]
             slots = len(row.ids) - 2
             taps = teacher.new_empty(slots, 0)
             if self.taps:
                 assert state.features is not None, "the loop retains no features: pass it the drafter's taps"
                 taps = own_features(state.features[b, :slots], state, self.taps)
-            features = Features(taps, teacher, torch.cat(text.best).int())
+            features = Features(taps, teacher, best.int())
         self.take(BufferedText(example, text.rejected), features)
 
     def take(self, text: BufferedText, features: Features | None) -> None:

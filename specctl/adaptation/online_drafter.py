@@ -45,7 +45,7 @@ class OnlineDrafter(StreamLearner):
 
     Attributes:
         drafter: what to decode the next chunk with.
-        buffer: its `observe` is the decoding loop's `on_round`.
+        buffer: its `observe` is the decoding loop's `on_commit`.
         rule: the update rule, with the constants of the family.
         judges: indices of the texts that have judged the last update, and that nothing was learnt from yet.
     """
@@ -128,7 +128,7 @@ class OnlineDrafter(StreamLearner):
 
     def drafting(self, labels: list[Label]) -> dict[str, Any]:
         """Options of `decode` for texts of these labels."""
-        return {"drafter": self.drafter, "on_round": self.buffer.observe, "labels": labels}
+        return {"drafter": self.drafter, "labels": labels} | self.buffer.listening
 
     def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Learn from the chunk that was just answered in so many seconds, if there is time for it, and play the new

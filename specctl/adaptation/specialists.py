@@ -133,7 +133,7 @@ class Specialists(StreamLearner):
         if self.recipe.policy.reset != "query":
             labels = [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
         options: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
-        return options | {"on_round": self.buffer.observe} if self.learns else options
+        return options | self.buffer.listening if self.learns else options
 
     def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played, and

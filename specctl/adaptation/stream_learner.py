@@ -44,7 +44,7 @@ class StreamLearner(ABC):
     """A contender that learns from the texts that it has drafted.
 
     Attributes:
-        buffer: its `observe` is the decoding loop's `on_round`.
+        buffer: its `observe` is the decoding loop's `on_commit`.
     """
 
     buffer: ReplayBuffer

@@ -40,8 +40,9 @@ class OnlineResult:
 
     `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `beside`: the text drafter
     in every head's tree. `static` is the row of the same drafter without learning, None where that was not asked for.
-    `drafters`: each learner's, as it was after the first pass. `rounds_on`: where all contenders' rounds ran; a learner
-    looks on, so it is the host, also with a GPU, where those of `eval` run on the device and are faster.
+    `drafters`: each learner's, as it was after the first pass. `rounds_on`: where all contenders' rounds ran:
+    the device where CUDA graphs replayed them, which needs drafters whose drafts have one shape; hybrids, pools and
+    text drafters have the host's, and with one of them all have.
     """
 
     algo: str
@@ -64,7 +65,7 @@ class OnlineResult:
     drafters: dict[str, str]
     lossless: Losslessness
     rejected: int
-    rounds_on: Literal["host"] = "host"
+    rounds_on: Literal["host", "device"]
 
 
 def online(
@@ -191,4 +192,5 @@ def _result(
         drafters=drafters,
         lossless=counts,
         rejected=rejected,
+        rounds_on="device" if any(record.decoded.replays for record in records) else "host",
     )

@@ -15,7 +15,7 @@ from specctl.decoding.controllers import Fixed, PerSequence, invalidate
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prefixes import Prefixes
-from specctl.decoding.protocols import Controller, Drafter, OnRound, Proposer
+from specctl.decoding.protocols import Controller, Drafter, OnCommit, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, Sequence
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -51,6 +51,8 @@ class Engine:
         share_rows: bool = True,
         catch_up: CatchUp = RECOMPUTE,
         on_round: OnRound | None = None,
+        on_commit: OnCommit | None = None,
+        keeps: bool = False,
         host: bool = False,
         prefixes: Prefixes | None = None,
     ):
@@ -65,27 +67,31 @@ class Engine:
             share_rows: the sequences of a batch share the rows that cost little more than one (`SHARED_ROWS`): shorter
                 drafts, more tokens a second. False: drafts as long as they are for one sequence, to measure those.
             catch_up: how much of a text a drafter reads that has fallen behind, its beginning included.
-            on_round: called after every commit.
+            on_round: called after every commit, with the draft and the target's verdict.
+            on_commit: called when the host knows what a round has committed, with the state alone.
+            keeps: the state keeps what the target said at every new position (`DecodeState.hidden`).
             host: every round is the host's, as it is where `on_round` or a controller looks on: for decoding that is
                 compared with such. Else rounds run on the device where they can (device/rounds.py).
             prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read
                 again.
         """
         self.target, self.slots, self.prefixes = target, slots, prefixes
-        self.share_rows, self.on_round = share_rows, on_round
+        self.share_rows, self.on_round, self.on_commit = share_rows, on_round, on_commit
         self.controller = controller or Fixed(drafter or NoDraft())
         if taps is None:
             taps = drafter.taps if drafter is not None else ()
         rows = EXACT_ROWS if exact else 0
         spare = max(MAX_NODES, rows)
         capacity = longest + spare + 1 if exact else 0
-        self.state = DecodeState(target, taps=taps, spare=spare, exact_rows=rows, catch_up=catch_up, capacity=capacity)
+        self.state = DecodeState(
+            target, taps=taps, spare=spare, exact_rows=rows, catch_up=catch_up, capacity=capacity, keeps=keeps
+        )
         self.waiting: dict[int, Sequence] = {}
         self.texts: dict[int, Sequence] = {}  # that have a slot, or an end that was not told yet
         self._controllers: dict[int, Controller] = {}  # of the texts that have their own
         self.clock = Stopwatch()
         self._added = 0
-        # Unwatched, rounds can run ahead of the host.
+        # Where nobody looks at their verdicts, rounds can run ahead of the host.
         self._ahead = type(self.controller) is Fixed and on_round is None and not host
         self._device: DeviceRounds | None = None
 
@@ -175,6 +181,8 @@ class Engine:
         state.commit(verdict)
         for controller in controllers:
             controller.observe(state, draft, verdict)
+        if self.on_commit is not None:
+            self.on_commit(state)
         if self.on_round is not None:
             self.on_round(state, draft, verdict)
 
@@ -186,7 +194,8 @@ class Engine:
         if self._device is None:
             assert isinstance(self.controller, Fixed)
             budget = partial(_budget, self.state, self.share_rows)
-            self._device = device_rounds(self.target, self.state, self.controller.drafter, budget)
+            drafter = self.controller.drafter
+            self._device = device_rounds(self.target, self.state, drafter, budget, self.on_commit)
             self._ahead = self._device is not None
         return self._device is not None and self._device.advance()
 

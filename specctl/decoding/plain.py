@@ -16,6 +16,7 @@ class NoDraft:
     """Plain decoding: the empty draft."""
 
     taps: tuple[int, ...] = ()
+    even = True
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         return empty_draft(state.batch, state.device)

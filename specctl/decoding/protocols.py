@@ -13,6 +13,7 @@ from specctl.decoding.records import DraftTree, Score, Sequence, Verdict
 from specctl.decoding.state import DecodeState
 
 OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
+OnCommit = Callable[[DecodeState], None]
 
 
 class Proposer(Protocol):
@@ -85,7 +86,12 @@ class DeviceDraft(Protocol):
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """A drafter that can draft on the device alone."""
+    """A drafter that can draft on the device alone.
+
+    `even`: its drafts have one shape, whatever the text; else each round asks the host.
+    """
+
+    even: bool
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """Its part of rounds with at most `budget` nodes per sequence; None where its shape or its model cannot."""

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.records import Request, Sequence, Verdict
@@ -61,6 +62,8 @@ class DecodeState:
         rows: the sequences, in batch order. Finished ones may stay a while as idle rows.
         cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
         features: [B, capacity, F] tapped target states of the cached positions (None without taps).
+        hidden, best: with `keeps`, [B, capacity, H] the target's last states at the positions from the first new token
+            on, and [B, capacity] the likeliest tokens behind them: what a learner makes its labels of. Else None.
         memory: what each drafter keeps for these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
         sampled: some text, now or to come, is not greedy.
@@ -82,11 +85,13 @@ class DecodeState:
         exact_rows: int = 0,
         catch_up: CatchUp = RECOMPUTE,
         capacity: int = 0,
+        keeps: bool = False,
     ):
         """`capacity`: room that is there from the beginning; more is made where a text needs it."""
         self.target, self.device, self.dtype = target, target.device, target.dtype
         self.taps, self.spare, self.exact_rows, self.catch_up = taps, spare, exact_rows, catch_up
         self.capacity = capacity
+        self.keeps = keeps
         self.sampled = False
         self.replays = 0
         self.clear()
@@ -96,6 +101,8 @@ class DecodeState:
         self.rows: list[Sequence] = []
         self.cache: KVCache = self.target.model.new_cache(0, self.capacity)
         self.features: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.best: Tensor | None = None
         self.memory: dict[Any, Any] = {}  # drafter → Memory
 
     @property
@@ -156,9 +163,9 @@ class DecodeState:
         self.capacity = max(self._needed(ahead), min(2 * self.capacity, longest))
         if self.cache.batch:
             self.cache = self.cache.moved_to(self.target.model.new_cache(self.cache.batch, self.capacity))
-        if self.features is not None:
-            missing = self.capacity - self.features.shape[1]
-            self.features = torch.nn.functional.pad(self.features, (0, 0, 0, missing))
+        for name, kept in self._by_position.items():
+            room = kept.new_zeros(len(kept), self.capacity - kept.shape[1], *kept.shape[2:])
+            setattr(self, name, torch.cat((kept, room), 1))
 
     @property
     def thin(self) -> bool:
@@ -189,10 +196,16 @@ class DecodeState:
         """Hold what is kept for the sequences in `slots`, in that order."""
         index = torch.tensor(slots, device=self.device)
         self.cache.select(index)
-        if self.features is not None:
-            self.features = self.features[index]
+        for name, kept in self._by_position.items():
+            setattr(self, name, kept[index])
         for memory in self.memory.values():
             memory.select(index)
+
+    @property
+    def _by_position(self) -> dict[str, Tensor]:
+        """Tensors that are kept of every position, by attribute: [B, capacity, …]."""
+        names = ("features", "hidden", "best")
+        return {name: kept for name in names if (kept := getattr(self, name)) is not None}
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]
@@ -203,7 +216,8 @@ class DecodeState:
         alone = copy.copy(self)
         alone.rows, alone.memory = [self.rows[b]], {}
         alone.cache = self.cache.sequence(b)
-        alone.features = None if self.features is None else self.features[b : b + 1]
+        for name, kept in self._by_position.items():
+            setattr(alone, name, kept[b : b + 1])
         alone._draw_for_rows()
         return alone
 
@@ -214,11 +228,17 @@ class DecodeState:
             if self.features is None:
                 self.features = tapped.new_empty(self.batch, self.capacity, tapped.shape[-1])
             self.features[torch.tensor(slots, device=tapped.device), : tapped.shape[1]] = tapped
+        if self.keeps and self.hidden is None:
+            shape = self.batch, self.capacity
+            self.hidden = torch.empty(*shape, self.target.hidden_size, dtype=self.dtype, device=self.device)
+            self.best = torch.zeros(shape, dtype=torch.int64, device=self.device)
         for slot, token in zip(slots, first, strict=True):
             self._extend(self.rows[slot], [token])
 
     def commit(self, verdict: Verdict) -> None:
         """Append what the target committed; keep cache rows and features of the accepted paths only."""
+        if self.hidden is not None:
+            self._keep_said(verdict)
         for b, row in enumerate(self.rows):
             if row.stop is not None:
                 continue
@@ -250,6 +270,16 @@ class DecodeState:
         else:
             kept = torch.tensor([0, *(node + 1 for node in path)], device=self.device)
             self.features[b, start : start + len(path) + 1] = tapped[kept]
+
+    def _keep_said(self, verdict: Verdict) -> None:
+        """Keep the target's states at the accepted paths, and its likeliest tokens."""
+        assert self.hidden is not None and self.best is not None
+        kept = [b for b in self.live if b not in verdict.failed]
+        counts = [len(path) + 1 if b in kept else 0 for b, path in enumerate(verdict.paths)]
+        hidden, logits = (verdict.predicting(rows, counts) for rows in (verdict.hidden, verdict.logits))
+        for b in kept:
+            place = slice(len(self.rows[b].ids) - 1, len(self.rows[b].ids) - 1 + counts[b])
+            self.hidden[b, place], self.best[b, place] = hidden[b], kernels.argmax(logits[b])
 
     @staticmethod
     def _extend(row: Sequence, tokens: list[int]) -> int:

@@ -20,7 +20,7 @@ from specctl.adaptation.stream import Arrival
 from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
-from specctl.decoding.protocols import Drafter
+from specctl.decoding.protocols import Drafter, OnDevice
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
@@ -128,11 +128,20 @@ class OnlineContenders:
             learner.retarget(target)
         self.fixed = self._load_fixed() if self.fixed else {}
 
+    @property
+    def host(self) -> bool:
+        """Whether the rounds of somebody are the host's: then all are, as speeds are compared."""
+        recipe = self.recipe
+        if recipe.pool is not None or recipe.companion is not None or recipe.draft_length != "fixed" or self.untrained:
+            return True
+        learning = [pupil.drafter for pupil in self.pupils.values() if isinstance(pupil, OnlineDrafter)]
+        return not all(isinstance(one, OnDevice) and one.even for one in [*self.fixed.values(), *learning])
+
     def contenders(self) -> list[Contender]:
-        """Everybody. All rounds are the host's, as learners look on."""
+        """Everybody."""
 
         def alone(name: str, drafter: Drafter | None) -> Contender:
-            return engine(self.target, self.recipe.sampling, name, drafter, host=True)
+            return engine(self.target, self.recipe.sampling, name, drafter, host=self.host)
 
         competing = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
         competing += [self._static(name, drafter) for name, drafter in self.fixed.items()]
@@ -155,7 +164,7 @@ class OnlineContenders:
 
     def _static(self, name: str, drafter: Drafter) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            options = self._drafting(name, drafter) | {"host": True}
+            options = self._drafting(name, drafter) | {"host": self.host}
             return [
                 {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             ]
@@ -168,7 +177,7 @@ class OnlineContenders:
                 options = pupil.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
                 if isinstance(pupil, OnlineDrafter):
                     options |= self._drafting(name, options.pop("drafter"))
-                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
+                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, host=self.host, **options)
             return [{name: text} for text in decoded]
 
         return answer

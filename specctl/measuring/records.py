@@ -55,6 +55,7 @@ SCHEMA = pa.schema(
         ("prefill_s", pa.float64()),
         ("decode_s", pa.float64()),
         ("stop", pa.string()),
+        ("replays", pa.int64()),  # rounds until then that were replays of a CUDA graph; of all texts of a turn
         ("agreement", pa.string()),  # with plain decoding; null where texts may differ
         ("session", pa.int64()),  # select: prompts that were learnt from together; online: the chunk; null otherwise
     ]

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from specctl import api
 from specctl.commands.eval import evaluate
+from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.drafters.hybrid import costs
 from specctl.recipe import DataRecipe, EvalRecipe
@@ -320,23 +322,52 @@ def test_rivals_that_nobody_has_to_train(tmp_path, prompts, tiny, copy):
     assert len({*first}) == 3, "everybody is the first at some prompt"
 
 
-def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, monkeypatch):
-    """Learners are looked on at, so their rounds are the host's. Static heads and plain decoding, which could run ahead
-    on a device, would else win by that; `eval` lets them."""
+STEADY = {"stop_below": 0.0}
+
+
+@pytest.mark.parametrize(
+    "slower", [{}, {"drafting": {}}, {"draft_length": "auto"}, {"algo": ["ensemble"], "learner": {"combine": "probs"}}]
+)
+def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, monkeypatch, slower):
+    """Where those of one are the host's (a text drafter among the baselines, drafts that end early, lengths that are
+    chosen, a mixture), all others are, too: they would else win by running ahead on a device; `eval` lets them."""
     rounds, run = [], device_round.DeviceRounds.round
     monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(0), run(*args)))
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    steady = {"stop_below": 0.0}
-    made = recipe(prompts, heads("eagle3"), tiny, drafting=steady)
+    baselines = ["vanilla", "static"] if slower else ["vanilla", "static", "lookup"]
+    made = recipe(prompts, heads("eagle3"), tiny, **{"drafting": STEADY, "baselines": baselines} | slower)
     found, document = learnt(tmp_path / "run", made, tiny)
     assert not rounds and found.rounds_on == document["rounds_on"] == "host"
     head = str(heads("eagle3"))
     for drafters, baselines in (([head], []), ([], ["vanilla"])):
-        options = dict(drafters=drafters, baselines=baselines, drafting=steady, sampling=made.sampling)
+        options = dict(drafters=drafters, baselines=baselines, drafting=STEADY, sampling=made.sampling)
         again = EvalRecipe(target=made.target, data=DataRecipe(prompts=made.data.prompts), **options)
         evaluate(again, Run.create("eval", again, tmp_path / f"eval{len(drafters)}"), target=tiny)
         assert rounds
         rounds.clear()
+
+
+@pytest.mark.parametrize("feedback", ["verdict", "rerun"])
+def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, monkeypatch, feedback):
+    """Heads learn the same from rounds of the device, whose graphs are played by their rounds here."""
+    options = {"drafting": STEADY, "baselines": ["vanilla", "static"], "buffer": {"feedback": feedback}, "batch": 2}
+    made = recipe(prompts, heads("eagle3"), tiny, algo=["ogd"], **options)
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    host, _ = learnt(tmp_path / "host", made, tiny)
+    monkeypatch.delenv("SPECCTL_GRAPHS")
+    monkeypatch.setattr(graphs, "available", lambda device: True)
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    capture = lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None)  # noqa: E731
+    monkeypatch.setattr(graphs, "capture", capture)
+    device, _ = learnt(tmp_path / "device", made, tiny)
+    assert (host.rounds_on, device.rounds_on) == ("host", "device")
+    assert device.lossless.mismatches == 0 and device.mat == host.mat
+    assert {row["status"] for row in lines(tmp_path / "device")} == {"updated"}
+    found, expected = (weights(tmp_path / name, "ogd") for name in ("device", "host"))
+    start = weights_of(heads("eagle3"))
+    assert any(not torch.equal(found[key], start[key]) for key in start)
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)
 
 
 def test_a_rate_beyond_all_bounds(tmp_path, prompts, tiny, copy, capsys):

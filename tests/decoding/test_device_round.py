@@ -245,7 +245,7 @@ class Stopped(Exception):
     pass
 
 
-def loaded(target, drafter, sampling, monkeypatch):
+def loaded(target, drafter, sampling, monkeypatch, **options):
     """Rounds of a batch, one of which has been run. The kernels are those that a GPU without Triton would run: what
     the CPU's do on the host says nothing about it."""
     monkeypatch.setenv("SPECCTL_KERNELS", "reference")
@@ -260,7 +260,7 @@ def loaded(target, drafter, sampling, monkeypatch):
     launched = device_round.DeviceRounds._launch
     monkeypatch.setattr(device_round.DeviceRounds, "_launch", launch)
     with pytest.raises(Stopped):
-        decode(target, sampling=sampling, drafter=drafter)
+        decode(target, sampling=sampling, drafter=drafter, **options)
     return found[0]
 
 
@@ -269,10 +269,11 @@ def loaded(target, drafter, sampling, monkeypatch):
     ("name", "sampling"),
     [("plain", GREEDY), ("eagle3 chain", MIXED), ("eagle3 tree", MIXED), ("eagle", GREEDY), ("lm sampled", MIXED)],
 )
-def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention):
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "for a learner"])
+def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention, keeps):
     monkeypatch.setenv("SPECCTL_ATTENTION", attention)
     monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
-    rounds = loaded(tiny, drafters(name), sampling, monkeypatch)
+    rounds = loaded(tiny, drafters(name), sampling, monkeypatch, keeps=keeps)
     with torch.inference_mode(), NoHost(monkeypatch):
         rounds.round(rounds.state.capacity)
 

@@ -119,7 +119,7 @@ def test_a_chunk_survives_the_journey(tiny, pool, feedback):
     """Features of several texts go as one tensor each, and are taken apart again."""
     source, goal = (ReplayBuffer(tiny, (0, 2), max_bytes=2**20, feedback=feedback) for _ in range(2))
     prompts = [tiny.render([{"role": "user", "content": text}]) for text in QUESTIONS[:3]]
-    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), on_round=source.observe)
+    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), **source.listening)
     Chunk.of(source, Acceptance.of([(1, 2)])).into(goal)
     assert goal.texts == source.texts and goal.bytes == source.bytes and goal.kept.keys() == source.kept.keys()
     for index, features in source.kept.items():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import Draws
 from specctl.decoding.state import DecodeState
@@ -25,6 +26,14 @@ class Booking(NamedTuple):
     usable: bool  # the logits that the last token was drawn from are finite
 
 
+class Said(NamedTuple):
+    """The target's answer to the rows of a step: logits [B, 1+n, V], last states [B, 1+n, H], tapped [B, 1+n, F]."""
+
+    logits: Tensor
+    hidden: Tensor
+    tapped: Tensor | None
+
+
 NO_TOKEN = -1
 HEAD = 4  # numbers before the tokens in a row of `Resident.record`: tokens, depth, rejected, usable
 
@@ -37,7 +46,7 @@ class Resident:
         finished: [B] bool; such a sequence commits nothing any more.
         eos: [B, 1, ends] ids that end each sequence, filled up with `NO_TOKEN`.
         record: [B, HEAD + widest]: what the last round committed, untrimmed.
-        cache, features: the state's own.
+        cache, features, hidden, best: the state's own.
         widest: most tokens that a round commits.
     """
 
@@ -45,6 +54,7 @@ class Resident:
         batch, device = state.batch, state.device
         self.batch, self.device, self.widest = batch, device, widest
         self.cache, self.features, self.dtype = state.cache, state.features, state.dtype
+        self.hidden, self.best = state.hidden, state.best
         self.ids = torch.zeros(batch, state.capacity, dtype=torch.long, device=device)
         self.length, self.limit = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -85,11 +95,11 @@ class Resident:
         path: Tensor,
         accepted: Tensor,
         bonus: Tensor,
-        tapped: Tensor | None,
+        said: Said,
         deep: Tensor,
         usable: Tensor,
     ) -> None:
-        """`DecodeState.commit` on the device: ids, cache rows and features of the accepted `path` [B, n], the record.
+        """`DecodeState.commit` on the device: ids, cache rows and states of the accepted `path` [B, n], the record.
 
         `deep` [B]: depth of each draft; `usable` [B]: see `Booking`. The other arguments are those of a verdict.
         """
@@ -100,10 +110,13 @@ class Resident:
         base = self.length - 1
         if not draft.chain:
             self.cache.compact_at(base, source)
-        if self.features is not None and tapped is not None:
-            kept = torch.nn.functional.pad(source + 1, (1, 0))  # row 0 is the root
-            features = tapped.gather(1, kept.unsqueeze(-1).expand(-1, -1, tapped.shape[-1]))
-            self.features[self.sequences, base.unsqueeze(1) + place] = features
+        kept = torch.nn.functional.pad(source + 1, (1, 0))  # row 0 is the root
+        positions = base.unsqueeze(1) + place
+        for home, rows in ((self.features, said.tapped), (self.hidden, said.hidden)):
+            if home is not None and rows is not None:
+                home[self.sequences, positions] = rows.gather(1, kept.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+        if self.best is not None:
+            self.best[self.sequences, positions] = kernels.argmax(said.logits).gather(1, kept)
         tokens = torch.nn.functional.pad(draft.tokens.gather(1, source), (0, 1))
         tokens = torch.where(place == accepted.unsqueeze(1), bonus.unsqueeze(1), tokens)
         last = source.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)) if draft.size else bonus.unsqueeze(1)

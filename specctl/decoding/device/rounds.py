@@ -18,9 +18,9 @@ from torch import Tensor
 from specctl.decoding.attention import by_kernel
 from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
-from specctl.decoding.device.resident import Resident, ancestors, bookings, widest_ends
+from specctl.decoding.device.resident import Resident, Said, ancestors, bookings, widest_ends
 from specctl.decoding.plan import plan_at
-from specctl.decoding.protocols import DeviceDraft, OnDevice, Proposer
+from specctl.decoding.protocols import DeviceDraft, OnCommit, OnDevice, Proposer
 from specctl.decoding.records import PADDING, DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -28,11 +28,16 @@ from specctl.decoding.verify import judge, last_rows, not_finite, usable
 
 
 def device_rounds(
-    target: Target, state: DecodeState, drafter: Proposer, budget: Callable[[], int]
+    target: Target,
+    state: DecodeState,
+    drafter: Proposer,
+    budget: Callable[[], int],
+    on_commit: OnCommit | None = None,
 ) -> DeviceRounds | None:
     """Rounds on the device where they are of use: on a GPU, for the lean step and a drafter that knows how.
 
-    `budget`: draft nodes of a sequence; it may change only with the size of the batch, as all shapes do.
+    `budget`: draft nodes of a sequence; it may change only with the size of the batch, as all shapes do. `on_commit` is
+    told when the host has read what a round committed.
 
     The environment variable SPECCTL_GRAPHS: `0` leaves every round to the host; `eager` runs the device's rounds
     without graphs, on any device.
@@ -46,7 +51,7 @@ def device_rounds(
     draft = drafter.on_device(state, budget())
     if draft is None or draft.reach > state.spare:
         return None
-    return DeviceRounds(target, state, drafter, budget, capture=mode != "eager")
+    return DeviceRounds(target, state, drafter, budget, capture=mode != "eager", on_commit=on_commit)
 
 
 class DeviceRounds:
@@ -57,9 +62,17 @@ class DeviceRounds:
     graphs: graphs.Graphs
 
     def __init__(
-        self, target: Target, state: DecodeState, drafter: OnDevice, budget: Callable[[], int], *, capture: bool
+        self,
+        target: Target,
+        state: DecodeState,
+        drafter: OnDevice,
+        budget: Callable[[], int],
+        *,
+        capture: bool,
+        on_commit: OnCommit | None = None,
     ):
         self.target, self.state, self.drafter, self.budget, self.capture = target, state, drafter, budget, capture
+        self.on_commit = on_commit
         self.store: Tensor | None = None  # the cache's, for which all was made
         self.loaded = self.failed = False
         self.under_way: deque[graphs.Readback] = deque()
@@ -133,14 +146,14 @@ class DeviceRounds:
         sequences = self.sequences
         before = sequences.length.clone()
         draft = self.draft.propose(sequences, span)
-        logits, tapped, positions, deep = self.step(draft, span)
-        path, accepted, bonus = judge(sequences.draws, draft, logits, positions + 1)
-        sequences.commit(draft, path, accepted, bonus, tapped, deep, usable(last_rows(logits, path, accepted)))
+        said, positions, deep = self.step(draft, span)
+        path, accepted, bonus = judge(sequences.draws, draft, said.logits, positions + 1)
+        sequences.commit(draft, path, accepted, bonus, said, deep, usable(last_rows(said.logits, path, accepted)))
         self.draft.advance(sequences, before, span)
 
-    def step(self, draft: DraftTree, span: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """The target over the last committed tokens and their drafts: logits [B, 1+n, V], tapped [B, 1+n, F], positions
-        [B, 1+n] of these tokens, and how deep each draft is [B]."""
+    def step(self, draft: DraftTree, span: int) -> tuple[Said, Tensor, Tensor]:
+        """The target over the last committed tokens and their drafts: what it says, the positions [B, 1+n] of these
+        tokens, and how deep each draft is [B]."""
         sequences = self.sequences
         rows = torch.arange(draft.size + 1, device=sequences.device)
         if draft.chain:
@@ -153,8 +166,8 @@ class DeviceRounds:
             deep = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
         plan = plan_at(sequences.length - 1, visible, offset, span=span, dtype=sequences.dtype, chain=draft.chain)
         tokens = torch.cat((sequences.last, draft.tokens), 1)
-        logits, _, tapped = self.target.step(tokens, sequences.cache, plan, self.state.taps)
-        return logits, tapped, plan.positions, deep
+        said = Said(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
+        return said, plan.positions, deep
 
     def _book(self) -> bool:
         """Read what the oldest round under way committed; whether a text has finished with it."""
@@ -167,6 +180,8 @@ class DeviceRounds:
                 self.state.book(row, booking.committed, booking.depth, booking.rejected)
             else:
                 row.fail(not_finite(self.target))
+        if self.on_commit is not None:
+            self.on_commit(self.state)
         return len(self.state.live) < len(live)
 
     def settle(self) -> None:

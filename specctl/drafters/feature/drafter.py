@@ -160,9 +160,14 @@ class FeatureDrafter(Shaped, FeatureLayer):
                 mask[b, 0, place, seen] = 0
         return Plan(base, positions, span, mask, False, False)
 
+    @property
+    def even(self) -> bool:
+        """Whether no draft ends early."""
+        return self.shape.stop_below <= 0
+
     def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
         """None where drafts end early: that is decided by the host."""
-        return FeatureRounds(self, state, budget) if self.shape.stop_below <= 0 and budget > 0 else None
+        return FeatureRounds(self, state, budget) if self.even and budget > 0 else None
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Rows at the positions of `spans`, self-fed for `depths` steps: a training-time test over the cached slots.

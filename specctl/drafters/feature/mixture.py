@@ -72,6 +72,8 @@ class Mixture(FeatureDrafter):
 
     enter = feature  # type: ignore[assignment]
 
+    even = False
+
     def on_device(self, state: DecodeState, budget: int) -> None:
         """Rounds go through the host."""
 

@@ -261,10 +261,14 @@ class LMDrafter:
     def _samples(self, state: DecodeState) -> bool:
         return self.shape.sampled and not state.draws.greedy
 
+    @property
+    def even(self) -> bool:
+        """Whether no draft ends early, and the model is one of ours."""
+        return self.shape.stop_below <= 0 and isinstance(self.model, LeanModel)
+
     def on_device(self, state: DecodeState, budget: int) -> LMRounds | None:
         """None where drafts end early, which is decided by the host, and off the lean step."""
-        fixed = self.shape.stop_below <= 0 and budget > 0 and isinstance(self.model, LeanModel)
-        return LMRounds(self, state, budget) if fixed else None
+        return LMRounds(self, state, budget) if self.even and budget > 0 else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the target's vocabulary; models of one family pad theirs to different sizes."""
