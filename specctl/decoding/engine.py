@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from specctl import threads
+from specctl import processes, threads
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed, PerSequence, invalidate
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
@@ -91,8 +91,8 @@ class Engine:
         self._controllers: dict[int, Controller] = {}  # of the texts that have their own
         self.clock = Stopwatch()
         self._added = 0
-        # Where nobody looks at their verdicts, rounds can run ahead of the host.
-        self._ahead = type(self.controller) is Fixed and on_round is None and not host
+        # Where nobody looks at their verdicts, rounds can run ahead of the host. Slices compare theirs round by round.
+        self._ahead = type(self.controller) is Fixed and on_round is None and not host and processes.joined() == 1
         self._device: DeviceRounds | None = None
 
     def add(self, request: Request, controller: Controller | None = None) -> int:
@@ -158,6 +158,8 @@ class Engine:
                 self._round()
             self._clear_up()
             self.clock.decoded()
+        if processes.joined() > 1:
+            processes.same("the texts", [(text.ids[text.told :], text.stop) for text in self.texts.values()])
         return list(self._tell())
 
     def _round(self) -> None:
@@ -177,6 +179,8 @@ class Engine:
         except Exception as error:  # whatever a drafter raises ends no text but its own
             self._blame(chosen, error)
             return
+        if processes.joined() > 1:  # a forward of slices that have other rows would be nobody's
+            processes.same("the drafts", [draft.tokens.tolist(), draft.parents.tolist()])
         verdict = verify(self.target, state, draft)
         state.commit(verdict)
         for controller in controllers:

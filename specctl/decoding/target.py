@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from specctl import processes
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
 from specctl.decoding.models.ends import Ends, load_ends
 from specctl.decoding.models.identity import weights_digest
-from specctl.decoding.models.loading import keep_freed_memory, load_model, load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.models.loading import (
+    keep_freed_memory,
+    load_config,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+)
 from specctl.decoding.models.model import Model
+from specctl.decoding.models.parallel import WHOLE, Slice, load_slice
 from specctl.decoding.models.supported import unusable, why_unusable
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill
@@ -32,9 +42,10 @@ class Target(TargetText):
         model: runs the steps (`LeanModel` or `HFModel`); without `whole` its layers are not there (`Ends`).
         row_flops: of the products of one row with all weights that are there, attention aside; of a mixture, with all
             experts.
-        head_weight, squash: [V, H] its vocabulary head, and what becomes of the products with it: its logits.
+        squash: what becomes of the products with the vocabulary head: its logits.
 
-    With `consume` the weights of `model` become the target's alone: nobody else may use it afterwards.
+    With `consume` the weights of `model` become the target's alone: nobody else may use it afterwards. `part`: the
+    slice of the target that `model` holds; the other processes have the others.
     """
 
     def __init__(
@@ -48,6 +59,7 @@ class Target(TargetText):
         weights: str | None = None,
         consume: bool = False,
         whole: bool = True,
+        part: Slice = WHOLE,
     ):
         reason = lean.why_not(model.config)
         if not type(model).__module__.startswith("transformers.models."):
@@ -73,15 +85,23 @@ class Target(TargetText):
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
         _check_finite(name, model, head)
         if self.path == "lean":
-            own: LeanModel | HFModel = lean.LeanModel(model, consume)
+            own: LeanModel | HFModel = lean.LeanModel(model, consume, part)
         else:
             own = _tried(name, model, whole)
         self.whole = whole
         self.model: Model = own if whole else Ends(own)
         self.device, self.dtype = self.model.device, self.model.dtype
-        self.head_weight: Tensor = head.detach().to(self.device)
+        self.part, self._head = part, head.detach().to(self.device)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
+
+    @cached_property
+    def head_weight(self) -> Tensor:
+        """[V, H] the vocabulary head. That of slices is put together when it is first asked for, by all processes."""
+        if self.part.count == 1:
+            return self._head
+        with torch.inference_mode(False):  # some train on it
+            return self.part.gather(self._head.T, self.vocab_size).T.contiguous()
 
     @torch.inference_mode()
     def prefill(
@@ -166,24 +186,37 @@ def load_target(
     max_memory: str | None = None,
     path: str = "auto",
     whole: bool = True,
+    tensor_parallel: int = 1,
 ) -> Target:
     """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where.
 
     device_map: how `accelerate` spreads the layers over the GPUs of this process; max_memory: at most so much of each.
     whole: with its layers; without, it has embedding, final norm and vocabulary head, and no forward.
+    tensor_parallel: slices of it, one for each process of torchrun (UsageError where those are not as many). All of
+    them must then do the same with it.
     """
     where = pick_device(device)
     if where.type == "cpu":
         keep_freed_memory()
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if whole:
+    part = WHOLE
+    if whole and tensor_parallel > 1:
+        config = load_config(name, **options)
+        if path == "transformers":
+            raise UsageError("transformers' forward has no slices", "use the path 'auto' or 'lean'")
+        lean.check_slices(name, config, tensor_parallel)
+        part = Slice(processes.join(tensor_parallel, where), tensor_parallel)
+        model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
+    elif whole:
         spread = {"device_map": device_map, "max_memory": max_memory}
         model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, **spread)
     else:
         model = load_ends(name, device=where, dtype=pick_dtype(dtype, where), **options)
     tokenizer = load_tokenizer(name, **options)
     weights = weights_digest(name, revision)
-    target = Target(name, model, tokenizer, revision=revision, path=path, weights=weights, consume=True, whole=whole)
+    target = Target(
+        name, model, tokenizer, revision=revision, path=path, weights=weights, consume=True, whole=whole, part=part
+    )
     if where.type == "cuda":
         torch.cuda.empty_cache()  # what was packed left holes, which nobody but torch could use
     return target

@@ -14,9 +14,11 @@ from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import Linear, RMSNorm, add_norm, attend, gated
+from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
+from specctl.errors import UsageError
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 # Frequencies that change with the sequence length cannot be tabulated once.
@@ -41,6 +43,28 @@ def why_not(config) -> str | None:
     if getattr(config, "quantization_config", None):
         return "quantised weights"
     return None
+
+
+def why_not_sliced(config, count: int) -> str | None:
+    """None when the lean step computes this configuration in so many slices (`parallel.py`); otherwise the reason it
+    cannot."""
+    reason = why_not(config)
+    if reason is not None:
+        return reason
+    heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    if heads % count:
+        return f"{heads} attention heads cannot be divided by {count}"
+    if kv_heads % count and count % kv_heads:
+        return f"{kv_heads} key heads cannot be shared by {count} processes"
+    return f"the inner size of {inner} cannot be divided by {count}" if inner % count else None
+
+
+def check_slices(name: str, config, count: int) -> None:
+    """Raise UsageError where the target `name` cannot be in so many slices."""
+    reason = why_not_sliced(config, count)
+    if reason is not None:
+        hint = "another target.tensor_parallel, or target.device_map=auto"
+        raise UsageError(f"target {name} cannot be in {count} slices: {reason}", hint)
 
 
 class _LeanLayer:
@@ -80,16 +104,18 @@ class LeanModel:
     Args:
         consume: empty every layer of `model` once it is packed. The two together never hold more than the weights and
             one layer, and `model` is of no use afterwards.
+        part: the slice of a target that `model` holds (`parallel.load_slice`); all processes run the same forwards.
     """
 
-    def __init__(self, model, consume: bool = False):
+    def __init__(self, model, consume: bool = False, part: Slice = WHOLE):
         config = model.config
         body = model.model
         self.dtype = model.dtype
         self.device = body.embed_tokens.weight.device
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.part = part
+        self.heads = len(part.of(config.num_attention_heads))
+        self.kv_heads = len(part.of(config.num_key_value_heads))
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.scale = self.head_dim**-0.5
         self.hidden_size = config.hidden_size
         self.embedding = body.embed_tokens.weight.detach()
@@ -100,9 +126,9 @@ class LeanModel:
                 parameter.data = parameter.new_empty(0)
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)
         normed = any(layer.q_norm is not None for layer in self.layers)
-        self._shape = LayerShape(
-            self.hidden_size, config.intermediate_size, self.heads, self.kv_heads, self.head_dim, normed
-        )
+        inner = len(part.of(config.intermediate_size))
+        self._shape = LayerShape(self.hidden_size, inner, self.heads, self.kv_heads, self.head_dim, normed)
+        self.vocab_size = self.embedding.shape[0]
         self.head = Linear(model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
@@ -153,8 +179,9 @@ class LeanModel:
                 qkv = rope.rotate(qkv, table)
                 cache.write(index, qkv[:, heads:], plan)
                 q = qkv[:, :heads].unflatten(0, (batch, rows))
-            x, y = add_norm(x, layer.o(attend(q, cache, index, plan, self.scale)), layer.post_norm, fuse)
-            x, y = add_norm(x, layer.down(gated(layer.gate_up(y), fuse)), norm, fuse)
+            attended = self.part.sum(layer.o(attend(q, cache, index, plan, self.scale)))
+            x, y = add_norm(x, attended, layer.post_norm, fuse)
+            x, y = add_norm(x, self.part.sum(layer.down(gated(layer.gate_up(y), fuse))), norm, fuse)
             if index + 1 in taps:
                 kept[index + 1] = x.to(self.dtype)
         if len(self.layers) in taps:
@@ -170,4 +197,4 @@ class LeanModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of h [..., H] (after the final norm)."""
-        return self.head(hidden)
+        return self.part.gather(self.head(hidden), self.vocab_size)

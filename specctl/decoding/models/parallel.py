@@ -1,0 +1,131 @@
+"""Tensor parallelism: one target in slices over the processes of torchrun, each on a GPU of its own.
+
+Megatron-LM (Shoeybi et al. 2019, §3): query and key heads, the inner size of the MLP and the vocabulary are cut into
+equal parts. A layer adds up what its parts give twice, behind the attention and behind the MLP; the logits are put
+together. An all-reduce gives every process the same bits, with gloo and with NCCL, as each sum is computed in one place
+and then sent to all: so all processes have the same hidden states and logits, and decide alike.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specctl.decoding.models.identity import model_directory, weight_files
+from specctl.decoding.models.loading import is_hub_id, load_generation_config, reading
+from specctl.errors import CheckpointError
+
+CUT = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)$")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Part `rank` of `count` equal ones of a target; all of it where there is one."""
+
+    rank: int = 0
+    count: int = 1
+
+    def of(self, total: int) -> range:
+        """Places of this part among `total` things; where they are fewer than parts, several parts share one."""
+        size = max(total // self.count, 1)
+        start = self.rank * total // self.count
+        return range(start, start + size)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all parts, in the place of this one."""
+        if self.count > 1:
+            torch.distributed.all_reduce(part)
+        return part
+
+    def gather(self, part: Tensor, total: int) -> Tensor:
+        """[..., total] of all parts [..., ⌈total / count⌉], side by side; what the last ones have beyond that is
+        padding."""
+        if self.count == 1:
+            return part
+        parts = part.new_empty(self.count, *part.shape)
+        torch.distributed.all_gather(list(parts), part.contiguous())
+        return parts.movedim(0, -2).flatten(-2)[..., :total].contiguous()
+
+
+WHOLE = Slice()
+
+
+def load_slice(
+    name: str, config: Any, part: Slice, *, device: torch.device, dtype: torch.dtype, revision: str | None = None
+) -> Any:
+    """The `transformers` model of a target, Llama-shaped by its `config`, with one slice of the weights; no others are
+    read. CheckpointError where it has no safetensors files or they lack a tensor.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with reading(name):
+        files = _tensors(name, revision)
+        for key, parameter in list(model.named_parameters()):  # a tied head is the embedding, which comes once
+            if key not in files:
+                raise CheckpointError(f"target {name}: its safetensors files do not hold {key}")
+            tensor = _cut(files[key].get_slice(key), key, parameter.shape, config, part)
+            module = model.get_submodule(key.rpartition(".")[0])
+            setattr(module, key.rpartition(".")[2], _fixed(tensor.to(device, dtype)))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = _fixed(_rows_of_vocabulary(model.model.embed_tokens.weight, part, config.vocab_size))
+    for layer in model.model.layers if part.rank else ():  # once in a sum is enough
+        layer.self_attn.o_proj.bias = layer.mlp.down_proj.bias = None
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    model.generation_config = load_generation_config(name, config, revision=revision)
+    return model.eval()
+
+
+def _tensors(name: str, revision: str | None) -> dict[str, Any]:
+    """The open safetensors file of every tensor of a target."""
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+
+    if is_hub_id(name):
+        snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"])
+    directory = model_directory(name, revision)
+    paths = [] if directory is None else weight_files(directory)
+    if not paths or any(path.suffix != ".safetensors" for path in paths):
+        raise CheckpointError(f"target {name} has no safetensors files, which slices are read from")
+    files = [safe_open(path, "pt") for path in paths]
+    return {key: file for file in files for key in file.keys()}  # noqa: SIM118  # a file is no mapping
+
+
+def _cut(tensor: Any, key: str, shape: torch.Size, config: Any, part: Slice) -> Tensor:
+    """The part of a tensor in a file (`safe_open(…).get_slice`) that a slice has, of [..] `shape` as a whole."""
+    if list(shape) != tensor.get_shape():
+        raise CheckpointError(f"{key} is {tensor.get_shape()} in the file, {list(shape)} by config.json")
+    if key.startswith("lm_head."):
+        return _rows_of_vocabulary(tensor, part, shape[0])
+    place = CUT.search(key)
+    if place is None:
+        return tensor[:]
+    name, kind = place.groups()
+    units = {
+        **dict.fromkeys("qo", config.num_attention_heads),
+        **dict.fromkeys("kv", config.num_key_value_heads),
+    }.get(name, config.intermediate_size)
+    if name in ("o", "down"):
+        return tensor[:] if kind == "bias" else tensor[:, _scaled(part.of(units), shape[1] // units)]
+    return tensor[_scaled(part.of(units), shape[0] // units)]
+
+
+def _scaled(units: range, size: int) -> slice:
+    return slice(units.start * size, units.stop * size)
+
+
+def _rows_of_vocabulary(weight: Any, part: Slice, total: int) -> Tensor:
+    """Rows of a vocabulary head or its bias, padded with zeros so that all parts have as many."""
+    size = -(-total // part.count)
+    rows = weight[min(part.rank * size, total) : min((part.rank + 1) * size, total)]
+    return F.pad(rows, (*[0] * (2 * rows.ndim - 1), size - len(rows)))
+
+
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

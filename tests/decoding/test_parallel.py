@@ -1,0 +1,126 @@
+"""A target in slices over two processes says what it says in one, and processes that come to differ are stopped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from specctl import processes
+from specctl.decoding.models.lean import why_not_sliced
+from specctl.decoding.models.parallel import Slice
+from specctl.decoding.target import load_target
+from specctl.errors import UsageError
+from tests.conftest import SIZES, write_tiny
+from tests.decoding.two_slices import answers
+
+ROOT = Path(__file__).parents[2]
+ODD = 4099  # a vocabulary that two do not share equally
+KINDS = {
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16, "attention_bias": True, "vocab_size": ODD}),
+    "tied": (
+        "LlamaConfig",
+        SIZES
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "vocab_size": ODD}
+        | {"num_key_value_heads": 1},  # which both processes have
+    ),
+}
+
+
+def torchrun(*arguments, **options):
+    """Two processes on this machine, told nothing by an outer launcher."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    return subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """(targets, what the first process said of each, what the second one did)."""
+    directory = tmp_path_factory.mktemp("slices")
+    targets = {"builtin": "builtin"}
+    targets |= {name: write_tiny(directory / name, *kind) for name, kind in KINDS.items()}
+    done = torchrun(ROOT / "tests" / "decoding" / "two_slices.py", directory / "said", *targets.values())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return targets, *(json.loads(Path(f"{directory}/said.{rank}").read_text()) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("name", ["builtin", *KINDS])
+def test_slices_say_what_the_whole_says(said, name):
+    targets, *both = said
+    target = load_target(targets[name], device="cpu", dtype="fp32")
+    alone = answers(target)
+    for sliced in (one[targets[name]] for one in both):
+        assert sliced["texts"] == alone["texts"]
+        assert sliced["head"] == alone["head"]
+        for key in ("logits", "tapped"):
+            torch.testing.assert_close(torch.tensor(sliced[key]), torch.tensor(alone[key]), rtol=1e-3, atol=1e-3)
+        assert 2 * sliced["cache"] == alone["cache"] * (2 if name == "tied" else 1)
+        if name == "tied":  # both have the one key head
+            assert sliced["weights"] < 0.6 * alone["weights"]
+        else:
+            assert 2 * sliced["weights"] == alone["weights"]
+
+
+def test_both_processes_have_the_same_bits(said):
+    """Decisions follow from logits: where these differ in the last bit, a tie parts the processes."""
+    targets, first, second = said
+    for place in targets.values():
+        assert all(first[place][key] == second[place][key] for key in ("texts", "logits", "tapped", "head"))
+
+
+def test_processes_that_differ_are_stopped_by_name(said):
+    """Another draft would be verified as nobody's; another text would go its own way until a forward hangs."""
+    _, *both = said
+    for one in both:
+        assert one["agreed"] == "the first"
+        assert "come to differ in the drafts" in one["drafts"]
+        assert "come to differ in the texts" in one["texts"]
+    assert ["follows" in one for one in both] == [False, True]
+
+
+def test_parts_make_the_whole():
+    """Whatever the numbers, every thing is in a part; where parts are more, neighbours share one."""
+    for total, count in ((8, 2), (8, 8), (4, 8), (1, 4)):
+        parts = [Slice(rank, count).of(total) for rank in range(count)]
+        assert {one for part in parts for one in part} == set(range(total))
+        assert {len(part) for part in parts} == {max(1, total // count)}
+        assert parts == sorted(parts, key=lambda part: part.start)
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "reason"),
+    [
+        (LlamaConfig(**SIZES), 3, "4 attention heads"),
+        (LlamaConfig(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 4}), 6, "4 key heads"),
+        (LlamaConfig(**SIZES | {"intermediate_size": 66}), 4, "inner size of 66"),
+        (Qwen3MoeConfig(), 2, "model type 'qwen3_moe'"),
+        (Qwen3Config(**SIZES), 4, None),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(config, count, reason):
+    said = why_not_sliced(config, count)
+    assert said is None if reason is None else reason in said
+
+
+def test_slices_need_as_many_processes():
+    with pytest.raises(UsageError, match="needs 2 processes, and 1 was started"):
+        load_target("builtin", device="cpu", tensor_parallel=2)
+    assert processes.joined() == 1
+
+
+def test_a_target_of_another_kind_is_refused(tiny_directory):
+    with pytest.raises(UsageError, match="cannot be in 2 slices: model type 'gpt2'"):
+        load_target(tiny_directory("gpt2"), device="cpu", tensor_parallel=2)
+
+
+def test_alone_a_process_agrees_with_itself():
+    assert processes.agree({"a": 1}) == {"a": 1}
+    processes.same("nothing", object())
+    assert not processes.follows()
