@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl import threads
+from specctl import processes, threads
 from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe, model_for
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
@@ -109,15 +111,45 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
 
     Raises what the command raises, and UsageError where another process runs in that directory.
     """
+    if recipe.target.tensor_parallel > 1:
+        return _execute_as_one(command, recipe)
+    return _execute(command, recipe)
+
+
+def _execute(command: str, recipe: CommandRecipe, place: Path | None = None) -> tuple[Any, dict[str, Any]]:
+    """`execute` in this process. `place`: of the run, if the recipe's own is not meant."""
     makers = (WriterRecipe, ConverterRecipe)
     # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
-    run = Run.create(command, recipe, None if isinstance(recipe, makers) else recipe.output_dir)
+    run = Run.create(command, recipe, place or (None if isinstance(recipe, makers) else recipe.output_dir))
     place = getattr(recipe, "output", run.dir)
     with naming(place), threads.chosen(recipe.resources.threads), run.held():
         result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
         document = run.result(dataclasses.asdict(result))
         artefacts.write(document, run.dir)
     return result, document
+
+
+def _execute_as_one(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
+    """`execute` in every process that holds a slice of the target. The first one writes; what the others write goes
+    into copies of its directories, which are thrown away: so they read what it reads, and do what it does."""
+    from specctl.decoding.models.loading import pick_device
+
+    count = recipe.target.tensor_parallel
+    processes.join(count, pick_device(recipe.target.device))
+    told = recipe.model_dump(mode="json")
+    if not processes.follows():
+        processes.same("their recipes", told)  # waits for the copies
+        return _execute(command, recipe)
+    with tempfile.TemporaryDirectory() as scratch:
+        run, copy = Path(scratch) / "run", Path(scratch) / "copy"
+        run.mkdir()
+        original = getattr(recipe, "output", recipe.output_dir)
+        if original is not None and original.is_dir():
+            shutil.copytree(original, copy)
+        copy.mkdir(exist_ok=True)
+        processes.same("their recipes", told)
+        here = recipe.model_copy(update={"output_dir": copy})
+        return _execute(command, here, run if isinstance(recipe, WriterRecipe) else copy)
 
 
 def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:

@@ -13,6 +13,7 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from specctl import processes
 from specctl.errors import Interrupted
 from specctl.redaction import redacted
 
@@ -197,12 +198,15 @@ class Interrupts:
         self._signal = number
 
     def requested(self) -> bool:
-        """True once a signal arrived: finish the step, save, then call `check`."""
-        return self._signal is not None
+        """True once a signal arrived: finish the step, save, then call `check`.
+
+        Of processes that decode as one the first decides; others would leave it in the middle of a forward.
+        """
+        return self._signal is not None and not processes.follows()
 
     def check(self) -> None:
         """Raise `Interrupted` (exit code 75) once a signal arrived."""
-        if self._signal is not None:
+        if self.requested():
             raise self._interrupted("continue with --resume")
 
     def reset(self) -> None:

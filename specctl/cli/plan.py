@@ -38,14 +38,20 @@ def check_label(domain: str) -> None:
 
 
 def check_target(target: TargetRecipe) -> str:
-    """One line about how the target would run, from its configuration. CheckpointError where it cannot be used."""
+    """One line about how the target would run, from its configuration. Raises CheckpointError where it cannot be used,
+    UsageError where it cannot be in slices."""
     where = local_target(target)
     if where is None:
         return f"target {target.name} is read from the Hugging Face hub; not checked"
     from specctl.decoding.models.describe import path_of
+    from specctl.decoding.models.lean import check_slices
     from specctl.decoding.models.loading import load_config
 
-    path, why = path_of(load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code))
+    config = load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    path, why = path_of(config)
+    if target.tensor_parallel > 1:
+        check_slices(target.name, config, target.tensor_parallel)
+        why = f"{why}, in {target.tensor_parallel} slices"
     return f"target {target.name} runs by {step_name(path)}: {why}"
 
 

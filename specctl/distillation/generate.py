@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specctl import progress
+from specctl import processes, progress
 from specctl.decoding.loop import stream
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
@@ -224,7 +224,7 @@ def _records(
             if response is not None:
                 rows.append(record(jobs[following], response, target))
             following += 1
-        stopping, late = progress.interrupts.requested(), time.monotonic() - written > FLUSH_S
+        stopping, late = progress.interrupts.requested(), processes.agree(time.monotonic() - written > FLUSH_S)
         if stopping and not ordered:
             rows += _left(early, jobs, target)
         if len(rows) >= size or (rows and (late or stopping)):

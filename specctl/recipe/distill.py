@@ -39,6 +39,8 @@ class FilterRecipe(Section):
 class DistillRecipe(WriterRecipe):
     """`specctl distill`: responses sampled from the target; output_dir None = ./distilled/<domain>."""
 
+    sliceable = True
+
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 0.3, 0.7, 1.0]

@@ -17,6 +17,8 @@ class EvalRecipe(RunRecipe):
     are then those that the drafters were made for, unless `data.domain` is given.
     """
 
+    sliceable = True
+
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()

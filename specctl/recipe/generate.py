@@ -8,6 +8,8 @@ from specctl.recipe.sections import CommandRecipe, DraftingRecipe, Name, Samplin
 class GenerateRecipe(CommandRecipe):
     """`specctl generate`: one prompt with and without a drafter."""
 
+    sliceable = True
+
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     prompt: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -96,6 +96,7 @@ class TargetRecipe(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process' GPUs
     max_memory: Annotated[str, Field(pattern=r"^\d+([KMG]i?)?B$")] | None = None  # with device_map: of each GPU, 60GiB
+    tensor_parallel: PositiveInt = 1  # slices, of which each process of torchrun holds one
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -105,6 +106,8 @@ class TargetRecipe(Section):
             raise ValueError("device_map spreads the target over the GPUs of the process: leave device at auto")
         if self.max_memory is not None and self.device_map is None:
             raise ValueError("max_memory needs a device_map")
+        if self.device_map is not None and self.tensor_parallel > 1:
+            raise ValueError("device_map and tensor_parallel exclude each other: both spread the target")
         return self
 
     @property
@@ -196,6 +199,28 @@ class CommandRecipe(Section):
     target: TargetRecipe = TargetRecipe()
     resources: ResourceRecipe = ResourceRecipe()
     output_dir: LocalPath | None = None
+
+    sliceable: ClassVar[bool] = False
+    """Whether several processes can carry it out as one, with a target in slices."""
+
+    @model_validator(mode="after")
+    def _slices(self) -> Self:
+        """Refuse, where the target is in slices, what several processes would do each for itself."""
+        if self.target.tensor_parallel == 1:
+            return self
+        if not self.sliceable:
+            raise ValueError("target.tensor_parallel is for generate, distill, eval and select")
+        server, data = getattr(self, "server", None), getattr(self, "data", None)
+        alone = {
+            "server": server is not None and server.urls,
+            "an input on stdin": "-" in (getattr(self, "prompt", None), data and data.prompts),
+            "baseline transformers": "transformers" in getattr(self, "baselines", ()),
+            **{key: getattr(self, key, None) for key in ("log", "record", "replay", "train_router")},
+        }
+        for key, there in alone.items():
+            if there:
+                raise ValueError(f"{key} is for one process: leave it out, or target.tensor_parallel")
+        return self
 
 
 class ResumableRecipe(CommandRecipe):

@@ -128,6 +128,8 @@ class SelectRecipe(CommandRecipe):
     learnt is forgotten at every `reset`.
     """
 
+    sliceable = True
+
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()

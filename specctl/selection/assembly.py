@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from specctl import processes
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
@@ -88,7 +89,7 @@ def _rules(arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callabl
         # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
         rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
     if {"reward": rules.reward, "losses": rules.loss}.get(registry.learns(name)) == "throughput":
-        rules = replace(rules, step=step())
+        rules = replace(rules, step=processes.agree(step()))
     return rules
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from specctl import processes
 from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.records import DraftTree, Label, Verdict
 from specctl.decoding.records import Sequence as Text
@@ -82,7 +83,7 @@ class BatchSelector(Controller):
         return arm
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = time.perf_counter() - self._began
+        seconds = processes.agree(time.perf_counter() - self._began)
         assert self._arm is not None
         arm, texts = self.arms[self._arm], len(self._lengths)
         assert arm.made is not None

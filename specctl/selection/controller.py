@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specctl import processes
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.records import DraftTree, Label, Verdict
@@ -180,7 +181,7 @@ class Selector(Controller):
         return played[0] if len(set(played)) == 1 else PerSequence(played)
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = self._seconds(state, time.perf_counter() - self._began)
+        seconds = self._seconds(state, processes.agree(time.perf_counter() - self._began))
         if self.scorer is not None:
             self.scorer.keep(state, verdict, self._live)
         for b in self._live:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specctl import progress
+from specctl import processes, progress
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
@@ -63,7 +63,7 @@ class Guarded:
             self._failed(state, error)
             draft, failed = empty_draft(state.batch, state.device), True
         synchronise(state.device)
-        self.made = Made(draft, budget, time.perf_counter() - began, failed)
+        self.made = Made(draft, budget, processes.agree(time.perf_counter() - began), failed)
         return draft
 
     def advance(self, state: DecodeState) -> None:
@@ -80,7 +80,7 @@ class Guarded:
         began = time.perf_counter()
         self.advance(state)
         synchronise(state.device)
-        return time.perf_counter() - began
+        return processes.agree(time.perf_counter() - began)
 
     def forget(self) -> None:
         """Forget failures."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specctl import progress, threads
+from specctl import processes, progress, threads
 from specctl.decoding.engine import Engine
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
@@ -115,17 +115,24 @@ class LevelDrafter(Protocol):
 def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     """The costs of rounds with a head, kept from before or measured. `name`: its family and architecture."""
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
-    key = json.dumps([_machine(target), target.identity["weights"] or target.name, str(target.dtype), name])
+    sliced = [f"{processes.joined()} slices"] if processes.joined() > 1 else []
+    weights = target.identity["weights"] or target.name
+    key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced])
     kept = _read(path)
+    known = None
     with suppress(KeyError, TypeError, ValueError):
         found = dict(kept[key])
-        return Costs(tuple(map(float, found.pop("rounds"))), **{name: float(found[name]) for name in SINGLE})
-    costs = measure(target, head)
+        known = Costs(tuple(map(float, found.pop("rounds"))), **{name: float(found[name]) for name in SINGLE})
+    if (known := processes.agree(known)) is not None:
+        return known
+    costs = processes.agree(measure(target, head))
     progress.log(
         f"measured once, in rounds of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
         f"{TEXTS} texts {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
         f"{costs.level:.2f} (kept in {path})"
     )
+    if processes.follows():
+        return costs
     with suppress(OSError):  # where it cannot be kept, it is measured again
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(_read(path) | {key: asdict(costs)}, indent=1))
@@ -168,7 +175,7 @@ def measure(target: Target, head: LevelDrafter) -> Costs:
         states = {name: _texts(target, head, count, length) for name, (count, length, _) in timed.items()}
         began = time.monotonic()
         for repeat in range(REPEATS + WARM_UP):
-            if repeat > WARM_UP and time.monotonic() - began > ENOUGH_S:
+            if repeat > WARM_UP and processes.agree(time.monotonic() - began > ENOUGH_S):
                 break
             taken: dict[str, float] = {}
             for name, (count, length, sizes) in timed.items():

@@ -1,0 +1,66 @@
+"""Commands under torchrun, each process with a slice of the target: one of them speaks and writes, and texts stay."""
+
+import json
+import re
+
+import pytest
+
+from specctl import api
+from specctl.errors import RecipeError
+from specctl.recipe.resolve import Setting, resolve
+from tests.decoding.test_parallel import torchrun
+
+COMMANDS = {
+    "eval": {"drafters": ["lookup"], "baselines": ["vanilla"], "limit": 2, "save_outputs": True},
+    "distill": {"data.limit": 5, "batch_size": 2},
+    "select": {"arms.names": ["lookup", "suffix"], "limit": 2, "save_outputs": True},
+}
+COMMON = {"target.dtype": "fp32", "target.device": "cpu", "sampling.max_new_tokens": 12}
+
+
+def texts(directory):
+    """What a command has written, by prompt and drafter, whatever it has measured."""
+    path = next(path for name in ("outputs.jsonl", "shard-*.jsonl") for path in directory.glob(name))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(row["id"], row.get("drafter")): row.get("output_ids") or row["response_ids"] for row in rows}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_two_processes_write_what_one_does(command, tmp_path, monkeypatch):
+    """Two writers in one directory would spoil it, and results on stdout twice would be none."""
+    monkeypatch.chdir(tmp_path)
+    settings = COMMON | COMMANDS[command]
+    sliced = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    done = torchrun(
+        *("-m", "specctl", command, *sliced, "target.tensor_parallel=2", "--output-dir", "two", "--json"), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["command"] == command
+    assert len(re.findall(r"responses to", done.stderr)) == (command == "distill")
+    made = [Setting(tuple(key.split(".")), value, key) for key, value in settings.items()]
+    made.append(Setting(("output_dir",), "one", "output_dir"))
+    api.execute(command, resolve(command, flags=made))
+    assert texts(tmp_path / "two") == texts(tmp_path / "one")
+    names = [sorted(path.name for path in (tmp_path / place).iterdir()) for place in ("one", "two")]
+    assert names[0] == names[1]
+    if command == "distill":
+        assert len(list((tmp_path / "runs").iterdir())) == 2  # one of each
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "value", "reason"),
+    [
+        ("bench", None, None, "for generate, distill, eval and select"),
+        ("train-drafter", None, None, "for generate, distill, eval and select"),
+        ("eval", "limit", 1, "baseline transformers is for one process"),
+        ("distill", "server.urls", ["http://localhost:1"], "server is for one process"),
+        ("distill", "data.prompts", "-", "an input on stdin is for one process"),
+        ("select", "record", "table.parquet", "record is for one process"),
+        ("generate", "target.device_map", "auto", "exclude each other"),
+    ],
+)
+def test_what_slices_cannot_do_is_refused_before_anything_is_loaded(command, key, value, reason):
+    settings = [Setting(("target", "tensor_parallel"), 2, "a flag")]
+    settings += [Setting(tuple(key.split(".")), value, "a flag")] if key else []
+    with pytest.raises(RecipeError, match=reason):
+        resolve(command, flags=settings)
