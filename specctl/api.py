@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import processes, threads
-from specctl.recipe import RECIPES, CommandRecipe, ConverterRecipe, EvalRecipe, SelectRecipe, WriterRecipe, model_for
+from specctl.recipe import (
+    RECIPES,
+    CommandRecipe,
+    ConverterRecipe,
+    EvalRecipe,
+    SelectRecipe,
+    TrainRecipe,
+    WriterRecipe,
+    model_for,
+)
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run, naming
@@ -111,7 +120,7 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
 
     Raises what the command raises, and UsageError where another process runs in that directory.
     """
-    if recipe.target.tensor_parallel > 1:
+    if recipe.target.tensor_parallel > 1 and not isinstance(recipe, TrainRecipe):  # whose processes know each other
         return _execute_as_one(command, recipe)
     return _execute(command, recipe)
 

@@ -209,7 +209,7 @@ class CommandRecipe(Section):
         if self.target.tensor_parallel == 1:
             return self
         if not self.sliceable:
-            raise ValueError("target.tensor_parallel is for generate, distill, eval and select")
+            raise ValueError("target.tensor_parallel is for generate, distill, eval, select and train-drafter")
         server, data = getattr(self, "server", None), getattr(self, "data", None)
         alone = {
             "server": server is not None and server.urls,

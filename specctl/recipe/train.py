@@ -172,6 +172,8 @@ class TrainRecipe(WriterRecipe):
     `each` trains one drafter per domain; output_dir is then the pool's directory, None = ./drafters.
     """
 
+    sliceable = True
+
     data: DataRecipe = DataRecipe()
     arch: Arch = DEFAULT
     each: bool = False
@@ -204,6 +206,13 @@ class TrainRecipe(WriterRecipe):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0  # also set by deepspeed.zero_optimization.stage
     deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
     log: list[Literal["tensorboard", "wandb", "trackio"]] = []
+
+    @model_validator(mode="after")
+    def _features_of_slices(self) -> TrainRecipe:
+        """All processes run a target in slices over the same texts, but train on texts of their own."""
+        if self.target.tensor_parallel > 1 and self.features.mode != "cached":
+            raise ValueError("target.tensor_parallel computes features before the training: set features.mode=cached")
+        return self
 
     @model_validator(mode="after")
     def _one_place_for_each_option_of_the_engine(self) -> TrainRecipe:

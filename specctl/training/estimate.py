@@ -151,9 +151,10 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
 
 
 def loads_layers_here(recipe: TrainRecipe) -> bool:
-    """`loads_layers` of this process' machine; all is loaded on a GPU that the table does not know."""
+    """`loads_layers` of this process' machine; all is loaded on a GPU that the table does not know, and where slices of
+    the target were asked for."""
     chosen, machine = recipe.features.whole_target, machine_for(recipe)
-    if chosen is not None or not recipe.spares_layers or machine is None:
+    if chosen is not None or recipe.target.tensor_parallel > 1 or not recipe.spares_layers or machine is None:
         return chosen is not False
     target = recipe.target
     config = load_config(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)

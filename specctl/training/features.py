@@ -93,7 +93,8 @@ class FeatureStore:
                 f"target {self.target.name} that would compute them are not loaded",
                 "features.whole_target=true computes them here, --features-from http://host:8000 by a server",
             )
-        mine = missing[rank::world]
+        together = self.target.part.count > 1  # every process has a slice of the target: all run it over all texts
+        mine = missing if together else missing[rank::world]
         if mode == "memory":
             with track("target features", total=len(homes[rank]), unit="responses") as bar:
                 self.kept, self.at_home = self._run(list(self._groups(homes[rank])), bar), True
@@ -107,7 +108,9 @@ class FeatureStore:
                 _meet()  # nobody writes before the directory is held, which ends when all have written
                 if mode == "cached":
                     for number in mine:
-                        files.write(number, self._run(shards[number], bar), {})
+                        computed = self._run(shards[number], bar)
+                        if rank == 0 or not together:
+                            files.write(number, computed, {})
                 elif mine:
                     from specctl.training.served_features import served  # HTTP, which nobody else needs
 

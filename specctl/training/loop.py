@@ -289,7 +289,7 @@ class Trainer:
             self._expect()
             return
         tensors = weights(self.engine)
-        if self.rank == 0:
+        if self._decodes:
             at = self.at
             if not self.corpus.choosing:  # nothing to choose by: the last one is kept
                 self._write(tensors)
@@ -301,6 +301,11 @@ class Trainer:
             if mat > at.best_mat:
                 at.best_mat = mat
                 self._write(tensors)
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether this process decodes held-out prompts: the first one, or all that have a slice of the target."""
+        return self.rank == 0 or self.target.part.count > 1
 
     def _expect(self) -> None:
         """Write the drafter when more is expected of it than so far; the last one where nothing can be expected."""
@@ -321,6 +326,9 @@ class Trainer:
             self._write(tensors)
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write the drafter with these weights, from the first process."""
+        if self.rank:
+            return
         at, recipe = self.at, self.recipe
         mat = mats(self.corpus, choosing=at.best_mat or math.nan)
         expected = mats(self.corpus, reported=at.reported_expected or math.nan, choosing=at.best_expected or math.nan)
@@ -336,7 +344,7 @@ class Trainer:
     def _measured(self) -> tuple[float, list[float]]:
         """mat and acceptance by position of the kept drafter on the prompts that did not choose it; written beside its
         weights."""
-        if self.rank or not self.corpus.reporting or not self.target.whole:
+        if not self._decodes or not self.corpus.reporting or not self.target.whole:
             return math.nan, []
         kept = drafter_directory.load(self.recipe.output)
         drafter = load_drafter(str(self.recipe.output), self.target, DraftingRecipe())
@@ -344,7 +352,9 @@ class Trainer:
         self.run.metrics(step=self.at.step, reported_mat=mat)
         self.trackers.log(self.at.step, reported_mat=mat)
         info = kept.info | {"mat": mats(self.corpus, reported=mat, choosing=self.at.best_mat or math.nan)}
-        drafter_directory.save(self.recipe.output, config=kept.config, tensors=kept.tensors, info=info, overwrite=True)
+        if self.rank == 0:
+            tensors = kept.tensors
+            drafter_directory.save(self.recipe.output, config=kept.config, tensors=tensors, info=info, overwrite=True)
         return mat, acceptance
 
     def result(self) -> TrainResult:

@@ -50,8 +50,8 @@ def test_two_processes_write_what_one_does(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "key", "value", "reason"),
     [
-        ("bench", None, None, "for generate, distill, eval and select"),
-        ("train-drafter", None, None, "for generate, distill, eval and select"),
+        ("bench", None, None, "for generate, distill, eval, select and train-drafter"),
+        ("train-drafter", "features.mode", "online", "set features.mode=cached"),
         ("eval", "limit", 1, "baseline transformers is for one process"),
         ("distill", "server.urls", ["http://localhost:1"], "server is for one process"),
         ("distill", "data.prompts", "-", "an input on stdin is for one process"),

@@ -421,6 +421,19 @@ def launch(distilled, place, processes, stage, *flags):
     return logged(place)
 
 
+def test_a_target_in_slices_trains_what_a_whole_one_does(distilled, tmp_path):
+    """Features of other texts than a process asked for, or a mat that only one of them measures, hang or differ."""
+    made = {}
+    for slices in (1, 2):
+        place = tmp_path / str(slices)
+        flags = [f"target.tensor_parallel={slices}", "features.mode=cached", "features.whole_target=true"]
+        flags += [f"features.dir={place / 'features'}"]
+        made[slices] = launch(distilled, place, 2, 0, *flags)
+    assert made[2] == pytest.approx(made[1], rel=1e-4)
+    facts = [drafters.load(tmp_path / str(slices) / "drafter").info["mat"] for slices in made]
+    assert facts[0] == facts[1] != {}
+
+
 def steps_of(place):
     """Steps logged so far under `place`; the last line may be half written."""
     return sum(file.read_text().count('"loss":') for file in place.glob("runs/*/metrics.jsonl"))
