@@ -215,7 +215,8 @@ class CommandRecipe(Section):
             "server": server is not None and server.urls,
             "an input on stdin": "-" in (getattr(self, "prompt", None), data and data.prompts),
             "baseline transformers": "transformers" in getattr(self, "baselines", ()),
-            **{key: getattr(self, key, None) for key in ("log", "record", "replay", "train_router")},
+            "log": isinstance(getattr(self, "log", None), str),  # of responses; trainings log elsewhere
+            **{key: getattr(self, key, None) for key in ("record", "replay", "train_router")},
         }
         for key, there in alone.items():
             if there:

@@ -55,6 +55,7 @@ def test_two_processes_write_what_one_does(command, tmp_path, monkeypatch):
         ("eval", "limit", 1, "baseline transformers is for one process"),
         ("distill", "server.urls", ["http://localhost:1"], "server is for one process"),
         ("distill", "data.prompts", "-", "an input on stdin is for one process"),
+        ("distill", "log", "answers.jsonl", "log is for one process"),
         ("select", "record", "table.parquet", "record is for one process"),
         ("generate", "target.device_map", "auto", "exclude each other"),
     ],
