@@ -93,11 +93,20 @@ def check_data(recipe: TrainRecipe) -> None:
 
 
 def check_target(recipe: TrainRecipe) -> None:
-    """The target has what a new drafter of the family is made of. CheckpointError where it does not."""
+    """The target has what a new drafter of the family is made of, and fits the sizes that the recipe names; before
+    thousands of responses are distilled for it. CheckpointError, UsageError where it does not."""
+    from specctl.cli import plan
     from specctl.families import FAMILIES
+    from specctl.recipe import DrafterRecipe
 
-    if (requires := FAMILIES[recipe.arch].requires) is not None:
-        pkgutil.resolve_name(requires)(recipe.target)
+    family = FAMILIES[recipe.arch]
+    if family.requires is not None:
+        pkgutil.resolve_name(family.requires)(recipe.target)
+    elif family.trainee is not None and recipe.drafter != DrafterRecipe() and plan.local_target(recipe.target):
+        from specctl.decoding.models.loading import DTYPES, load_config
+        from specctl.training.target_outline import Outline
+
+        Outline.of(load_config(**recipe.target.described), DTYPES["bf16"]).drafter(recipe)
 
 
 def begun_anywhere(recipe: TrainRecipe) -> TrainRecipe:

@@ -60,6 +60,22 @@ def test_a_target_without_what_a_family_is_made_of_is_refused_first(specctl, cal
     assert not calls and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["drafter.taps=[1,99]"], "the target has hidden states 0 to"),
+        (["--arch", "dflash", "drafter.taps=[3,3]"], "each to be read once"),
+        (["--arch", "dflash", "drafter.conv_kernel_size=9"], "a block has 8 slots"),
+        (["--arch", "lm", "drafter.preset=huge"], "unknown preset"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_first(specctl, calls, tmp_path, argv, says, dry):
+    done = specctl("train-drafter", *argv, *dry)
+    assert done.code == 2 and says in done.err
+    assert not calls and not list(tmp_path.iterdir())
+
+
 def test_a_plan_for_a_targets_own_layer(specctl, calls, tmp_path):
     native = mtp.write(tmp_path / "native", "mimo")
     done = specctl("train-drafter", "--arch", "mtp", "--target", native, "--dry-run", "--json")

@@ -20,7 +20,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.dflash.head import GROUP, BlockConfig, BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
-from specctl.drafters.feature.head import head_config, mask_token, restored
+from specctl.drafters.feature.head import head_config, mask_token, restored, taps_of
 from specctl.drafters.feature.layer import FeatureMemory, last_slots, own_features
 from specctl.drafters.feature.parallel import ParallelDrafter, Transitions, block_mask, hidden_context
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
@@ -256,7 +256,7 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
     if convolved and layer.hidden_size % GROUP:
         what = f"states of target {target.name} have {layer.hidden_size} channels, no multiple of {GROUP}"
         raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave it out")
-    taps = tuple(recipe.taps or default_taps(target.num_layers))
+    taps = taps_of(recipe, target, default_taps(target.num_layers))
     rank = recipe.markov_rank if recipe.markov_rank is not None else 0 if recipe.selector_rank else RANK
     return BlockConfig(
         **asdict(

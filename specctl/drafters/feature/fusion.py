@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.models.layers import RMSNorms
 from specctl.decoding.target import Target
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, head_config
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, head_config, taps_of
 from specctl.drafters.feature.layer import FeatureLayer
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.families import LEAST_WINDOW
@@ -151,7 +151,7 @@ def fusion_shape(recipe: DrafterRecipe, target: Target) -> dict[str, Any]:
     vocabulary = recipe.vocab_size or min(32_000, target.vocab_size // 2)
     layer = vars(head_config(recipe, target))
     chosen = {
-        "taps": tuple(recipe.taps or default_taps(target.num_layers)),
+        "taps": taps_of(recipe, target, default_taps(target.num_layers)),
         "draft_vocab_size": min(vocabulary, target.vocab_size),
         # Measured on the built-in target (EAGLE-3, sql, 300 steps): this norm and the one behind the layer make 4.0 mat
         # of 3.2, norm_before_fc 3.7.

@@ -15,6 +15,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.blueprint import CONFIG, WEIGHTS, Count, Length, Place, Size, filled, misfit, read
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.drafters.lora import Product
+from specctl.errors import UsageError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe
 
@@ -72,6 +73,19 @@ class HeadConfig(DraftConfig):
         if self.num_heads % self.num_kv_heads:
             shared = f"is {self.num_kv_heads}, {self.num_heads} heads cannot share so many"
             raise misfit(CONFIG, "architecture.num_kv_heads", shared)
+
+
+def taps_of(recipe: DrafterRecipe, target: Target, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The target's hidden states that a head reads: those of the recipe, else `default`. UsageError where the target
+    has no such state, or one comes twice."""
+    taps = tuple(recipe.taps or default)
+    last = target.num_layers
+    if max(taps) > last or len({*taps}) < len(taps):
+        raise UsageError(
+            f"drafter.taps={[*taps]}: the target has hidden states 0 to {last}, each to be read once",
+            f"leave drafter.taps out: {[*default]}",
+        )
+    return taps
 
 
 def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
