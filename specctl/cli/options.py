@@ -49,7 +49,12 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _names(values: list[str]) -> list[str]:
-    return [name for value in values for name in value.split(",")]
+    """The names in values such as `a,b`; a path that is there is one name, also as the head of a hybrid."""
+    return [name for value in values for name in ([value] if _there(value) else value.split(","))]
+
+
+def _there(value: str) -> bool:
+    return "," in value and (Path(value).exists() or Path(value.rpartition("+")[0] or value).exists())
 
 
 def _none_or_names(text: str) -> list[str]:
@@ -142,7 +147,7 @@ FLAGS: dict[str, Flag] = {
         metavar="PATH",
     ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
-    "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), or some of them.", _none_or_names),
+    "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), floors, or some of them.", _none_or_names),
     "shape": Flag(("shape",), str, "1b or 8b: random weights of that size instead of a target."),
     "batches": Flag(("batches",), str, "Sequences at a time: 1,8.", _comma_ints),
     "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),

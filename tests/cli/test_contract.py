@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from specctl import errors, progress
-from specctl.cli import online_reasoning
+from specctl.cli import online_reasoning, options
 from specctl.cli.failures import explain
 from specctl.cli.output import output, table
 from specctl.recipe import RECIPES
@@ -388,3 +388,10 @@ def test_version(specctl):
     from specctl import __version__
 
     assert specctl("--version").out == f"specctl {__version__}\n"
+
+
+def test_a_comma_in_a_path(tmp_path, monkeypatch):
+    """It parts names, except in the name of what is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b").mkdir()
+    assert options._names(["a,b", "a,b+lookup", "a,c", "lookup"]) == ["a,b", "a,b+lookup", "a", "c", "lookup"]

@@ -344,11 +344,13 @@ class TestCosts:
         costs.measure(target, Claims())
         assert max(slots) < 2 * (costs.FAR + costs.ROOM)
 
-    def test_where_nothing_can_be_kept(self, target, tmp_path, monkeypatch):
+    def test_where_nothing_can_be_kept(self, target, tmp_path, monkeypatch, capsys):
         (tmp_path / "specctl").write_text("a file is in the way")
         monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         assert costs.costs_of(target, Claims(), "claims") == CHEAP
+        said = capsys.readouterr().err
+        assert "measured again the next time, as" in said and "kept in" not in said
 
 
 class TestNames:

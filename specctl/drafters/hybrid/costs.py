@@ -126,16 +126,19 @@ def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     if (known := processes.agree(known)) is not None:
         return known
     costs = processes.agree(measure(target, head))
+    if processes.follows():
+        return costs
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(_read(path) | {key: asdict(costs)}, indent=1))
+        told = f"kept in {path}"
+    except OSError as error:
+        told = f"measured again the next time, as {path} cannot be written: {error.strerror}"
     progress.log(
         f"measured once, in rounds of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
         f"{TEXTS} texts {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
-        f"{costs.level:.2f} (kept in {path})"
+        f"{costs.level:.2f} ({told})"
     )
-    if processes.follows():
-        return costs
-    with suppress(OSError):  # where it cannot be kept, it is measured again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(_read(path) | {key: asdict(costs)}, indent=1))
     return costs
 
 
