@@ -1,5 +1,7 @@
 """Where a target is put: one GPU for each process, or its layers over several; no GPU is needed to check it."""
 
+import contextlib
+import gc
 import importlib.util
 import itertools
 import subprocess
@@ -75,13 +77,27 @@ def test_a_gpu_runs_attention_without_cudnn(monkeypatch, device, gpus, on):
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+@contextlib.contextmanager
+def no_collection():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(("consume", "doubled"), [(True, False), (False, True)])
 def test_packing_a_target_takes_no_second_copy(consume, doubled):
     """Of 16 GB of weights 28 were held at once, and of 64 GB 112: more than the GPU has. Sharing is the control.
 
-    Counted by the allocator: what the kernel calls the process's size depends on how freed blocks lie.
+    Counted by the allocator: what the kernel calls the process's size depends on how freed blocks lie. What earlier
+    tests have left must not be freed meanwhile: it would be counted.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    gc.collect()
+    with (
+        no_collection(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen,
+    ):
         model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 8, "vocab_size": 64}))
         weights, layer = (sum(p.nbytes for p in part.parameters()) for part in (model, model.model.layers[0]))
         with torch.profiler.record_function("packing"):
