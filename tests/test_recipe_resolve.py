@@ -14,7 +14,7 @@ from specctl.decoding import attention
 from specctl.decoding.models import fused
 from specctl.errors import RecipeError
 from specctl.measuring.records import recipe_stamp
-from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, TrainRecipe, yaml_file
+from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, ServerRecipe, TrainRecipe, yaml_file
 from specctl.recipe.resolve import SWITCHES, Setting, resolve
 
 
@@ -327,3 +327,12 @@ def test_both_kinds_of_online_have_one_form(tmp_path):
 def test_a_key_of_learning_by_tokens_is_refused_where_steps_are_drafted(override, says):
     (line,) = problems("online", overrides=["algo=lr", override])
     assert says in line
+
+
+@pytest.mark.parametrize(
+    "address", ["http://", "http://:8000", "http://b:99999", "http://[::1", "http://a b", "a:8000"]
+)
+def test_no_address_of_a_server(address):
+    with pytest.raises(ValueError, match="is no address such as http://host:8000"):
+        ServerRecipe(urls=[address])
+    assert ServerRecipe(urls=["http://a:8000/v1/", "https://[::1]:1"]).urls == ["http://a:8000", "https://[::1]:1"]

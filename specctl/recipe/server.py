@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -18,12 +20,21 @@ def _addresses(value: object) -> object:
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         return value
     for part in parts:
-        if not part.startswith(("http://", "https://")):
+        if not _is_address(part):
             raise ValueError(f"{part!r} is no address such as http://host:8000")
     addresses = [part.rstrip("/").removesuffix("/v1") for part in parts]
     if len(set(addresses)) < len(addresses):
         raise ValueError("an address is named twice")
     return addresses
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, half an IPv6 address
+        return False
+    return named and not re.search(r"\s", text)
 
 
 class ServerRecipe(Section):

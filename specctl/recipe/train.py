@@ -37,9 +37,11 @@ class DrafterRecipe(Section):
     num_layers: PositiveInt | None = None
     draft_heads: PositiveInt | None = None  # hydra, medusa: one for each draft depth; None = 4
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None  # dflash: slots that are drafted at once; None = 8
-    markov_rank: NonNegativeInt | None = None  # dflash: of the head that ties a block's tokens; 0 = none, None = 32
+    # dflash: of the head that ties a block's tokens; 0 = none, None = 32
+    markov_rank: Annotated[int, Field(ge=0, le=4096)] | None = None
     conv_kernel_size: NonNegativeInt | None = None  # dflash: taps of convolutions around its sublayers; None, 0 = none
-    selector_rank: NonNegativeInt | None = None  # dflash: of DFlash 2's selector, in the Markov head's place; 0 = none
+    # dflash: of DFlash 2's selector, in the Markov head's place; 0 = none
+    selector_rank: Annotated[int, Field(ge=0, le=4096)] | None = None
     confidence: bool = False  # dflash: a head that says how likely a token is kept; engines read it
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers whose outputs the head reads
