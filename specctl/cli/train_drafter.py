@@ -132,8 +132,9 @@ def begun_anywhere(recipe: TrainRecipe) -> TrainRecipe:
 
 def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
     """The recipe with the architecture of the drafter it starts from, where it names none itself."""
-    if not (init / "config.json").is_file():
-        raise CheckpointError(f"init: {init} is not a drafter directory: it has no config.json")
+    from specctl.cli import plan
+
+    plan.check_directory(str(init))
     if "arch" in recipe.model_fields_set:
         return recipe
     from specctl.drafters import checkpoint

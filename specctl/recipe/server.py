@@ -6,13 +6,9 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from specctl.recipe.sections import Name, Names, PositiveFloat, Section
-
-Listen = Annotated[str, Field(pattern=r"^\S+:\d+$")]
-"""HOST:PORT of a proxy to the servers."""
-
 
 def _addresses(value: object) -> object:
     """`http://host:8000/v1/, …` as a list of `http://host:8000`."""
@@ -35,6 +31,17 @@ def _is_address(text: str) -> bool:
     except ValueError:  # a port beyond 65535, half an IPv6 address
         return False
     return named and not re.search(r"\s", text)
+
+
+def _host_and_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or re.search(r"\s", host) or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError("it is no HOST:PORT such as 127.0.0.1:8100")
+    return value
+
+
+Listen = Annotated[str, AfterValidator(_host_and_port)]
+"""HOST:PORT of a proxy to the servers; port 0 = any that is free."""
 
 
 class ServerRecipe(Section):

@@ -96,7 +96,7 @@ def test_a_converter_has_nothing_to_convert_by_default(specctl, command):
         (["distill", "--domain", "sqk"], 2, "sql"),
         (["distill", "--target", "./nowhere"], 4, "./nowhere"),
         (["train-drafter", "distilled=nowhere"], 2, "nowhere"),
-        (["train-drafter", "init=nowhere"], 4, "nowhere"),
+        (["train-drafter", "init=nowhere"], 2, "nowhere"),
         (["eval", "--drafter", "full"], 4, "full"),
         (["distill", "--output-dir", "file"], 2, "file"),
         (["eval", "--output-dir", "file/below"], 2, "is a file"),
