@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, N
 
 from specctl.recipe.sections import Name, Names, PositiveFloat, Section
 
+
 def _addresses(value: object) -> object:
     """`http://host:8000/v1/, …` as a list of `http://host:8000`."""
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
