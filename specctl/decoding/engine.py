@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
 from specctl import processes, threads
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed, PerSequence, invalidate
+from specctl.decoding.device.rooms import Fit, Room, Rooms
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
-from specctl.decoding.plain import NoDraft
+from specctl.decoding.plain import PLAIN
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Controller, Drafter, OnCommit, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, Sequence
@@ -55,6 +57,7 @@ class Engine:
         keeps: bool = False,
         host: bool = False,
         prefixes: Prefixes | None = None,
+        rooms: Rooms | None = None,
     ):
         """
         Args:
@@ -74,18 +77,19 @@ class Engine:
                 compared with such. Else rounds run on the device where they can (device/rounds.py).
             prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read
                 again.
+            rooms: caches and graphs of earlier calls with this drafter, on the device.
         """
-        self.target, self.slots, self.prefixes = target, slots, prefixes
+        self.target, self.slots, self.prefixes, self.rooms = target, slots, prefixes, rooms
         self.share_rows, self.on_round, self.on_commit = share_rows, on_round, on_commit
-        self.controller = controller or Fixed(drafter or NoDraft())
+        self.controller = controller or Fixed(drafter or PLAIN)
         if taps is None:
             taps = drafter.taps if drafter is not None else ()
         rows = EXACT_ROWS if exact else 0
         spare = max(MAX_NODES, rows)
         capacity = longest + spare + 1 if exact else 0
-        self.state = DecodeState(
-            target, taps=taps, spare=spare, exact_rows=rows, catch_up=catch_up, capacity=capacity, keeps=keeps
-        )
+        options: dict[str, Any] = {"taps": taps, "spare": spare, "exact_rows": rows, "catch_up": catch_up}
+        self._new_state = partial(DecodeState, target, **options, capacity=capacity, keeps=keeps)
+        self.state = self._new_state()
         self.waiting: dict[int, Sequence] = {}
         self.texts: dict[int, Sequence] = {}  # that have a slot, or an end that was not told yet
         self._controllers: dict[int, Controller] = {}  # of the texts that have their own
@@ -160,7 +164,10 @@ class Engine:
             self.clock.decoded()
         if processes.joined() > 1:
             processes.same("the texts", [(text.ids[text.told :], text.stop) for text in self.texts.values()])
-        return list(self._tell())
+        told = list(self._tell())
+        if not self.busy:
+            self._move_out()
+        return told
 
     def _round(self) -> None:
         """Choose, propose, verify, commit, observe."""
@@ -220,6 +227,8 @@ class Engine:
         if count <= 0:
             return []
         self._settle()
+        if not self.state.batch:
+            self._move_in(count)
         texts = [self.waiting.pop(id) for id in list(islice(self.waiting, count))]
         for text in texts:
             self.texts[text.index] = text
@@ -232,6 +241,29 @@ class Engine:
         self.clock.start()
         taken = [text for text in texts if text.stop is None]
         return self.state.place(taken) if taken else []
+
+    def _move_in(self, count: int) -> None:
+        """Go on in the caches of an earlier call of as many texts, where there are some."""
+        if self.rooms is None or not self._ahead:
+            return
+        assert isinstance(self.controller, Fixed)
+        room = self.rooms.take(self.target, self.controller.drafter, self._fit(count))
+        if room is not None:
+            room.state.sampled, room.state.replays = self.state.sampled, 0
+            room.rounds.on_commit = self.on_commit
+            self.state, self._device = room
+
+    def _move_out(self) -> None:
+        """Leave the caches, in which all texts have ended, to the next call."""
+        if self.rooms is None or self._device is None or self._device.failed or not self.state.batch:
+            return
+        self._settle()
+        self._device.on_commit = None
+        self.rooms.keep(self._fit(self.state.batch), Room(self.state, self._device))
+        self.state, self._device = self._new_state(), None
+
+    def _fit(self, batch: int) -> Fit:
+        return Fit(batch, self.state.taps, self.state.keeps, self.share_rows)
 
     def _prefill(self, slots: list[int]) -> None:
         """Run the prompts that stand in `slots` and commit the first token of each."""

@@ -49,6 +49,10 @@ class PlainRounds:
     def load(self, state: DecodeState) -> None:
         """Nothing is remembered."""
 
+    def fits(self, state: DecodeState) -> bool:
+        """It has no memory."""
+        return True
+
     def propose(self, sequences: Resident, span: int) -> DraftTree:
         nothing = sequences.ids[:, :0]
         return DraftTree(nothing, nothing)
@@ -58,6 +62,9 @@ class PlainRounds:
 
     def store(self, state: DecodeState) -> None:
         """Nothing is remembered."""
+
+
+PLAIN = NoDraft()
 
 
 def drafter(drafting: DraftingRecipe) -> NoDraft:

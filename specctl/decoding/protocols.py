@@ -71,6 +71,10 @@ class DeviceDraft(Protocol):
         """Catch up with the committed text; take over the host's memory of it."""
         ...
 
+    def fits(self, state: DecodeState) -> bool:
+        """Whether that memory is where it was when it was first taken over."""
+        ...
+
     def propose(self, sequences: Resident, span: int) -> DraftTree:
         """A draft of the same shape in every round, with padding where a sequence has no room for it."""
         ...

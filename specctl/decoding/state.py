@@ -160,7 +160,10 @@ class DecodeState:
         if not self.lacks(ahead):
             return
         longest = 1 + self.spare + max(row.limit for row in self.rows)
-        self.capacity = max(self._needed(ahead), min(2 * self.capacity, longest))
+        wanted = max(self._needed(ahead), min(2 * self.capacity, longest))
+        # On a GPU graphs are made for a capacity: a text that is a little longer should find them, too.
+        grain = ROOM if self.device.type == "cuda" else 1
+        self.capacity = -(-wanted // grain) * grain
         if self.cache.batch:
             self.cache = self.cache.moved_to(self.target.model.new_cache(self.cache.batch, self.capacity))
         for name, kept in self._by_position.items():
@@ -206,6 +209,11 @@ class DecodeState:
         """Tensors that are kept of every position, by attribute: [B, capacity, …]."""
         names = ("features", "hidden", "best")
         return {name: kept for name in names if (kept := getattr(self, name)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the target's cache and of what is kept by position."""
+        return self.cache.store.nbytes + sum(kept.nbytes for kept in self._by_position.values())
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]

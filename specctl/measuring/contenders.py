@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specctl import progress
 from specctl.decoding import metrics
+from specctl.decoding.device.rooms import Rooms
 from specctl.decoding.loop import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
@@ -108,13 +109,21 @@ def contenders(
 
 
 def engine(
-    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, host: bool = False
+    target: Target,
+    sampling: SamplingRecipe,
+    name: str,
+    drafter: Drafter | None,
+    host: bool = False,
+    rooms: Rooms | None = None,
 ) -> Contender:
     """Our own decoding loop, with a drafter or (None) without. `host`: beside contenders whose rounds are the host's,
-    also on a GPU, as learners' and selectors' are; who compares speeds compares the same kind of rounds."""
+    also on a GPU, as learners' and selectors' are; who compares speeds compares the same kind of rounds. `rooms`: of
+    an earlier contender of this name."""
+
+    options: dict[str, Any] = {"drafter": drafter, "host": host, "rooms": rooms or Rooms()}
 
     def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: decoded} for decoded in decode_turn(target, sampling, turn, seeds, drafter=drafter, host=host)]
+        return [{name: decoded} for decoded in decode_turn(target, sampling, turn, seeds, **options)]
 
     return answer
 

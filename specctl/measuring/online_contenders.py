@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ from specctl.adaptation.stream import Arrival
 from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
+from specctl.decoding.device.rooms import Rooms
 from specctl.decoding.protocols import Drafter, OnDevice
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
@@ -106,6 +107,7 @@ class OnlineContenders:
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
+        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # of every contender, by name
         self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
         self._warm = False  # in this process
 
@@ -141,7 +143,7 @@ class OnlineContenders:
         """Everybody."""
 
         def alone(name: str, drafter: Drafter | None) -> Contender:
-            return engine(self.target, self.recipe.sampling, name, drafter, host=self.host)
+            return engine(self.target, self.recipe.sampling, name, drafter, host=self.host, rooms=self.rooms[name])
 
         competing = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
         competing += [self._static(name, drafter) for name, drafter in self.fixed.items()]
@@ -164,7 +166,7 @@ class OnlineContenders:
 
     def _static(self, name: str, drafter: Drafter) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            options = self._drafting(name, drafter) | {"host": self.host}
+            options = self._drafting(name, drafter) | {"host": self.host, "rooms": self.rooms[name]}
             return [
                 {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             ]
@@ -177,7 +179,8 @@ class OnlineContenders:
                 options = pupil.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
                 if isinstance(pupil, OnlineDrafter):
                     options |= self._drafting(name, options.pop("drafter"))
-                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, host=self.host, **options)
+                options |= {"host": self.host, "rooms": self.rooms[name]}
+                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             return [{name: text} for text in decoded]
 
         return answer

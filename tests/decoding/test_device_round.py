@@ -19,6 +19,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.resident import ancestors
+from specctl.decoding.device.rooms import Fit, Room, Rooms
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
@@ -62,7 +63,8 @@ def tiny(tiny_directory):
 
 
 def decode(target, prompts=PROMPTS, **more):
-    options = dict(max_new_tokens=NEW, seeds=[1, 2, 3, 4, 5], share_rows=False) | more
+    count = len(prompts)
+    options = dict(max_new_tokens=NEW[:count], seeds=[1, 2, 3, 4, 5][:count], share_rows=False) | more
     return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in loop.decode(target, prompts, **options)]
 
 
@@ -307,7 +309,7 @@ def graphs_on(monkeypatch):
             captured.append(run)
             return SimpleNamespace(replay=lambda: replay(run), pool=lambda: "pool")
 
-        monkeypatch.setattr(graphs, "available", lambda device: device not in graphs._refused)
+        monkeypatch.setattr(graphs, "available", lambda device, shape: (device, shape) not in graphs._refused)
         monkeypatch.setattr(graphs, "capture", capture)
         monkeypatch.setattr(graphs, "_refused", set())
         return captured
@@ -327,6 +329,72 @@ def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
         warnings.simplefilter("error")
         assert decode(tiny, **how) == host
     assert captured
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "lm sampled"])
+def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, name):
+    """Of texts asked for one after the other only the first pays for a graph, whatever they are; of another drafter
+    and of a batch of another size there are others."""
+    drafter, how = drafters(name), {"sampling": HOT, "max_new_tokens": 20}
+    ask = [[prompt] for prompt in ([5, 9, 300], [88, 4, 7], [17, 230, 17], [1, 2, 3], [600, 20, 5])]
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    host = [decode(tiny, one, drafter=drafter, **how) for one in ask]
+    monkeypatch.delenv("SPECCTL_GRAPHS")
+    captured, rooms = graphs_on(), Rooms()
+    for one, wanted in zip(ask, host, strict=True):
+        assert decode(tiny, one, drafter=drafter, rooms=rooms, **how) == wanted
+    assert len(captured) == 1
+    decode(tiny, [prompt for (prompt,) in ask], drafter=drafter, rooms=rooms, **how)
+    assert len(captured) > 1
+    other, before = drafters("eagle3 chain"), len(captured)
+    for one in ask:
+        decode(tiny, one, drafter=other, rooms=rooms, **how)
+    assert len(captured) == before + 1
+
+
+def test_a_room_that_has_no_place_for_a_text_is_made_larger(tiny, drafters, graphs_on, monkeypatch):
+    drafter, how = drafters("eagle3 tree"), {"sampling": GREEDY, "max_new_tokens": 8}
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    long = [[7, 40, 41] * 60]
+    host = [decode(tiny, one, drafter=drafter, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])]
+    monkeypatch.delenv("SPECCTL_GRAPHS")
+    graphs_on()
+    rooms = Rooms()
+    assert [decode(tiny, one, drafter=drafter, rooms=rooms, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])] == host
+
+
+def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_on, monkeypatch):
+    """A drafter that was made to forget has other keys and values, and the room's graphs are not its own."""
+    drafter, how = drafters("eagle3 tree"), {"sampling": GREEDY, "max_new_tokens": 20}
+    captured, rooms = graphs_on(), Rooms()
+    first = decode(tiny, PROMPTS, drafter=drafter, rooms=rooms, slots=1, **how)
+    (room,) = rooms._rooms.values()
+    drafter.invalidate(room.state)
+    before = len(captured)
+    assert decode(tiny, PROMPTS, drafter=drafter, rooms=rooms, slots=1, **how) == first
+    assert len(captured) > before
+
+
+def test_rooms_are_few():
+    """Those that were used last stay."""
+    rooms, plain = Rooms(), object()
+    rooms.take("target", plain, fit := Fit(1, (), False, True))
+    for batch in (1, 2, 3):
+        rooms.keep(fit._replace(batch=batch), Room(SimpleNamespace(nbytes=8, device=torch.device("cpu")), None))
+    assert rooms.take("target", plain, fit) is None
+    assert rooms.take("target", plain, fit._replace(batch=3)) is not None
+    assert rooms.take("another target", plain, fit._replace(batch=2)) is None
+
+
+def test_a_shape_that_fails_leaves_the_others_their_graphs(monkeypatch):
+    gpu, seven = torch.device("cuda", 7), ("Eagle3Drafter", 64)
+    monkeypatch.setattr(graphs, "_refused", set())
+    graphs.refuse(gpu, seven)
+    assert not graphs.available(gpu, seven)
+    assert graphs.available(gpu, ("Eagle3Drafter", 1)) and graphs.available(torch.device("cuda", 6), seven)
+    for batch in (1, 2):
+        graphs.refuse(gpu, ("NoDraft", batch))
+    assert not graphs.available(gpu, ("NoDraft", 3)), "nothing works there"
 
 
 def raising(*args):

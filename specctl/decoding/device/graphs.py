@@ -12,17 +12,21 @@ from torch import Tensor
 
 WARM_UP = 3  # rounds of a span before its graph: they settle what is made lazily, and a short text needs no graph
 STEP = 256  # least difference of two spans
-_refused: set[torch.device] = set()
+ATTEMPTS = 3  # shapes that may fail on a device until it is taken for one that has no graphs
+Shape = tuple[str, int]
+"""The rounds of a kind of drafter, for a batch of this size."""
+_refused: set[tuple[torch.device, Shape]] = set()
 
 
-def available(device: torch.device) -> bool:
-    """A GPU on which no graph has failed in this process."""
-    return device.type == "cuda" and device not in _refused
+def available(device: torch.device, shape: Shape) -> bool:
+    """A GPU on which no graph of such rounds has failed in this process, nor those of several others."""
+    failed = [other for where, other in _refused if where == device]
+    return device.type == "cuda" and shape not in failed and len(failed) < ATTEMPTS
 
 
-def refuse(device: torch.device) -> None:
-    """Capture nothing on `device` any more."""
-    _refused.add(device)
+def refuse(device: torch.device, shape: Shape) -> None:
+    """Capture no such rounds on `device` any more: memory may have been too short for this shape alone."""
+    _refused.add((device, shape))
 
 
 def span_for(needed: int, capacity: int) -> int:

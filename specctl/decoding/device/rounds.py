@@ -43,8 +43,10 @@ def device_rounds(
     without graphs, on any device.
     """
     mode = os.environ.get("SPECCTL_GRAPHS", "1")
-    wanted = mode == "eager" or (mode != "0" and graphs.available(state.device))
-    if not wanted or target.path != "lean" or state.exact_rows or not isinstance(drafter, OnDevice):
+    if not isinstance(drafter, OnDevice):
+        return None
+    wanted = mode == "eager" or (mode != "0" and graphs.available(state.device, shape_of(drafter, state)))
+    if not wanted or target.path != "lean" or state.exact_rows:
         return None
     if state.catch_up != RECOMPUTE:  # the masks of plan_at know of no slots that were skipped
         return None
@@ -52,6 +54,11 @@ def device_rounds(
     if draft is None or draft.reach > state.spare:
         return None
     return DeviceRounds(target, state, drafter, budget, capture=mode != "eager", on_commit=on_commit)
+
+
+def shape_of(drafter: OnDevice, state: DecodeState) -> graphs.Shape:
+    """A kind of rounds, by the batch that they begin with: what may be too much for a device."""
+    return type(drafter).__name__, state.batch
 
 
 class DeviceRounds:
@@ -73,6 +80,7 @@ class DeviceRounds:
     ):
         self.target, self.state, self.drafter, self.budget, self.capture = target, state, drafter, budget, capture
         self.on_commit = on_commit
+        self.shape = shape_of(drafter, state)
         self.store: Tensor | None = None  # the cache's, for which all was made
         self.loaded = self.failed = False
         self.under_way: deque[graphs.Readback] = deque()
@@ -109,7 +117,7 @@ class DeviceRounds:
 
     def _fits(self) -> bool:
         """Whether what was made is for the texts that there are: their caches, their ends and how they are drawn."""
-        if self.store is not self.state.cache.store:
+        if self.store is not self.state.cache.store or not self.draft.fits(self.state):
             return False
         sequences = self.sequences
         return sequences.draws.greedy != self.state.sampled and sequences.ends >= widest_ends(self.state)
@@ -200,6 +208,6 @@ class DeviceRounds:
             self._book()
         self.drafter.invalidate(self.state)
         self.failed, self.loaded = True, False
-        graphs.refuse(self.state.device)
+        graphs.refuse(self.state.device, self.shape)
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
         warnings.warn(f"decoding on {self.state.device} runs without CUDA graphs: {reason}", stacklevel=2)

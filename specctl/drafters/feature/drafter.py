@@ -280,7 +280,11 @@ class FeatureRounds:
         self.drafter.advance(state)
         memory = state.memory[self.drafter.key]
         self.hidden.copy_(memory.hidden)
-        self.cache = memory.cache
+        self.cache, self.keys = memory.cache, memory.cache.store
+
+    def fits(self, state: DecodeState) -> bool:
+        memory = state.memory.get(self.drafter.key)
+        return memory is not None and memory.cache.store is self.keys
 
     def store(self, state: DecodeState) -> None:
         memory = state.memory[self.drafter.key]

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from specctl.decoding.device.rooms import Rooms
 from specctl.decoding.loop import decode
 from specctl.decoding.metrics import unusable
 from specctl.decoding.plan import plan_rows
@@ -130,7 +131,7 @@ Contender = Callable[[list[Case], int], Iterator[list[Decoded]]]
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
     """Plain decoding, `transformers`, and every drafter at every draft length, in every batch, on the same prompts."""
-    named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None))]
+    named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None, Rooms()))]
     if recipe.shape is None:
         generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
         named.append((PLAIN, None, partial(_theirs, generator)))
@@ -138,7 +139,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
         for length in (None, *recipe.draft_lengths):
             drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
             drafter = pool.load_drafter(name, target, drafting)
-            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter)))
+            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, Rooms())))
     found: dict[tuple[int, int], Timed] = {}  # by contender and batch
     for batch in recipe.batches:
         timed = _in_turns(cases, [contender for *_, contender in named], batch)
@@ -203,7 +204,7 @@ def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> lis
 
 
 def _ours(
-    recipe: BenchRecipe, target: Target, drafter: Drafter | None, cases: list[Case], batch: int
+    recipe: BenchRecipe, target: Target, drafter: Drafter | None, rooms: Rooms, cases: list[Case], batch: int
 ) -> Iterator[list[Decoded]]:
     """One call for all of them: a text that ends makes room for the next one."""
     yield decode(
@@ -214,6 +215,7 @@ def _ours(
         seeds=[case.seed(0) for case in cases],
         drafter=drafter,
         slots=batch,
+        rooms=rooms,
     )
 
 
