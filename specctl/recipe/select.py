@@ -80,6 +80,9 @@ class GameRecipe(Section):
     # text that is scored at all costs a prefill of each idle drafter.
     score_ends: bool = False
     tokens_per_update: PositiveInt = 6  # afterwards: the mean of so many vectors is one update
+    # A position's vector is complete once every arm's draft from there goes on with less than this probability: all
+    # have missed. null = HedgeSpec's: when the tokens of the longest draft are known.
+    settled: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
 
     @property
     def yardstick(self) -> Literal["mat", "throughput"]:
@@ -99,6 +102,7 @@ GAMES: dict[str, dict[str, Any]] = {
         "drift": None,
         "score_ends": True,
         "tokens_per_update": 1,
+        "settled": None,
     }
 }
 """Policies with a game of their own: there these are the defaults. NormalHedge alone is HedgeSpec without its savings:
@@ -231,8 +235,6 @@ class SelectRecipe(CommandRecipe):
 
     def _of_batch(self) -> None:
         """ValueError for what knows texts, and not batches."""
-        if self.reset != "stream":
-            raise ValueError("choice batch: what a load has shown holds for the stream: set reset=stream")
         of_texts = {
             "record": self.record is not None,
             "replay": self.replay is not None,
@@ -244,3 +246,8 @@ class SelectRecipe(CommandRecipe):
         for key, there in of_texts.items():
             if there:
                 raise ValueError(f"{key} is about texts: leave it out, or choice batch")
+        if self.reset != "stream":
+            raise ValueError(
+                "choice batch: what a load has shown holds for the stream: set reset=stream, and an algo that reads no "
+                "prompts, such as ucbspec (--recipe select/draft-lengths)"
+            )

@@ -1,5 +1,6 @@
 """The game: which rewards and losses reach the policy, in which order, when, and that none is lost."""
 
+from dataclasses import replace
 from math import nan
 
 import numpy as np
@@ -11,6 +12,7 @@ from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import overruled, rules_for
 from specctl.selection.policies.policy import Arms
 from specctl.selection.recorded.hindsight import token_losses
+from specctl.selection.recorded.trace import INNER
 from tests.selection.tables import trace_of
 
 N, K, T = 3, 4, 30
@@ -50,7 +52,10 @@ def spied(learns="losses", scale="unit", costs=(), step=None, **options):
         rules_for(
             "hedgespec",
             GameRecipe(
-                **{"loss": "length", "depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None, **options}
+                **{
+                    **{"loss": "length", "depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None},
+                    **{"settled": None, **options},
+                }
             ),
             K,
             costs,
@@ -111,6 +116,37 @@ def test_a_vector_waits_for_the_tokens_of_its_draft_and_no_longer():
         game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
         counts.append(len(spy.told))
     assert counts == [0, 0, 0, 1, 2, 3, 4, 5], "token 0 is known with token K - 1"
+
+
+def test_a_vector_is_complete_when_all_arms_have_missed():
+    """Not sooner, though an arm alone has; and what is told is what it would have been later."""
+    game, spy = spied(**PLAIN, estimator="realised", settled=0.01)
+    hit = np.full((N, 4, K), INNER)
+    hit[0, 0], hit[1:, 1] = 0, 0  # arm 0 misses token 0, the others go on until token 1
+    text = replace(trace(tokens=4), hit=hit)
+    counts = []
+    for t in range(3):
+        game.choose()
+        game.played(0, Outcome(1, 0))
+        game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
+        counts.append(len(spy.told))
+    assert counts == [0, 1, 1], "of token 1 arm 0 has not missed, and token 2 is all arms'"
+    assert np.array(spy.told[0]) == pytest.approx(1 - np.array([1, *[2] * (N - 1)]) / (K + 1))
+
+
+@pytest.mark.parametrize("estimator", ["product", "realised"])
+def test_vectors_that_come_sooner_are_nearly_those_that_wait(estimator):
+    game, spy = spied(**PLAIN, estimator=estimator, settled=0.05)
+    text, waits = trace(tokens=200), []
+    for t in range(200):
+        game.choose()
+        game.played(0, Outcome(1, 0))
+        game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
+        waits.append(t + 1 - len(spy.told))
+    assert np.mean(waits) < K - 1 and max(waits) <= K - 1
+    full = token_losses(text, game.rules)[: len(spy.told)]
+    late = np.array(spy.told) - full
+    assert np.all(late >= -1e-9) and late.max() <= (0.05 if estimator == "product" else 1e-9)
 
 
 def test_hybrid_vectors_come_at_once_then_the_others_wait():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specctl.selection.game.losses import beyond_the_end, length_loss
+from specctl.selection.game.losses import beyond_the_end, length_loss, settled
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import AnyArray, Array
 
@@ -12,8 +12,9 @@ from specctl.selection.policies.policy import AnyArray, Array
 class Delay:
     """Scored tokens go in, loss vectors come out, first in, first out (QFI-D; HedgeSpec's delayed feedback).
 
-    A vector per token waits for the K − 1 tokens after it; a vector per round (chunk) only for those of its round. The
-    first `hybrid_rounds` vectors do not wait: they are 1 − γ at depth 1, of a chunk in the mean over its tokens.
+    A vector per token waits for the K − 1 tokens after it, or until all arms have missed (`Rules.settled`); a vector
+    per round (chunk) only for those of its round. The first `hybrid_rounds` vectors do not wait: they are 1 − γ at
+    depth 1, of a chunk in the mean over its tokens.
     """
 
     def __init__(self, count: int, rules: Rules):
@@ -51,13 +52,17 @@ class Delay:
         return vectors
 
     def _complete(self) -> Array:
-        """[M, N] vectors of the positions that enough tokens follow; these positions wait no longer."""
-        ready = self._pending.shape[1] - self.rules.depth + 1
-        if ready <= 0:
+        """[M, N] vectors of the first positions of which enough is known; these positions wait no longer."""
+        estimator, depth, below = self.rules.estimator, self.rules.depth, self.rules.settled
+        if below is None:
+            ready = max(self._pending.shape[1] - depth + 1, 0)
+        else:
+            ready = settled(self._pending, estimator, below)
+        if not ready:
             return np.zeros((0, self._count))
-        vectors = length_loss(self._pending, self.rules.estimator)
+        known = beyond_the_end(self._pending)[:, : ready + depth - 1]
         self._pending = self._pending[:, ready:]
-        return vectors
+        return length_loss(known, estimator)
 
     def _of_chunks(self, gamma: AnyArray, values: Array) -> Array:
         """[M, N] one vector per round over the k ≤ K tokens it committed, 1 − AL/(k + 1): acceptance beyond them is not

@@ -56,6 +56,23 @@ def realised_length(hit: Array) -> Array:
     return 1 + (going * (along > 0)).sum(axis=2).T
 
 
+def settled(values: Array, estimator: Literal["product", "realised"], below: float) -> int:
+    """Number of positions, from the first on, whose drafts are all over or go on with a probability under `below`: what
+    tokens to come would add to their length, K · `below` at most (of `realised`, nothing).
+
+    Args:
+        values: [N, T, K] acceptance γ of the tokens that are known, or hits, as in `length_loss`. One that is not
+            finite does not go on.
+    """
+    _, T, K = values.shape
+    unknown = np.full((len(values), K - 1, K), INNER if estimator == "realised" else 1.0)
+    along = along_drafts(np.concatenate([np.nan_to_num(values), unknown], axis=1))
+    going = along == INNER if estimator == "realised" else along
+    still = going.prod(axis=2).max(axis=0) >= below
+    still[: max(T - K + 1, 0)] = False  # all of their tokens are known
+    return int(still.argmax()) if still.any() else T
+
+
 def length_loss(values: Array, estimator: Literal["product", "realised"] = "product") -> Array:
     """[M, N] f = 1 − AL/(K + 1) in [0, 1), of `expected_length` or `realised_length`."""
     length = expected_length(values) if estimator == "product" else realised_length(values)

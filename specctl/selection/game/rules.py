@@ -35,6 +35,8 @@ class Rules:
         tokens_per_update: after the warm-up, mean of so many vectors that is one update.
         drift: threshold of the test (`drift.py`) for a game that has changed: its learner forgets, all is scored, and
             the rounds between two scorings are `batch_rounds` again. None: never.
+        settled: a position's vector no longer waits for its K tokens once every arm's draft from there goes on with
+            less than this probability. None: it waits for them.
     """
 
     depth: int
@@ -49,6 +51,7 @@ class Rules:
     score_ends: bool
     tokens_per_update: int
     drift: float | None
+    settled: float | None = None
     costs: tuple[float, ...] = ()
     step: float | None = None
 
