@@ -360,7 +360,9 @@ def test_a_room_that_has_no_place_for_a_text_is_made_larger(tiny, drafters, grap
     monkeypatch.delenv("SPECCTL_GRAPHS")
     graphs_on()
     rooms = Rooms()
-    assert [decode(tiny, one, drafter=drafter, rooms=rooms, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])] == host
+    assert [
+        decode(tiny, one, drafter=drafter, rooms=rooms, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])
+    ] == host
 
 
 def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_on, monkeypatch):

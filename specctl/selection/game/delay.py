@@ -44,9 +44,7 @@ class Delay:
 
     def ended(self) -> Array:
         """[M, N] vectors of the positions that wait: the text is over, nothing is accepted beyond its end."""
-        if self._pending.shape[1]:
-            self._pending = beyond_the_end(self._pending)
-        vectors = self._complete()
+        vectors = self._lengths(self._pending.shape[1])
         self._pending = self._pending[:, :0]
         self._chunks.clear()
         return vectors
@@ -58,11 +56,16 @@ class Delay:
             ready = max(self._pending.shape[1] - depth + 1, 0)
         else:
             ready = settled(self._pending, estimator, below)
-        if not ready:
-            return np.zeros((0, self._count))
-        known = beyond_the_end(self._pending)[:, : ready + depth - 1]
+        vectors = self._lengths(ready)
         self._pending = self._pending[:, ready:]
-        return length_loss(known, estimator)
+        return vectors
+
+    def _lengths(self, count: int) -> Array:
+        """[count, N] losses of the first positions, behind whose known tokens nothing is accepted any more."""
+        if not count:
+            return np.zeros((0, self._count))
+        known = beyond_the_end(self._pending)[:, : count + self.rules.depth - 1]
+        return length_loss(known, self.rules.estimator)
 
     def _of_chunks(self, gamma: AnyArray, values: Array) -> Array:
         """[M, N] one vector per round over the k ≤ K tokens it committed, 1 − AL/(k + 1): acceptance beyond them is not

@@ -1,0 +1,47 @@
+"""How much the order of the prompts matters to a policy: python -m tests.benchmarks.orders TABLE POLICY SESSION [ARM …]
+
+The table's own order of texts, and 15 others: of its sessions of SESSION texts, and of single texts, in turns. Printed
+is the speed, by the table's cost model, as a share of that of each text's fastest arm.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.recorded.hindsight import Hindsight
+from specctl.selection.recorded.replay import oracle, replay
+from specctl.selection.recorded.table_file import read_table
+from specctl.selection.recorded.trace import Table, of_arms
+
+ORDERS = 15
+
+
+def orders(table: Table, session: int) -> Iterator[Table]:
+    """The table as it is, and in other orders."""
+    yield table
+    traces = list(table.traces)
+    for seed in range(ORDERS):
+        size = 1 if seed % 2 else session
+        parts = [traces[start : start + size] for start in range(0, len(traces), size)]
+        random.Random(seed).shuffle(parts)
+        yield replace(table, traces=[trace for part in parts for trace in part])
+
+
+def main() -> None:
+    path, policy, session, *arms = sys.argv[1:]
+    table = read_table(Path(path))
+    table = of_arms(table, arms) if arms else table
+    shares = []
+    for one in orders(table, int(session)):
+        hindsight = Hindsight(one, "throughput")
+        seconds = replay(policy, hindsight, PolicyRecipe(), GameRecipe()).seconds.sum()
+        shares.append(oracle(hindsight).seconds.sum() / seconds)
+    print(f"{policy}: mean {fmean(shares):.3f}, least {min(shares):.3f}, the table's own order {shares[0]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
