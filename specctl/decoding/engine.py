@@ -13,7 +13,7 @@ import torch
 from specctl import processes, threads
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed, PerSequence, invalidate
-from specctl.decoding.device.rooms import Fit, Room, Rooms
+from specctl.decoding.device.rooms import Room, RoomKey, Rooms
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.plain import PLAIN
 from specctl.decoding.prefixes import Prefixes
@@ -247,7 +247,7 @@ class Engine:
         if self.rooms is None or not self._ahead:
             return
         assert isinstance(self.controller, Fixed)
-        room = self.rooms.take(self.target, self.controller.drafter, self._fit(count))
+        room = self.rooms.take(self.target, self.controller.drafter, self._room_key(count))
         if room is not None:
             room.state.sampled, room.state.replays = self.state.sampled, 0
             room.rounds.on_commit = self.on_commit
@@ -259,11 +259,11 @@ class Engine:
             return
         self._settle()
         self._device.on_commit = None
-        self.rooms.keep(self._fit(self.state.batch), Room(self.state, self._device))
+        self.rooms.keep(self._room_key(self.state.batch), Room(self.state, self._device))
         self.state, self._device = self._new_state(), None
 
-    def _fit(self, batch: int) -> Fit:
-        return Fit(batch, self.state.taps, self.state.keeps, self.share_rows)
+    def _room_key(self, batch: int) -> RoomKey:
+        return RoomKey(batch, self.state.taps, self.state.keeps, self.share_rows)
 
     def _prefill(self, slots: list[int]) -> None:
         """Run the prompts that stand in `slots` and commit the first token of each."""

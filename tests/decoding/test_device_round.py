@@ -19,7 +19,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.resident import ancestors
-from specctl.decoding.device.rooms import Fit, Room, Rooms
+from specctl.decoding.device.rooms import Room, RoomKey, Rooms
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
@@ -380,7 +380,7 @@ def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_o
 def test_rooms_are_few():
     """Those that were used last stay."""
     rooms, plain = Rooms(), object()
-    rooms.take("target", plain, fit := Fit(1, (), False, True))
+    rooms.take("target", plain, fit := RoomKey(1, (), False, True))
     for batch in (1, 2, 3):
         rooms.keep(fit._replace(batch=batch), Room(SimpleNamespace(nbytes=8, device=torch.device("cpu")), None))
     assert rooms.take("target", plain, fit) is None

@@ -21,7 +21,7 @@ KEPT = 2  # rooms: that of full batches, and that of the last texts of each
 SHARE = 1 / 16  # of a GPU's memory that caches may take while nobody decodes
 
 
-class Fit(NamedTuple):
+class RoomKey(NamedTuple):
     """The calls that a room is good for: texts at once, what is kept of them, and how a batch shares its rows."""
 
     batch: int
@@ -43,19 +43,19 @@ class Rooms:
 
     def __init__(self) -> None:
         self._of: tuple[Target, Proposer] | None = None
-        self._rooms: OrderedDict[Fit, Room] = OrderedDict()
+        self._rooms: OrderedDict[RoomKey, Room] = OrderedDict()
 
-    def take(self, target: Target, drafter: Proposer, fit: Fit) -> Room | None:
+    def take(self, target: Target, drafter: Proposer, key: RoomKey) -> Room | None:
         """A room for these texts, which is the caller's from now on; None where there is none."""
         if self._of is None or self._of[0] is not target or self._of[1] is not drafter:
             self._rooms.clear()
             self._of = target, drafter
-        return self._rooms.pop(fit, None)
+        return self._rooms.pop(key, None)
 
-    def keep(self, fit: Fit, room: Room) -> None:
+    def keep(self, key: RoomKey, room: Room) -> None:
         """Keep a room that `take` was asked for, in which all texts have ended; the oldest go where there is no room
         for all."""
-        self._rooms[fit] = room
+        self._rooms[key] = room
         while len(self._rooms) > KEPT or self._nbytes > _limit(room.state.device):
             self._rooms.popitem(last=False)
 
