@@ -154,7 +154,7 @@ def test_a_mixture_reads_every_domain_s_data(specctl, calls, distilled, tmp_path
     ("argv", "says"),
     [
         (["--lora"], "lora needs `init`"),
-        (["--init", "nowhere"], "not a drafter directory"),
+        (["--init", "nowhere"], "no drafter nowhere"),
         (["--init", "nowhere", "drafter.vocab_size=100"], "leave out drafter.vocab_size"),
         (["--each", "distilled=d"], "exclude each other"),
     ],

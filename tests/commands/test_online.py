@@ -355,7 +355,7 @@ def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, 
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host, _ = learnt(tmp_path / "host", made, tiny)
     monkeypatch.delenv("SPECCTL_GRAPHS")
-    monkeypatch.setattr(graphs, "available", lambda device: True)
+    monkeypatch.setattr(graphs, "available", lambda device, shape: True)
     monkeypatch.setattr(graphs, "WARM_UP", 1)
     capture = lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None)  # noqa: E731
     monkeypatch.setattr(graphs, "capture", capture)
