@@ -1,0 +1,51 @@
+"""Muon in the precision that the device is fast in."""
+
+import pytest
+import torch
+from torch import nn
+
+from specctl.training import optimizers
+from specctl.training.optimizers import Muon, orthogonal
+
+
+def twins(
+    kind: type[torch.optim.Optimizer], shapes=((24, 40), (40, 24))
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    generator = torch.Generator().manual_seed(1)
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    return weights, kind(weights, lr=0.01, adjust_lr_fn="match_rms_adamw")
+
+
+def stepped(kind: type[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    weights, optimizer = twins(kind)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return weights
+
+
+def test_muon_is_torchs_where_bf16_is_native(monkeypatch):
+    """Another scale, momentum or decay than torch's would be another optimizer under its name."""
+    monkeypatch.setattr(optimizers, "pick_dtype", lambda *_: torch.bfloat16)
+    assert all(map(torch.equal, stepped(Muon), stepped(torch.optim.Muon)))
+
+
+def test_muon_computes_in_fp32_where_bf16_is_emulated(monkeypatch):
+    """torch's own iteration is bf16 everywhere: a CPU without the instructions took 25 times as long to train."""
+    monkeypatch.setattr("specctl.decoding.models.loading.cpu_has_bf16", lambda: False)
+    ours, theirs = stepped(Muon), stepped(torch.optim.Muon)
+    assert not any(map(torch.equal, ours, theirs))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (32, 32)])
+def test_what_is_orthogonal_keeps_directions_and_evens_out_lengths(shape):
+    """Transposed the wrong way it would be the zeroth power of another matrix."""
+    u, _, v = torch.linalg.svd(torch.randn(shape, generator=torch.Generator().manual_seed(3)), full_matrices=False)
+    lengths = torch.linspace(1, 10, min(shape))
+    made = u.mT @ orthogonal(u * lengths @ v, torch.float32) @ v.mT
+    assert made.diagonal().min() > 0.5 and made.diagonal().max() < 1.5
+    assert (made - made.diagonal().diag()).abs().max() < 1e-3
