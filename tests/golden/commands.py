@@ -64,7 +64,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
         *("train-drafter", "--domain", "sql", "--arch", "lm", "drafter.preset=tiny", "max_steps=1"),
         *("--output-dir", "lms/sql-lm", *TRAINING),
     ),
-    "train-drafter --dry-run": ("train-drafter", "--domain", "sql", "--overwrite", "--dry-run"),
+    "train-drafter --dry-run": ("train-drafter", "--domain", "sql", "--overwrite", "--dry-run", "precision=bf16"),
     "generate": ("generate", "Hi", "--drafter", "drafters/sql-eagle3", *SHORT),
     "eval": (
         *("eval", "--pool", "drafters", "--drafter", "lookup", "--matrix", "save_outputs=true"),
