@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from specctl.decoding.models.layers import Linear
+from specctl.decoding.models.linear import Linear
 from specctl.drafters.blueprint import CONFIG, WEIGHTS, misfit, read, shown
 from specctl.errors import RecipeError
 from specctl.recipe import LoraRecipe

@@ -20,6 +20,7 @@ from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.resident import ancestors
 from specctl.decoding.device.rooms import Room, RoomKey, Rooms
+from specctl.decoding.models import linear
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
@@ -130,11 +131,14 @@ MADE = {
 
 @pytest.fixture(scope="module")
 def drafters(tiny):
+    """Drafters by name. As on a GPU, no weights are packed for a CPU: a fake tensor cannot be multiplied by those."""
     made = {}
 
     def make(name):
         if name not in made:
-            made[name] = MADE[name](tiny)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(linear, "_packed", lambda *_: None)
+                made[name] = MADE[name](tiny)
         return made[name]
 
     return make

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specctl.decoding.loop import decode
-from specctl.decoding.models.layers import DraftLinear, Linear
+from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.loading import cpu_has_bf16
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree

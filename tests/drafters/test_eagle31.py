@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specctl.decoding.loop import decode
-from specctl.decoding.models import layers
+from specctl.decoding.models import linear
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -120,7 +120,7 @@ def test_a_mixture_of_one_is_the_head(target, head, long_prompt, width):
 @pytest.mark.parametrize("variant", ["norm_before_fc", "paper", "speculators"])
 def test_stacked_is_one_by_one(target, long_prompt, monkeypatch, variant, dtype, tolerance):
     """Also at the norms before fc, which are several of several heads."""
-    monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+    monkeypatch.setattr(linear, "_packed", lambda *_: None)
     target = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype=dtype)
     heads = [eagle31(target, seed, **VARIANTS[variant]) for seed in range(3)]
     apart = [Eagle3Drafter(head, target, SHAPE) for head in heads]

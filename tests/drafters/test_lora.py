@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specctl.decoding.loop import decode
-from specctl.decoding.models.layers import Linear
+from specctl.decoding.models.linear import Linear
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, lora, pool
 from specctl.drafters.eagle3 import drafter as eagle3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specctl.decoding.loop import decode
-from specctl.decoding.models import layers
+from specctl.decoding.models import linear
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle import drafter as eagle
@@ -59,7 +59,7 @@ def mtp_drafter(target, seed):
 def test_stacked_is_one_by_one(target, prompts, make, dtype, tolerance, monkeypatch):
     """In a ragged batch with an empty span, more than once, while heads are at different places of the text; and the
     heads, whose weights are views now, still say the same. bf16 as on a GPU, unpacked."""
-    monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+    monkeypatch.setattr(linear, "_packed", lambda *_: None)
     target = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype=dtype)
     apart = [make(target, seed) for seed in range(3)]
     heads = [make(target, seed) for seed in range(3)]

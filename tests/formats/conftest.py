@@ -21,6 +21,9 @@ from specctl.drafters.feature.head import HeadConfig
 from specctl.drafters.lm.model import LM
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
+from tests.drafters.conftest import exact_products
+
+__all__ = ["exact_products"]
 
 STEPS = 4
 DEFAULT, CUSTOM = (2, 5, 7), (1, 4, 9)  # of the ten layers of the built-in target

@@ -1,7 +1,7 @@
 """The few operations a lean decoder layer is made of, shared by the target step and by draft heads.
 
-Everything works on rows: hidden states are [N, H] with N = B·T, the residual stream stays in fp32, matrix products run
-in the weights' dtype. On a CPU, weights are packed once for oneDNN, which halves the time of a small bf16 product.
+Everything works on rows: hidden states are [N, H] with N = B·T, the residual stream stays in fp32, matrix products
+(`linear.py`) run in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -16,54 +16,6 @@ from specctl import kernels
 from specctl.decoding.attention import served
 from specctl.decoding.cache import KVCache
 from specctl.decoding.plan import Block, Plan, seen
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-class Linear:
-    """y = x Wᵀ (+ b) for inference; packs W for oneDNN where that is faster (bf16 on a CPU that has it)."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.bias = None if bias is None else bias.detach()  # as the weight: it outlives a module that is emptied
-        self.dtype = weight.dtype
-        self.packed = _can_pack(weight)
-        weight = weight.detach().contiguous()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
-
-
-class DraftLinear(Linear):
-    """A `Linear` of a drafter, which may be a little wrong: on a CPU, products of up to `FEW` rows read int8 weights
-    (symmetric, one scale per output), in half the time. A rounded proposal is verified like any other.
-    """
-
-    FEW = 3  # measured on the built-in head: beyond, the packed bf16 product is faster
-    LANES = 16  # torch's kernel has no tail: with another input width it reads past the weights
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        super().__init__(weight, bias)
-        self.scale: Tensor | None = None
-        if self.packed and weight.shape[1] % self.LANES == 0 and hasattr(torch, "_weight_int8pack_mm"):
-            wide = weight.detach().float()
-            self.scale = (wide.abs().amax(1) / 127).clamp_min(1e-12).to(weight.dtype)
-            self.int8 = (wide / self.scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.scale is not None and x.shape[0] <= self.FEW:
-            y = torch._weight_int8pack_mm(x, self.int8, self.scale)
-            return y if self.bias is None else y.add_(self.bias)
-        return super().__call__(x)
 
 
 class RMSNorm:

@@ -13,7 +13,8 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.fused import LayerShape, fuses
-from specctl.decoding.models.layers import Linear, RMSNorm, add_norm, attend, gated
+from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
+from specctl.decoding.models.linear import Linear
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.plan import Plan

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.models.layers import DraftLinear, attend
+from specctl.decoding.models.layers import attend
+from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.records import ChainRows
 from specctl.decoding.rope import Rope

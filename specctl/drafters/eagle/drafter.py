@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.models.layers import DraftLinear
+from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.target import Target
 from specctl.drafters.eagle.head import EagleHead
 from specctl.drafters.feature.drafter import FeatureDrafter

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.fused import LayerShape, fuses
-from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, add_norm, attend, gated
+from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
+from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, far_behind

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specctl.decoding.models.layers import DraftLinear, Linear, RMSNorm, RMSNorms
+from specctl.decoding.models.layers import RMSNorm, RMSNorms
+from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState

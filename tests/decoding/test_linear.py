@@ -1,0 +1,85 @@
+"""Products whose weights are packed for the CPU at hand."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specctl.decoding.models import linear
+from specctl.decoding.models.linear import LARGEST, ROUNDED, DraftLinear, Linear, fits_half
+
+packs = pytest.mark.skipif(not linear._half_computes(), reason="this torch has no fp16 products on this CPU")
+
+
+def weights(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """Random weights that were bf16 in a file, as wide as those of language models."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(outputs, inputs, generator=generator).mul_(0.02).bfloat16().float()
+
+
+@packs
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 48)], ids=["", "bias"])
+@pytest.mark.parametrize("threaded", [linear.THREADED, 1], ids=["", "for several threads"])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (33,), (2, 3), (0,)])
+def test_packed_weights_give_the_products_of_the_weights(monkeypatch, bias, threaded, shape):
+    """Rounded weights, a bias that is added twice, or rows beyond those a kernel takes at once."""
+    monkeypatch.setattr(linear, "THREADED", threaded)
+    weight = weights(48, 40)
+    product = Linear(weight, bias)
+    assert product.packed
+    x = torch.randn(*shape, 40, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(product(x), F.linear(x, weight, bias), rtol=0, atol=1e-6)
+
+
+@packs
+def test_weights_that_fp16_does_not_hold_stay_as_they_are():
+    """A target is exactly its weights: those that were trained in fp32 have bits that fp16 has not."""
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * 0.02
+    exact, rough = Linear(weight), DraftLinear(weight)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    assert not exact.packed and torch.equal(exact(x), F.linear(x, weight))
+    assert rough.packed and 0 < (rough(x) - F.linear(x, weight)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("value", "exact", "rough"),
+    [
+        (0.0123291015625, True, True),  # bf16
+        (2.0**-24, True, True),
+        (1.3 * 2.0**-24, True, True),  # below fp16's steps: off by less than `ROUNDED`
+        (0.01234, False, True),
+        (LARGEST, True, True),
+        (2 * LARGEST, False, False),
+        (float("nan"), False, False),
+        (float("inf"), False, False),
+    ],
+)
+def test_what_fits(value, exact, rough):
+    weight = weights(70, 8)
+    weight[66, 3] = value  # behind the rows that are looked at first
+    assert (fits_half(weight, rough=False), fits_half(weight, rough=True)) == (exact, rough)
+    if exact:
+        assert (weight.half() - weight).abs().max() <= ROUNDED
+
+
+def test_without_the_library_products_are_torchs(monkeypatch):
+    """A torch that no longer has the calls, or another processor, must decode all the same."""
+    monkeypatch.delattr(torch, "fbgemm_pack_gemm_matrix_fp16", raising=False)
+    linear._half_computes.cache_clear()
+    try:
+        weight = weights(16, 16)
+        product = Linear(weight)
+        x = torch.ones(1, 16)
+        assert not product.packed and torch.equal(product(x), F.linear(x, weight))
+    finally:
+        linear._half_computes.cache_clear()
+
+
+@packs
+def test_nobody_is_warned():
+    """The calls are marked as leaving torch; a line about that in front of every result says nothing to a user."""
+    linear._half_computes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Linear(weights(16, 16))(torch.ones(1, 16))

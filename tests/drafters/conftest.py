@@ -1,0 +1,13 @@
+"""What the tests of all families share."""
+
+import pytest
+
+from specctl.decoding.models.linear import DraftLinear
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_products():
+    """Drafting is compared with training, number by number: weights that were never bf16 are not rounded for a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftLinear, "rough", False)
+        yield
