@@ -222,6 +222,23 @@ def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
     assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]
 
 
+@pytest.mark.parametrize("mode", ["0", "eager"])
+def test_trees_broader_than_a_step(tiny, drafters, monkeypatch, mode):
+    """A head's rows for all levels are more than the slots behind a text that the target's step needs: rounds end on
+    the host, where the batch has shrunk, and no text fails at its end."""
+    plain = [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    monkeypatch.setattr(engine, "SHARED_ROWS", {"cpu": 93})
+    monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+    whole, batches = device_round.DeviceRounds.round, set()
+    monkeypatch.setattr(
+        device_round.DeviceRounds, "round", lambda self, span: (batches.add(self.state.batch), whole(self, span))
+    )
+    drafter = eagle3(tiny, TreeShape(depth=6, width=16, nodes=62, children=6, stop_below=0.0))
+    found = decode(tiny, sampling=MIXED, drafter=drafter, slots=3, share_rows=True)
+    assert [one.output_ids for one in found] == plain
+    assert batches == ({3, 2} if mode == "eager" else set())
+
+
 class NoHost:
     """Within it nothing has a value: what reads one, makes a tensor of the host's or has a shape that depends on data
     raises. Fake tensors do the most; they do not see what goes around the dispatcher."""

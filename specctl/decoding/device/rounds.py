@@ -50,10 +50,16 @@ def device_rounds(
         return None
     if state.catch_up != RECOMPUTE:  # the masks of plan_at know of no slots that were skipped
         return None
-    draft = drafter.on_device(state, budget())
-    if draft is None or draft.reach > state.spare:
+    if _draft_for(state, drafter, budget()) is None:
         return None
     return DeviceRounds(target, state, drafter, budget, capture=mode != "eager", on_commit=on_commit)
+
+
+def _draft_for(state: DecodeState, drafter: OnDevice, budget: int) -> DeviceDraft | None:
+    """The drafter's part of the rounds of a batch; None where it has none, or needs more slots than there are behind a
+    text."""
+    draft = drafter.on_device(state, budget)
+    return None if draft is None or draft.reach > state.spare else draft
 
 
 def shape_of(drafter: OnDevice, state: DecodeState) -> graphs.Shape:
@@ -95,8 +101,9 @@ class DeviceRounds:
             self.settle()
             return False
         try:
-            if not self.loaded:
-                self.load()
+            if not self.loaded and not self.load():
+                self.failed = True
+                return False
             self._launch()
         except Exception as error:  # whatever a driver raises: the host's rounds need nothing of this one
             if not self.capture:
@@ -107,13 +114,15 @@ class DeviceRounds:
             self.settle()
         return True
 
-    def load(self) -> None:
-        """Begin where the host's state stands."""
-        if not self._fits():
-            self._place()
+    def load(self) -> bool:
+        """Begin where the host's state stands. False where the drafter cannot draft for this batch on the device: a
+        smaller one has larger drafts."""
+        if not self._fits() and not self._place():
+            return False
         self.sequences.load(self.state)
         self.draft.load(self.state)
         self.loaded = True
+        return True
 
     def _fits(self) -> bool:
         """Whether what was made is for the texts that there are: their caches, their ends and how they are drawn."""
@@ -122,14 +131,16 @@ class DeviceRounds:
         sequences = self.sequences
         return sequences.draws.greedy != self.state.sampled and sequences.ends >= widest_ends(self.state)
 
-    def _place(self) -> None:
-        """Make everything anew, for a batch of another size or in another place."""
-        draft = self.drafter.on_device(self.state, self.budget())
-        assert draft is not None
+    def _place(self) -> bool:
+        """Make everything anew, for a batch of another size or in another place; False where that cannot be."""
+        draft = _draft_for(self.state, self.drafter, self.budget())
+        if draft is None:
+            return False
         self.draft, self.store = draft, self.state.cache.store
         self.sequences = Resident(self.state, draft.depth + 1)
         carried = [self.sequences.length, self.sequences.finished, *draft.carried]
         self.graphs = graphs.Graphs(carried, self.sequences.record)
+        return True
 
     def _launch(self) -> None:
         """Start a round."""

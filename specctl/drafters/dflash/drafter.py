@@ -66,7 +66,7 @@ class BlockDrafter(ParallelDrafter):
         super().__init__(head, head.config, layers[0].inv_freq, target)
         self.size = 0
         self.config, self.shape, self.depths = head.config, shape, head.config.depth
-        self.layers, self.reach = len(layers), head.config.block_size
+        self.layers = len(layers)
         self.embedding = target.model.embedding
         self.mask = head.mask(self.embedding).detach().to(self.device, torch.float32)
         self.fc, self.hidden_norm = self.linear(head.fc), self.rms_norm(head.hidden_norm)
@@ -94,6 +94,10 @@ class BlockDrafter(ParallelDrafter):
             self.steer, self.candidates = self.linear(selector.hidden_projection), head.config.selector_top_k
         if head.tie is not None:
             self.after = head.tie.successors.detach().to(self.device, self.dtype)
+
+    @property
+    def reach(self) -> int:
+        return self.config.block_size
 
     def feature(self, tapped: Tensor) -> Tensor:
         return self.fc(tapped).float()

@@ -37,6 +37,11 @@ class FeatureDrafter(Shaped, FeatureLayer):
         self.ids = head.draft_ids.to(self.device)
         self._to_target = self.ids.tolist()
 
+    @property
+    def reach(self) -> int:
+        """A broad tree has more rows than a draft has nodes. Those of all its levels are kept until it stands."""
+        return (self.shape.depth - 1) * self.shape.width
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft vocabulary logits [N, Vd] of the layer's output."""

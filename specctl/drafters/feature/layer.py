@@ -95,7 +95,10 @@ class FeatureReader(HeadWeights, ABC):
     """
 
     layers = 1
-    reach = 0
+
+    @property
+    def reach(self) -> int:
+        return 0
 
     def __init__(self, head: DraftHead, config: HeadConfig, inv_freq: Tensor, target: Target):
         super().__init__(head, target)

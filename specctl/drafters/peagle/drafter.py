@@ -32,13 +32,17 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
     def __init__(self, head: PEagleHead, target: Target, shape: TreeShape):
         FusedInput.__init__(self, head, head.midlayer, target)
         self.shape, self.depths, self.mask_token = shape, head.config.depths, head.config.mask_token_id
-        self.layers, self.reach, self.width = head.config.num_layers, head.config.depths, head.config.hidden_size
+        self.layers, self.width = head.config.num_layers, head.config.hidden_size
         self.size = self.depths * self.width
         self.fuse(head, head.embedding(target.model.embedding).detach().to(self.device))
         self.upper = [UpperPass(head, layer, target) for layer in head.upper]
         self.mask_hidden = head.mask_hidden.detach().to(self.device, self.dtype).flatten()
         self.ids = head.draft_ids.to(self.device)
         self._to_target = self.ids.tolist()
+
+    @property
+    def reach(self) -> int:
+        return self.depths
 
     def logits(self, states: Tensor) -> Tensor:
         return self.head(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
