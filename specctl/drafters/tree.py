@@ -94,6 +94,11 @@ class Shaped:
         twin.shape = shape_for(drafting, self.shape)
         return twin
 
+    @property
+    def even(self) -> bool:
+        """Whether no draft ends early."""
+        return self.shape.stop_below <= 0
+
     def children(self, state: DecodeState) -> tuple[int, ...]:
         """How many children a node has at every level of a draft; exact mode drafts chains."""
         if self.shape.chain or state.exact_rows:

@@ -6,12 +6,14 @@ tells it in a small tensor what every round committed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specctl import kernels
+from specctl.decoding.plan import Plan, plan_at
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import Draws
 from specctl.decoding.state import DecodeState
@@ -32,6 +34,34 @@ class Said(NamedTuple):
     logits: Tensor
     hidden: Tensor
     tapped: Tensor | None
+
+
+@dataclass(frozen=True)
+class NewSlots:
+    """What a round has committed, as the slots to be read of it: slot i is the state of position i and the token after
+    it. There are T rows for as much as a round can commit, padded with the last.
+
+    Attributes:
+        base, count: [B] the first slot, and how many are new; 0 or fewer for a sequence that is finished.
+        tokens: [B, T] of the rows.
+        tapped: [B, T, F] the states.
+    """
+
+    base: Tensor
+    count: Tensor
+    tokens: Tensor
+    tapped: Tensor
+
+    @property
+    def last(self) -> Tensor:
+        """[B] the row of the last slot; any where there is none."""
+        return (self.count - 1).clamp(min=0)
+
+    def plan(self, span: int, dtype: torch.dtype, more: int = 0) -> Plan:
+        """Rows one behind the other from the first slot on, `more` of them than there are here."""
+        place = torch.arange(self.tokens.shape[1] + more, device=self.base.device)
+        causal = (place <= place.unsqueeze(1)).expand(len(self.base), -1, -1)
+        return plan_at(self.base, causal, place, span=span, dtype=dtype, chain=True)
 
 
 NO_TOKEN = -1
@@ -88,6 +118,15 @@ class Resident:
     def last(self) -> Tensor:
         """[B, 1] the last committed tokens."""
         return self.ids.gather(1, self.length.unsqueeze(1) - 1)
+
+    def new_slots(self, before: Tensor, most: int) -> NewSlots:
+        """Of what was committed behind the first `before` [B] tokens, at most so many."""
+        assert self.features is not None
+        place = torch.arange(most, device=before.device)
+        base, end = before - 1, self.length - 2
+        slots = torch.minimum(base.unsqueeze(1) + place, end.unsqueeze(1))
+        tokens, tapped = self.ids.gather(1, slots + 1), self.features[self.sequences, slots]
+        return NewSlots(base, self.length - before, tokens, tapped)
 
     def commit(
         self,

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
+from specctl.decoding.cache import KVCache
+from specctl.decoding.device.resident import NewSlots
 from specctl.decoding.models.layers import attend
 from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import Plan, plan_rows
@@ -113,9 +115,14 @@ class BlockDrafter(ParallelDrafter):
         memory.cache.filled(starts)
         self._read(tapped, memory.cache, plan_rows(starts, width, device=state.device, dtype=state.dtype))
 
-    def _read(self, tapped: Tensor, cache: Any, plan: Plan) -> None:
+    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
+        self._read(new.tapped.flatten(0, 1), cache, new.plan(span, cache.store.dtype))
+        return torch.empty(len(new.base), self.size, device=self.device)
+
+    def _read(self, tapped: Tensor, cache: KVCache, plan: Plan) -> None:
         """Write keys and values of features [N, F] to the cache."""
-        table = self._rope_for(cache.capacity).at(plan, self.kv_heads, self.kv_heads)
+        rope = cache.rope or self._rope_for(cache.capacity)
+        table = rope.at(plan, self.kv_heads, self.kv_heads)
         pairs = self.pairs(self.hidden_norm(self.feature(tapped))).view(len(tapped), self.layers, -1, self.dim)
         for layer, part in enumerate(self.passes):
             keys, values = pairs[:, layer, : self.kv_heads], pairs[:, layer, self.kv_heads :]

@@ -13,11 +13,13 @@ from specctl import kernels
 from specctl.decoding.attention import by_kernel
 from specctl.decoding.device.resident import Resident
 from specctl.decoding.plan import BITS, Plan, plan_at, plan_rows
-from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score
+from specctl.decoding.records import ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead, HeadLayer
 from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, begun_at, own_features
+from specctl.drafters.feature.rounds import ReaderRounds
+from specctl.drafters.growing import GrowingTrees
 from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best, chain_rows
 
 
@@ -165,11 +167,6 @@ class FeatureDrafter(Shaped, FeatureLayer):
                 mask[b, 0, place, seen] = 0
         return Plan(base, positions, span, mask, False, False)
 
-    @property
-    def even(self) -> bool:
-        """Whether no draft ends early."""
-        return self.shape.stop_below <= 0
-
     def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
         """None where drafts end early: that is decided by the host."""
         return FeatureRounds(self, state, budget) if self.even and budget > 0 else None
@@ -265,49 +262,28 @@ def _near(mask: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
     return mask.masked_fill(F.pad(far, (0, mask.shape[-1] - span))[:, None], float("-inf"))
 
 
-class FeatureRounds:
+class FeatureRounds(ReaderRounds):
     """Levels of `width` expanded nodes with `children` candidates each; the `nodes` best candidates are the draft."""
 
     def __init__(self, drafter: FeatureDrafter, state: DecodeState, budget: int):
         shape = drafter.shape.within(budget)
         self.drafter, self.levels, self.width = drafter, min(shape.depth, budget), shape.width
-        self.children = min(shape.children, len(drafter.ids))
-        candidates = self.children * (1 + (self.levels - 1) * self.width)
-        self.nodes, self.chain = min(shape.nodes, candidates), shape.chain
-        if self.chain:
-            self.nodes = self.levels
-        self.depth = min(self.levels, self.nodes)
-        self.reach = max(1 + self.nodes, (self.levels - 1) * self.width, self.depth + 1)
-        self.hidden = torch.zeros(state.batch, drafter.size, device=state.device)
-        self.carried = [self.hidden]
-
-    def load(self, state: DecodeState) -> None:
-        self.drafter.advance(state)
-        memory = state.memory[self.drafter.key]
-        self.hidden.copy_(memory.hidden)
-        self.cache, self.keys = memory.cache, memory.cache.store
-
-    def fits(self, state: DecodeState) -> bool:
-        memory = state.memory.get(self.drafter.key)
-        return memory is not None and memory.cache.store is self.keys
-
-    def store(self, state: DecodeState) -> None:
-        memory = state.memory[self.drafter.key]
-        memory.cached, memory.hidden = list(state.cached), self.hidden
+        self.children, self.chain = min(shape.children, len(drafter.ids)), shape.chain
+        self.nodes = self.levels if self.chain else shape.nodes
+        reach = max(1 + self.nodes, (self.levels - 1) * self.width)
+        super().__init__(drafter, state, min(self.levels, self.nodes), reach)
 
     def propose(self, sequences: Resident, span: int) -> DraftTree:
-        """As `FeatureDrafter._chain` and `_tree`; joint probabilities in fp64, as Python adds them."""
+        """As `FeatureDrafter._chain` and `_tree`."""
         batch, width, children = sequences.batch, self.width, self.children
+        trees = GrowingTrees()
         gains, index = kernels.expand_topk(self.drafter.logits(self.hidden), children)
-        joint = [gains.double()]  # of every level, [B, candidates]
-        tokens = [self.drafter.ids[index]]
-        parents = [torch.full_like(index, -1)]
+        trees.add(None, gains.unsqueeze(1), self.drafter.ids[index].unsqueeze(1))
         hidden = self.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
         seen = torch.ones(batch, width, 0, dtype=torch.bool, device=sequences.device)
         own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)
-        found = 0  # candidates of earlier levels
         for step in range(self.levels - 1):
-            best = joint[-1].sort(dim=-1, descending=True, stable=True).indices[:, :width]
+            best = trees.frontier(width)
             best = torch.cat((best, best[:, -1:].expand(-1, width - best.shape[1])), 1)
             if step:
                 source = (best // children).unsqueeze(-1)  # its parent's row among those of the step before
@@ -315,36 +291,8 @@ class FeatureRounds:
                 seen = seen.gather(1, source.expand(-1, -1, seen.shape[-1]))
             seen = torch.cat((seen, own), -1)
             plan = plan_at(sequences.length - 1, seen, step, span=span, dtype=sequences.dtype)
-            rows = self.drafter.rows_at(tokens[-1].gather(1, best), hidden.flatten(0, 1), self.cache, plan)
+            rows = self.drafter.rows_at(trees.tokens[-1].gather(1, best), hidden.flatten(0, 1), self.cache, plan)
             hidden = rows.view(batch, width, -1)
             gains, index = kernels.expand_topk(self.drafter.logits(rows), children)
-            level = (joint[-1].gather(1, best).unsqueeze(-1) + gains.view(batch, width, -1).double()).flatten(1)
-            parents.append((best + found).repeat_interleave(children, 1))
-            found += joint[-1].shape[1]
-            joint.append(level)
-            tokens.append(self.drafter.ids[index].view(batch, -1))
-        return self._best(sequences, joint, torch.cat(tokens, 1), torch.cat(parents, 1))
-
-    def _best(self, sequences: Resident, joint: list[Tensor], tokens: Tensor, parents: Tensor) -> DraftTree:
-        """The candidates of highest joint probability that there is room for, in the order they were found."""
-        room = sequences.room.unsqueeze(1)
-        fits = torch.cat([(room > level).expand(-1, part.shape[1]) for level, part in enumerate(joint)], 1)
-        order = torch.cat(joint, 1).masked_fill(~fits, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        kept = order[:, : self.nodes].sort(-1).values
-        place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(self.nodes, device=kept.device).expand_as(kept))
-        above = parents.gather(1, kept)
-        links = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
-        return DraftTree(tokens.gather(1, kept), torch.where(fits.gather(1, kept), links, PADDING), chain=self.chain)
-
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
-        """Fill the slots of what was committed: rows for as much as a round can commit, padded with the last."""
-        assert sequences.features is not None
-        place = torch.arange(self.depth + 1, device=before.device)
-        base, end = before - 1, sequences.length - 2  # the first slot to fill, and the last
-        slots = torch.minimum(base.unsqueeze(1) + place, end.unsqueeze(1))
-        features = self.drafter.feature(sequences.features[sequences.sequences, slots].flatten(0, 1))
-        causal = (place <= place.unsqueeze(1)).expand(sequences.batch, -1, -1)
-        plan = plan_at(base, causal, place, span=span, dtype=sequences.dtype, chain=True)
-        last = (end - base).clamp(min=0)  # a sequence that is finished has nothing new
-        tokens = sequences.ids.gather(1, slots + 1)
-        self.hidden.copy_(self.drafter.rows_at(tokens, features, self.cache, plan, last))
+            trees.add(best, gains.view(batch, width, -1), self.drafter.ids[index].view(batch, width, -1))
+        return trees.best(sequences.room, self.nodes, self.chain)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache
+from specctl.decoding.device.resident import NewSlots
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
@@ -125,6 +126,10 @@ class FeatureReader(HeadWeights, ABC):
     @abstractmethod
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
         """Fill every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end."""
+
+    @abstractmethod
+    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
+        """Fill the slots that a round on the device has added; returns what is carried to the next one [B, size]."""
 
     def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
@@ -258,6 +263,10 @@ class FeatureLayer(FeatureReader):
             plan = plan_rows(starts, tail, device=cache.store.device, dtype=cache.store.dtype)
         plan = plan.within(self.window, cache.store.dtype).without(cache.skipped, cache.store.dtype)
         return residual, attend(query.unflatten(0, (batch, rows)), cache, place, plan, self.dim**-0.5)
+
+    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
+        features = self.feature(new.tapped.flatten(0, 1))
+        return self.rows_at(new.tokens, features, cache, new.plan(span, cache.store.dtype), new.last)
 
     def rows_at(
         self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None

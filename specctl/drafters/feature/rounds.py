@@ -1,0 +1,43 @@
+"""What rounds on the device keep of a drafter that reads the target's features (decoding/device/rounds.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.device.resident import Resident
+from specctl.decoding.state import DecodeState
+from specctl.drafters.feature.layer import FeatureReader
+
+
+class ReaderRounds:
+    """The part of a round that is the reader's: keys and values in the host's own memory, to which every round adds.
+
+    Attributes:
+        hidden: [B, size] what the reader carries from one round to the next.
+    """
+
+    def __init__(self, reader: FeatureReader, state: DecodeState, depth: int, reach: int):
+        """`depth`: longest path of a draft; `reach`: slots behind the committed text that drafting it takes."""
+        self.reader, self.depth, self.reach = reader, depth, max(reach, depth + 1)
+        self.hidden = torch.zeros(state.batch, reader.size, device=state.device)
+        self.carried = [self.hidden]
+
+    def load(self, state: DecodeState) -> None:
+        self.reader.advance(state)
+        memory = state.memory[self.reader.key]
+        self.hidden.copy_(memory.hidden)
+        self.cache, self.keys = memory.cache, memory.cache.store
+
+    def fits(self, state: DecodeState) -> bool:
+        memory = state.memory.get(self.reader.key)
+        return memory is not None and memory.cache.store is self.keys
+
+    def store(self, state: DecodeState) -> None:
+        memory = state.memory[self.reader.key]
+        memory.cached, memory.hidden = list(state.cached), self.hidden
+
+    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+        """Fill the slots of what was committed."""
+        new = sequences.new_slots(before, self.depth + 1)
+        self.hidden.copy_(self.reader.read_at(new, self.cache, span))
