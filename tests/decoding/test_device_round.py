@@ -26,6 +26,7 @@ from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
+from specctl.drafters import pool
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
@@ -33,7 +34,7 @@ from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.tree import TreeShape
-from specctl.recipe import DraftingRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.toys import mtp
 
 HOT = Sampling(1.0, 0, 1.0)
@@ -116,6 +117,21 @@ def small_lm(target, proposal):
     return drafter
 
 
+def depth_heads(target, family, shape, words=WORDS):
+    """Heads that start from the target, disturbed: blocks start at zero."""
+    own = pool.family(family)
+    torch.manual_seed(0)
+    recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(draft_heads=4, vocab_size=words and len(words)))
+    module = own.build(recipe, target, lambda size: words)
+    for parameter in module.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    drafter = own.drafter(module.eval(), target, DraftingRecipe(**vars(shape)))
+    if drafter.ids is None:
+        for head in drafter.heads:
+            head.bias = target.model.head.bias
+    return drafter
+
+
 MADE = {
     "plain": lambda target: None,
     **{f"eagle3 {name}": lambda target, shape=shape: eagle3(target, shape) for name, shape in SHAPES.items()},
@@ -124,6 +140,11 @@ MADE = {
     "eagle": lambda target: eagle1(target, SHAPES["tree"]),
     "mtp chain": lambda target: own_layer(target, SHAPES["chain"], "mimo", bias=True),
     "mtp tree": lambda target: own_layer(target, SHAPES["tree"], "qwen", qk_norm=True),
+    "medusa chain": lambda target: depth_heads(target, "medusa", SHAPES["chain"]),
+    "medusa tree": lambda target: depth_heads(target, "medusa", SHAPES["tree"]),
+    "medusa of all words": lambda target: depth_heads(target, "medusa", SHAPES["comb"], None),
+    "hydra chain": lambda target: depth_heads(target, "hydra", SHAPES["chain"]),
+    "hydra tree": lambda target: depth_heads(target, "hydra", SHAPES["tree"]),
     "lm": lambda target: small_lm(target, "deterministic"),
     "lm sampled": lambda target: small_lm(target, "sampled"),
 }
@@ -168,7 +189,9 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
     assert decode(tiny, **how) == host
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3 chain", "eagle3 tree", "eagle3.1", "lm sampled"])
+@pytest.mark.parametrize(
+    "name", ["plain", "eagle3 chain", "eagle3 tree", "eagle3.1", "medusa tree", "hydra tree", "lm sampled"]
+)
 def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monkeypatch, name):
     """On the host and on the device: the same texts, without a mask and, on the device, with one span; fused layers."""
     how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
@@ -206,7 +229,7 @@ def test_a_window_that_texts_grow_out_of(tiny, on_device, shape):
     assert decode(tiny, drafter=window, **how) == host
 
 
-@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "lm"])
+@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "medusa chain", "hydra tree", "lm"])
 def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
     """Of a batch the sequences share the rows of a step: how deep each drafts follows its size on the device, too."""
     monkeypatch.setattr(engine, "SHARED_ROWS", {"cpu": 9})
@@ -290,7 +313,17 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
 @pytest.mark.parametrize("attention", ["sdpa", "kernel"])
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [("plain", GREEDY), ("eagle3 chain", MIXED), ("eagle3 tree", MIXED), ("eagle", GREEDY), ("lm sampled", MIXED)],
+    [
+        ("plain", GREEDY),
+        ("eagle3 chain", MIXED),
+        ("eagle3 tree", MIXED),
+        ("eagle", GREEDY),
+        ("medusa chain", GREEDY),
+        ("medusa tree", MIXED),
+        ("hydra chain", GREEDY),
+        ("hydra tree", MIXED),
+        ("lm sampled", MIXED),
+    ],
 )
 @pytest.mark.parametrize("keeps", [False, True], ids=["", "for a learner"])
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention, keeps):
@@ -338,7 +371,7 @@ def graphs_on(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "lm sampled"])
+@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "medusa tree", "hydra tree", "lm sampled"])
 def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
     """Captured behind some rounds, again where the batch shrinks; and the round before each is played twice."""
     how = dict(sampling=MIXED, drafter=drafters(name))
@@ -352,7 +385,7 @@ def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
     assert captured
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "lm sampled"])
+@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "medusa tree", "hydra tree", "lm sampled"])
 def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, name):
     """Of texts asked for one after the other only the first pays for a graph, whatever they are; of another drafter
     and of a batch of another size there are others."""
@@ -435,7 +468,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", ["eagle3 tree", "lm"])
+@pytest.mark.parametrize("name", ["eagle3 tree", "medusa tree", "hydra tree", "lm"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatch, name, failure):
     """With one warning, whatever was under way; and no further attempt."""

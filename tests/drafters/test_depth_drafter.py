@@ -1,9 +1,12 @@
 """Hydra and Medusa: what trains is what drafts, through rounds of any length, alone and in a batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specctl.decoding.loop import decode
+from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
 from specctl.errors import CheckpointError, RecipeError
@@ -145,6 +148,31 @@ def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
     )  # fmt: skip
     assert [d.output_ids for d in found] == [d.output_ids for d in decode(target, prompts, **options)]
     assert proposed and set(proposed) <= set(module.draft_ids.tolist())
+
+
+def test_no_draft_is_deeper_than_its_own_text_has_room_for(target, prompts, module, family):
+    """Whatever the others of its batch have: counts are a text's own. So it is where a hybrid asks."""
+    drafter = pool.family(family[0]).drafter(module, target, DraftingRecipe(stop_below=0.0, nodes=9, children=3))
+    depths, new = [], [12, 3, 8]
+
+    class Asked:
+        taps = drafter.taps
+
+        def propose(self, state, budget):
+            trees = drafter.grow(state, budget, lambda joint: True)
+            for tree, row in zip(trees, state.rows, strict=True):
+                depths.append((max(topology(tree.parents)[0], default=0), row.room))
+            return drafter.propose(state, budget)
+
+    def counts(prompts, new):
+        options = dict(sampling=GREEDY, max_new_tokens=new, seeds=[0] * len(new), share_rows=False)
+        found = decode(target, prompts, drafter=Asked(), **options)
+        return [replace(one, index=0, prefill_s=0, decode_s=0) for one in found]
+
+    alone = [counts([prompt], [limit])[0] for prompt, limit in zip(prompts, new, strict=True)]
+    depths.clear()
+    assert counts(prompts, new) == alone
+    assert {depth for depth, _ in depths} == {0, 1, 2, 3} and all(depth == min(HEADS, room) for depth, room in depths)
 
 
 def test_an_unseen_row_s_memory_is_not_read(target, prompts, module, family):

@@ -10,11 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specctl.decoding.records import DraftTree, Score, empty_draft
+from specctl.decoding.device.resident import Resident
+from specctl.decoding.protocols import DeviceDraft
+from specctl.decoding.records import PADDING, DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads
-from specctl.drafters.depth.static_tree import Trees
+from specctl.drafters.depth.static_tree import StaticTree, Trees
 from specctl.drafters.feature.layer import HeadWeights
 from specctl.drafters.tree import Pays, ProposedTree, TreeShape
 
@@ -53,6 +55,13 @@ class DepthDrafter(HeadWeights, ABC):
     @abstractmethod
     def advance(self, state: DecodeState) -> None: ...
 
+    @abstractmethod
+    def invalidate(self, state: DecodeState) -> None: ...
+
+    @abstractmethod
+    def rounds(self, tree: StaticTree, state: DecodeState) -> DeviceDraft:
+        """Its part of rounds on the device that draft this tree (`draft_at`)."""
+
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A static tree from the last committed token, never deeper than there are heads, or room."""
         floor = self.shape.floor
@@ -65,8 +74,9 @@ class DepthDrafter(HeadWeights, ABC):
         if grown is None:
             return [ProposedTree([], [], []) for _ in state.rows]
         draft, claimed = grown
-        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), claimed.exp().tolist(), strict=True)
-        return [ProposedTree(*row) for row in rows]
+        columns = [draft.tokens.tolist(), draft.parents.tolist(), claimed.exp().tolist()]
+        sizes = (draft.parents != PADDING).sum(1).tolist()  # what is too deep stands last
+        return [ProposedTree(*(part[:size] for part in row)) for size, *row in zip(sizes, *columns, strict=True)]
 
     def _grow(self, state: DecodeState, budget: int, pays: Pays | None) -> tuple[DraftTree, Tensor] | None:
         """The tree with the log probability of each node given its parent; None where there is no room for any."""
@@ -74,15 +84,38 @@ class DepthDrafter(HeadWeights, ABC):
         tree = self.trees.of(state, budget)
         if tree is None:
             return None
-        states = self.last(state).unsqueeze(1)
+        roots = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
+        draft, claimed = self._drafted(tree, roots, self.last(state), pays)
+        rooms = [row.room for row in state.rows]
+        if min(rooms) < len(tree.levels):
+            draft = tree.within(draft, torch.tensor(rooms, device=state.device))
+        return draft, claimed
+
+    def _drafted(self, tree: StaticTree, roots: Tensor, states: Tensor, pays: Pays | None) -> tuple[DraftTree, Tensor]:
+        """`tree` behind the last tokens `roots` [B] of sequences whose last states are [B, H]; as `StaticTree.grow`."""
+        states = states.unsqueeze(1)
 
         def logits(depth: int, paths: Tensor) -> Tensor:
             behind = paths if self.grounded else paths[:, :1]
             nodes = states.expand(-1, behind.shape[1], -1)
-            return self.logits(depth, nodes.flatten(0, 1), behind.flatten(0, 1)).unflatten(0, (state.batch, -1))
+            return self.logits(depth, nodes.flatten(0, 1), behind.flatten(0, 1)).unflatten(0, (len(roots), -1))
 
-        roots = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
         return tree.grow(roots, logits, self.ids, pays)
+
+    @property
+    def even(self) -> bool:
+        """Whether no draft ends early."""
+        return self.shape.stop_below <= 0
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
+        """None where drafts end early: that is decided by the host."""
+        tree = self.trees.whole(budget) if self.even else None
+        return None if tree is None else self.rounds(tree, state)
+
+    def draft_at(self, tree: StaticTree, sequences: Resident, states: Tensor) -> DraftTree:
+        """`tree` behind sequences on the device whose last states are [B, H], with padding where there is no room."""
+        draft, _ = self._drafted(tree, sequences.last[:, 0], states, None)
+        return tree.within(draft, sequences.room)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Head k's rows at depth k + 1, behind the tokens of the text; there are none deeper than the heads.

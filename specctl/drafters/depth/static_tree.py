@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.decoding.records import ChainRows, DraftTree
+from specctl.decoding.records import PADDING, ChainRows, DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.drafters.tree import Pays, TreeShape
 
@@ -82,6 +82,7 @@ class StaticTree:
         place = {path: i for i, path in enumerate(self.paths)} | {(): -1}
         links = [place[path[:-1]] for path in self.paths]
         self.parents = torch.tensor([links], device=device)
+        self.depths = torch.tensor([[len(path) for path in self.paths]], device=device)
         self.chain = links == list(range(-1, len(links) - 1))
 
     @cached_property
@@ -137,6 +138,11 @@ class StaticTree:
         parents = self.parents[:, : flat.shape[1]].expand(batch, -1)
         return DraftTree(flat, parents, chain=self.chain, q=ChainRows(first, ids)), torch.cat(claimed, 1)
 
+    def within(self, draft: DraftTree, room: Tensor) -> DraftTree:
+        """A draft of this form without the nodes that are deeper than a sequence has `room` [B] for."""
+        fits = self.depths[:, : draft.size] <= room.unsqueeze(1)
+        return replace(draft, parents=torch.where(fits, draft.parents, PADDING))
+
 
 class Trees:
     """The trees of a drafter: one of the full shape, and smaller ones near the end of a text or of the budget."""
@@ -152,8 +158,12 @@ class Trees:
         depth = max(map(len, self.paths))
         return tuple(max(path[-1] for path in self.paths if len(path) == d + 1) + 1 for d in range(depth))
 
+    def whole(self, budget: int) -> StaticTree | None:
+        """At most `budget` nodes; None where that is none."""
+        return self._made(tuple(self.paths[:budget])) if budget > 0 else None
+
     def of(self, state: DecodeState, budget: int) -> StaticTree | None:
-        """At most `budget` nodes, no deeper than a sequence has room for; None where nothing fits."""
+        """At most `budget` nodes, no deeper than some sequence has room for; None where nothing fits."""
         depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
         if depth <= 0:
             return None

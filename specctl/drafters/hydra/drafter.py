@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.decoding.device.resident import Resident
+from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.depth import head as depth_heads
 from specctl.drafters.depth.drafter import DepthDrafter
 from specctl.drafters.depth.head import draft_ids, heads_shape, start_from_target
-from specctl.drafters.depth.static_tree import default_shape
+from specctl.drafters.depth.static_tree import StaticTree, default_shape
 from specctl.drafters.feature.head import head_config, restored
 from specctl.drafters.feature.layer import FeatureLayer
+from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.hydra.head import HydraConfig, HydraHeads
 from specctl.drafters.tree import TreeShape, shape_for
 from specctl.recipe import DraftingRecipe, TrainRecipe
@@ -86,6 +89,20 @@ class HydraDrafter(DepthDrafter):
     def invalidate(self, state: DecodeState) -> None:
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
         self.prefix.invalidate(state)
+
+    def rounds(self, tree: StaticTree, state: DecodeState) -> HydraRounds:
+        return HydraRounds(self, tree, state)
+
+
+class HydraRounds(ReaderRounds):
+    """A static tree behind the prefix attention's output."""
+
+    def __init__(self, drafter: HydraDrafter, tree: StaticTree, state: DecodeState):
+        super().__init__(drafter.prefix, state, len(tree.levels), 1 + len(tree.paths))
+        self.drafter, self.tree = drafter, tree
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        return self.drafter.draft_at(self.tree, sequences, self.drafter.prefix.norm(self.hidden))
 
 
 def prepare(module: HydraHeads, recipe: TrainRecipe) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.decoding.device.resident import Resident
+from specctl.decoding.plain import PlainRounds
+from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.depth import head as depth_heads
 from specctl.drafters.depth.drafter import DepthDrafter
 from specctl.drafters.depth.head import HeadsConfig, draft_ids, heads_shape, start_from_target
-from specctl.drafters.depth.static_tree import default_shape
+from specctl.drafters.depth.static_tree import StaticTree, default_shape
 from specctl.drafters.feature.head import restored
 from specctl.drafters.feature.layer import last_slots
 from specctl.drafters.medusa.head import MedusaHeads
@@ -54,6 +57,21 @@ class MedusaDrafter(DepthDrafter):
 
     def invalidate(self, state: DecodeState) -> None:
         """Nothing is cached."""
+
+    def rounds(self, tree: StaticTree, state: DecodeState) -> MedusaRounds:
+        return MedusaRounds(self, tree)
+
+
+class MedusaRounds(PlainRounds):
+    """A static tree behind the target's last state. As in plain decoding, nothing is remembered."""
+
+    def __init__(self, drafter: MedusaDrafter, tree: StaticTree):
+        super().__init__()
+        self.drafter, self.tree = drafter, tree
+        self.depth, self.reach = len(tree.levels), 1 + len(tree.paths)
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        return self.drafter.draft_at(self.tree, sequences, sequences.new_slots(sequences.length - 1, 1).tapped[:, 0])
 
 
 prepare = depth_heads.prepare
