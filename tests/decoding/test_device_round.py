@@ -27,12 +27,18 @@ from specctl.decoding.records import PADDING, topology
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import pool
+from specctl.drafters.dflash import drafter as dflash
+from specctl.drafters.dflash.drafter import BlockDrafter
+from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM
 from specctl.drafters.mtp.drafter import MtpDrafter
+from specctl.drafters.peagle import drafter as peagle
+from specctl.drafters.peagle.drafter import PEagleDrafter
+from specctl.drafters.peagle.head import PEagleHead
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.toys import mtp
@@ -132,6 +138,31 @@ def depth_heads(target, family, shape, words=WORDS):
     return drafter
 
 
+def block(target, shape, words=WORDS, **sizes):
+    """A random head of blocks whose parts all count: a Markov head starts as nothing."""
+    form = dflash.architecture(DrafterRecipe(vocab_size=words and len(words), block_size=5, **sizes), target)
+    torch.manual_seed(0)
+    head = BlockHead(form, words and torch.tensor(words))
+    dflash.initialise(head, target)
+    for parameter in head.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    drafter = BlockDrafter(head, target, shape)
+    if words is None:
+        drafter.head.bias = target.model.head.bias
+    return drafter
+
+
+def parallel_eagle(target, shape, **sizes):
+    """A random head whose masks are not nothing."""
+    recipe = TrainRecipe(arch="peagle", ttt_steps=4, drafter=DrafterRecipe(vocab_size=len(WORDS), **sizes))
+    torch.manual_seed(0)
+    head = PEagleHead(peagle.architecture(recipe, target), torch.tensor(WORDS))
+    head.initialise(target)
+    for parameter in head.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return PEagleDrafter(head, target, shape)
+
+
 MADE = {
     "plain": lambda target: None,
     **{f"eagle3 {name}": lambda target, shape=shape: eagle3(target, shape) for name, shape in SHAPES.items()},
@@ -145,9 +176,20 @@ MADE = {
     "medusa of all words": lambda target: depth_heads(target, "medusa", SHAPES["comb"], None),
     "hydra chain": lambda target: depth_heads(target, "hydra", SHAPES["chain"]),
     "hydra tree": lambda target: depth_heads(target, "hydra", SHAPES["tree"]),
+    "dflash chain": lambda target: block(target, SHAPES["chain"], markov_rank=0),
+    "dflash tree": lambda target: block(target, SHAPES["tree"], markov_rank=0),
+    "dflash with a Markov head": lambda target: block(target, SHAPES["tree"]),
+    "dflash of all words": lambda target: block(target, SHAPES["wide"], None),
+    "dflash 2": lambda target: block(target, SHAPES["chain"], conv_kernel_size=2, selector_rank=8),
+    "peagle chain": lambda target: parallel_eagle(target, SHAPES["chain"]),
+    "peagle tree": lambda target: parallel_eagle(target, SHAPES["tree"], num_layers=2),
     "lm": lambda target: small_lm(target, "deterministic"),
     "lm sampled": lambda target: small_lm(target, "sampled"),
 }
+
+
+EACH = ["plain", "eagle3 tree", "medusa tree", "hydra tree", "dflash with a Markov head", "peagle tree", "lm"]
+"""One of every kind of rounds."""
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +231,7 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
     assert decode(tiny, **how) == host
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "eagle3 chain", "eagle3 tree", "eagle3.1", "medusa tree", "hydra tree", "lm sampled"]
-)
+@pytest.mark.parametrize("name", [*EACH, "eagle3 chain", "eagle3.1", "dflash 2", "lm sampled"])
 def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monkeypatch, name):
     """On the host and on the device: the same texts, without a mask and, on the device, with one span; fused layers."""
     how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
@@ -211,13 +251,20 @@ def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monke
     assert spans == {True}
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_a_window_that_texts_grow_out_of(tiny, on_device, shape):
+WINDOWED = {
+    "eagle3 chain": lambda target, window: eagle3(target, SHAPES["chain"], **EAGLE31 | {"sliding_window": window}),
+    "eagle3 tree": lambda target, window: eagle3(target, SHAPES["tree"], **EAGLE31 | {"sliding_window": window}),
+    "peagle": lambda target, window: parallel_eagle(target, SHAPES["tree"], sliding_window=window, num_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_that_texts_grow_out_of(tiny, on_device, name):
     """The host's drafts and the device's lose the same tokens from sight: the counts would show it."""
     prompts = [[5 + i % 50 for i in range(size)] for size in (90, 55, 62)]
     how = dict(prompts=prompts, sampling=GREEDY, max_new_tokens=[16] * 3, seeds=[1, 2, 3])
-    window, drafts = eagle3(tiny, SHAPES[shape], **EAGLE31), []
-    for drafter in (window, eagle3(tiny, SHAPES[shape], **EAGLE31 | {"sliding_window": None})):
+    window, drafts = WINDOWED[name](tiny, 64), []
+    for drafter in (window, WINDOWED[name](tiny, None)):
         drafts.append([])
         decode(
             tiny, drafter=drafter, **how,
@@ -229,7 +276,7 @@ def test_a_window_that_texts_grow_out_of(tiny, on_device, shape):
     assert decode(tiny, drafter=window, **how) == host
 
 
-@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "medusa chain", "hydra tree", "lm"])
+@pytest.mark.parametrize("name", [*EACH[1:], "eagle3 chain", "medusa chain", "peagle chain"])
 def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
     """Of a batch the sequences share the rows of a step: how deep each drafts follows its size on the device, too."""
     monkeypatch.setattr(engine, "SHARED_ROWS", {"cpu": 9})
@@ -314,15 +361,8 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
-        ("plain", GREEDY),
-        ("eagle3 chain", MIXED),
-        ("eagle3 tree", MIXED),
-        ("eagle", GREEDY),
-        ("medusa chain", GREEDY),
-        ("medusa tree", MIXED),
-        ("hydra chain", GREEDY),
-        ("hydra tree", MIXED),
-        ("lm sampled", MIXED),
+        *((name, MIXED) for name in [*EACH, "eagle3 chain", "lm sampled"]),
+        *((name, GREEDY) for name in ("plain", "eagle", "medusa chain", "hydra chain", "dflash 2", "peagle chain")),
     ],
 )
 @pytest.mark.parametrize("keeps", [False, True], ids=["", "for a learner"])
@@ -371,7 +411,7 @@ def graphs_on(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "medusa tree", "hydra tree", "lm sampled"])
+@pytest.mark.parametrize("name", [*EACH, "lm sampled"])
 def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
     """Captured behind some rounds, again where the batch shrinks; and the round before each is played twice."""
     how = dict(sampling=MIXED, drafter=drafters(name))
@@ -385,7 +425,7 @@ def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
     assert captured
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "medusa tree", "hydra tree", "lm sampled"])
+@pytest.mark.parametrize("name", [*EACH, "lm sampled"])
 def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, name):
     """Of texts asked for one after the other only the first pays for a graph, whatever they are; of another drafter
     and of a batch of another size there are others."""
@@ -468,7 +508,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", ["eagle3 tree", "medusa tree", "hydra tree", "lm"])
+@pytest.mark.parametrize("name", EACH[1:])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatch, name, failure):
     """With one warning, whatever was under way; and no further attempt."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import NewSlots
+from specctl.decoding.device.resident import NewSlots, Resident
 from specctl.decoding.models.layers import attend
 from specctl.decoding.models.linear import DraftLinear
-from specctl.decoding.plan import Plan, plan_rows
+from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import ChainRows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
@@ -128,15 +128,14 @@ class BlockDrafter(ParallelDrafter):
             keys, values = pairs[:, layer, : self.kv_heads], pairs[:, layer, self.kv_heads :]
             cache.write(layer, Rope.rotate(torch.cat((part.key_norms(keys), values), 1), table), plan)
 
-    def transitions(self, state: DecodeState, states: Tensor, logits: Tensor, children: int) -> Transitions:
+    def transitions(self, anchors: Tensor, states: Tensor, logits: Tensor, children: int) -> Transitions:
         """The likeliest tokens of each level, reordered behind every candidate before them by what ties the block."""
         if self.before is None or self.after is None:
-            return super().transitions(state, states, logits, children)
+            return super().transitions(anchors, states, logits, children)
         batch, depth, vocabulary = logits.shape
         children = min(children, vocabulary)
         many = min(max(self.candidates, children), vocabulary)
         logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
-        anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
         tokens = index if self.ids is None else self.ids[index]
         before = torch.cat((anchors.view(-1, 1, 1).expand(-1, 1, many), tokens[:, :-1]), 1)
         change = self._edges(states.unsqueeze(2), before) @ self.after[index].mT  # [B, depth, C before, C]
@@ -145,7 +144,7 @@ class BlockDrafter(ParallelDrafter):
         changed = logprob.unsqueeze(2) + change
         changed = changed - torch.logaddexp(changed.logsumexp(-1, keepdim=True), left)
         gains, places = changed.topk(children, -1)
-        return index.tolist(), gains.tolist(), places.tolist()
+        return Transitions(index, gains, places)
 
     def _edges(self, states: Tensor, before: Tensor) -> Tensor:
         """[..., r] what the rows of `after` are multiplied with, behind the tokens `before` [...]."""
@@ -170,16 +169,27 @@ class BlockDrafter(ParallelDrafter):
         else:
             every = torch.ones(batch, size, size, dtype=torch.bool, device=state.device)
             plan = plan_rows(base, size, device=state.device, dtype=state.dtype, visible=every)
-        plan = plan.without(cache.skipped, state.dtype)
-        table = self._rope_for(cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
-        x = self._entered(torch.tensor([row.ids[-1] for row in state.rows], device=state.device))
+        anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
+        return self._block(anchors, cache, plan.without(cache.skipped, state.dtype))[:, :depth]
+
+    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+        size = self.config.block_size
+        every = torch.ones(sequences.batch, size, size, dtype=torch.bool, device=sequences.device)
+        place = torch.arange(size, device=sequences.device)
+        plan = plan_at(sequences.length - 1, every, place, span=span, dtype=sequences.dtype)
+        return self._block(sequences.last[:, 0], cache, plan)
+
+    def _block(self, anchors: Tensor, cache: KVCache, plan: Plan) -> Tensor:
+        """States [B, depths, H] of the blocks that begin with the tokens `anchors` [B]."""
+        rope, size = cache.rope or self._rope_for(cache.capacity), self.config.block_size
+        table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
+        x = self._entered(anchors)
         for place, layer in enumerate(self.passes):
             qkv, kernel = layer.project(x, table)
             cache.write(place, qkv[:, self.heads :], plan)
-            query = qkv[:, : self.heads].unflatten(0, (batch, size))
+            query = qkv[:, : self.heads].unflatten(0, (-1, size))
             x = layer.leave(x, attend(query, cache, place, plan, self.dim**-0.5), kernel)
-        first = self.config.first
-        return self.norm(x).unflatten(0, (batch, size))[:, first : first + depth]
+        return self.norm(x).unflatten(0, (-1, size))[:, self.config.first :]
 
     def _entered(self, anchors: Tensor) -> Tensor:
         """The layers' input [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""

@@ -252,7 +252,7 @@ class FeatureLayer(FeatureReader):
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what the queries see in the cache of layer `place`, of all rows, or of `tail` rows of
         each sequence from last[b] on."""
-        batch = len(plan.base)
+        batch = len(plan.positions)
         rows = len(query) // batch
         if last is not None:
             if rows > tail:

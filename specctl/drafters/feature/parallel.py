@@ -5,21 +5,35 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specctl import kernels
+from specctl.decoding.cache import KVCache
+from specctl.decoding.device.resident import Resident
 from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature.layer import FeatureReader, begun_at
+from specctl.drafters.feature.rounds import ReaderRounds
+from specctl.drafters.growing import GrowingTrees
 from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best
 
-Transitions = tuple[list[Any], list[Any], list[Any]]
-"""Transitions from the candidates of each level to those of the next, by sequence and level, as lists: the candidates
-[C] as draft tokens; and behind each candidate of the level before (behind the root, at the first) the log probabilities
-of the likeliest and their places among the candidates [C][c]."""
+
+class Transitions(NamedTuple):
+    """Transitions from the candidates of each level to those of the next.
+
+    Attributes:
+        candidates: [B, depth, C] draft tokens.
+        gains: [B, depth, C, c] behind each candidate of the level before (behind the root, at the first), the log
+            probabilities of the likeliest.
+        places: [B, depth, C, c] of these, among the candidates.
+    """
+
+    candidates: Tensor
+    gains: Tensor
+    places: Tensor
 
 
 class ParallelDrafter(Shaped, FeatureReader):
@@ -38,6 +52,10 @@ class ParallelDrafter(Shaped, FeatureReader):
     def block(self, state: DecodeState, depth: int) -> Tensor:
         """States [B, depth, H], behind the final norm, of the tokens behind every sequence's last one, for which the
         memory is up to date."""
+
+    @abstractmethod
+    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+        """The same of all depths [B, depths, H], on the device; `hidden` [B, size] is what the reader carries."""
 
     @abstractmethod
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
@@ -83,7 +101,8 @@ class ParallelDrafter(Shaped, FeatureReader):
             return growing, None
         states = self.block(state, depth)
         logits = self.logits(states)
-        known = self.transitions(state, states, logits, shape.children)
+        anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
+        known = [part.tolist() for part in self.transitions(anchors, states, logits, shape.children)]
         ranks: list[list[int]] = [[] for _ in growing]  # of every node, its place among the candidates of its level
         for step in range(depth):
             if step and not pays([tree.joint[tree.frontier(1)[0]] for tree in growing]):
@@ -96,13 +115,18 @@ class ParallelDrafter(Shaped, FeatureReader):
                     tree.add(node, gains[step][before], [self._to_target[candidates[step][i]] for i in chosen])
         return growing, (states, logits)
 
-    def transitions(self, state: DecodeState, states: Tensor, logits: Tensor, children: int) -> Transitions:
-        """The likeliest `children` of each level of a block's logits [B, depth, Vd], whatever stands before them."""
+    def on_device(self, state: DecodeState, budget: int) -> ParallelRounds | None:
+        """None where drafts end early: that is decided by the host."""
+        return ParallelRounds(self, state, budget) if self.even and budget > 0 else None
+
+    def transitions(self, anchors: Tensor, states: Tensor, logits: Tensor, children: int) -> Transitions:
+        """The likeliest `children` of each level of a block's logits [B, depth, Vd], whatever stands before them; the
+        last tokens `anchors` [B] do before the first."""
         batch, depth, vocabulary = logits.shape
         many = min(children, vocabulary)
         logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
-        places = torch.arange(many).expand(batch, depth, many, -1)
-        return index.tolist(), logprob.unsqueeze(2).expand(-1, -1, many, -1).tolist(), places.tolist()
+        places = torch.arange(many, device=logits.device).expand(batch, depth, many, -1)
+        return Transitions(index, logprob.unsqueeze(2).expand(-1, -1, many, -1), places)
 
     def rows(self, state: DecodeState, chains: list[list[int]], states: Tensor, logits: Tensor) -> ChainRows:
         """The rows that chains were chosen from."""
@@ -154,3 +178,34 @@ def block_mask(context: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
     others = ~torch.kron(blocks, inside).expand(many, -1, -1)
     mask = torch.cat((context.flatten(1, 2), others), -1)[:, None]
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+class ParallelRounds(ReaderRounds):
+    """A block, and a chain or tree of what stands there."""
+
+    def __init__(self, drafter: ParallelDrafter, state: DecodeState, budget: int):
+        shape = drafter.shape.within(budget)
+        self.drafter, self.levels = drafter, min(shape.depth, drafter.depths, budget)
+        self.width, self.children, self.chain = shape.width, shape.children, shape.chain
+        self.nodes = self.levels if self.chain else shape.nodes
+        depth = min(self.levels, self.nodes)
+        # The slots of a pass stand behind the committed ones, or behind those that it reads.
+        super().__init__(drafter, state, depth, max(1 + self.nodes, depth + drafter.reach))
+
+    def propose(self, sequences: Resident, span: int) -> DraftTree:
+        """As `ParallelDrafter.propose`."""
+        drafter, batch = self.drafter, sequences.batch
+        states = drafter.block_at(sequences, self.hidden, self.cache, span)[:, : self.levels]
+        known = drafter.transitions(sequences.last[:, 0], states, drafter.logits(states), self.children)
+        trees, above = GrowingTrees(), None
+        # Of every node of the last level, its place among the candidates there.
+        ranks = before = torch.zeros(batch, 1, dtype=torch.long, device=sequences.device)
+        for step, (candidates, gains, places) in enumerate(zip(*(part.unbind(1) for part in known), strict=True)):
+            if step:
+                above = trees.frontier(self.width)
+                before = ranks.flatten(1).gather(1, above)
+            wanted = before.unsqueeze(-1).expand(-1, -1, places.shape[-1])
+            ranks = places.gather(1, wanted)
+            tokens = candidates.gather(1, ranks.flatten(1)).view_as(ranks)
+            trees.add(above, gains.gather(1, wanted), tokens if drafter.ids is None else drafter.ids[tokens])
+        return trees.best(sequences.room, self.nodes, self.chain)

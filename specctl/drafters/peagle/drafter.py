@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.plan import plan_rows
+from specctl.decoding.device.resident import NewSlots, Resident
+from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.feature.fusion import FusedInput, fusion_shape
@@ -48,7 +49,12 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         return self.head(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
 
     def block(self, state: DecodeState, depth: int) -> Tensor:
-        hidden = self.current(state).hidden.view(state.batch, self.depths, -1)[:, :depth]
+        return self._normed(self.current(state).hidden.view(state.batch, self.depths, -1)[:, :depth])
+
+    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+        return self._normed(hidden.view(len(hidden), self.depths, -1))
+
+    def _normed(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
 
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
@@ -76,16 +82,34 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         unknown = torch.arange(width, device=self.device) >= torch.tensor(counts, device=self.device)[:, None]
         features = self.feature(torch.where(unknown[..., None], self.mask_hidden, known).flatten(0, 1))
         plan = plan_rows(starts, width, device=self.device, dtype=cache.store.dtype)
-        table = self._rope_for(cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
-        last = [max(count - 1, 0) for count in counts]
-        x, pairs, query = self._project(said.flatten(), features, table)
+        return self._pass(said, features, cache, plan, [max(count - 1, 0) for count in counts]).view(batch, -1)
+
+    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
+        masks, width = self.depths - 1, new.tokens.shape[1] + self.depths - 1
+        place = torch.arange(width, device=self.device)
+        unknown = place >= new.count.unsqueeze(1)
+        tokens = torch.where(unknown, self.mask_token, F.pad(new.tokens, (0, masks)))
+        known = F.pad(new.tapped, (0, 0, 0, masks))
+        features = self.feature(torch.where(unknown.unsqueeze(-1), self.mask_hidden, known).flatten(0, 1))
+        x = self._pass(tokens, features, cache, new.plan(span, cache.store.dtype, masks)).unflatten(0, tokens.shape)
+        rows = new.last.unsqueeze(1) + place[: self.depths]
+        return x.gather(1, rows.unsqueeze(-1).expand(-1, -1, self.width)).flatten(1)
+
+    def _pass(
+        self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: list[int] | None = None
+    ) -> Tensor:
+        """The output [N, H] of rows of `tokens` [B, T] and features [B·T, H]; with `last`, at all K depths from that
+        row of each sequence on."""
+        rope = cache.rope or self._rope_for(cache.capacity)
+        table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
+        x, pairs, query = self._project(tokens.flatten(), features, table)
         for place, leave in enumerate([self._leave, *(layer.leave for layer in self.upper)]):
             if place:
                 pairs, query = self.upper[place - 1].project(x, table)
             cache.write(place, pairs, plan)
             top = place + 1 == self.layers
             x = leave(*self._attended(place, x, query, cache, plan, last if top else None, self.depths))
-        return x.view(batch, -1)
+        return x
 
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
         assert state.features is not None
