@@ -137,7 +137,7 @@ class ReplayBuffer(FeatureStore):
             taps = teacher.new_empty(slots, 0)
             if self.taps:
                 assert state.features is not None, "the loop retains no features: pass it the drafter's taps"
-                taps = own_features(state.features[b, :slots], state, self.taps)
+                taps = own_features(state.features[b, :slots], state.taps, self.taps)
             features = Features(taps, teacher, best.int())
         self.take(BufferedText(example, text.rejected), features)
 

@@ -14,11 +14,20 @@ from specctl.decoding.loop import decode, stream
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
+from specctl.drafters import pool
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.tree import TreeShape
-from specctl.recipe import DataRecipe, DistillRecipe, DrafterRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import (
+    DataRecipe,
+    DistillRecipe,
+    DrafterRecipe,
+    DraftingRecipe,
+    SamplingRecipe,
+    TargetRecipe,
+    TrainRecipe,
+)
 from specctl.runs import Run
 from specctl.training.data import Corpus, load_distilled
 from specctl.training.example import Example
@@ -350,15 +359,21 @@ def test_one_token_is_no_text(target, five):
     assert sorted(example.response_length for example in buffer.examples()) == [7, 9]
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3"])
-def test_the_device_tells_what_the_host_tells(target, five, plain, trainees, monkeypatch, name):
+@pytest.mark.parametrize("name", ["plain", "eagle3", "medusa", "hydra", "dflash", "peagle"])
+def test_the_device_tells_what_the_host_tells(target, five, trainees, monkeypatch, name):
     """Texts, the places of their rejections and their features, in the order of their ends."""
-    drafter = drafter_of(name, target, plain(GREEDY), trainees("eagle3").module)
-    buffers = []
+    drafting, drafter, taps = DraftingRecipe(depth=3, width=2, nodes=8, children=2, stop_below=0.0), None, TAPS
+    if name != "plain":
+        drafter = pool.family(name).drafter(trainees(name).module, target, drafting)
+        taps = tuple(sorted({*TAPS, *drafter.taps}))
+    buffers, rounds, whole = [], [], DeviceRounds.round
+    monkeypatch.setattr(DeviceRounds, "round", lambda *args: (rounds.append(args), whole(*args)))
     for mode in ("0", "eager"):
+        assert not rounds
         monkeypatch.setenv("SPECCTL_GRAPHS", mode)
         buffers.append(ReplayBuffer(target, TAPS, max_bytes=ROOM))
-        run(target, five, buffers[-1], drafter=drafter)
+        run(target, five, buffers[-1], drafter=drafter, taps=taps)
+    assert rounds
     host, device = buffers
     assert [text.facts() for text in host.texts.values()] == [text.facts() for text in device.texts.values()]
     assert any(text.rejected for text in host.texts.values()) or name == "plain"

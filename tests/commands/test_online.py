@@ -347,11 +347,13 @@ def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, 
         rounds.clear()
 
 
-@pytest.mark.parametrize("feedback", ["verdict", "rerun"])
-def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, monkeypatch, feedback):
+@pytest.mark.parametrize(
+    ("family", "feedback"), [("eagle3", "verdict"), ("eagle3", "rerun"), ("medusa", "verdict"), ("dflash", "verdict")]
+)
+def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, monkeypatch, family, feedback):
     """Heads learn the same from rounds of the device, whose graphs are played by their rounds here."""
     options = {"drafting": STEADY, "baselines": ["vanilla", "static"], "buffer": {"feedback": feedback}, "batch": 2}
-    made = recipe(prompts, heads("eagle3"), tiny, algo=["ogd"], **options)
+    made = recipe(prompts, heads(family), tiny, algo=["ogd"], **options)
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host, _ = learnt(tmp_path / "host", made, tiny)
     monkeypatch.delenv("SPECCTL_GRAPHS")
@@ -364,7 +366,7 @@ def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, 
     assert device.lossless.mismatches == 0 and device.mat == host.mat
     assert {row["status"] for row in lines(tmp_path / "device")} == {"updated"}
     found, expected = (weights(tmp_path / name, "ogd") for name in ("device", "host"))
-    start = weights_of(heads("eagle3"))
+    start = weights_of(heads(family))
     assert any(not torch.equal(found[key], start[key]) for key in start)
     for key in expected:
         torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)

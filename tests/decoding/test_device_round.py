@@ -292,6 +292,18 @@ def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
     assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]
 
 
+@pytest.mark.parametrize("name", [name for name in EACH if name not in ("plain", "lm")])
+def test_states_are_kept_that_are_others(tiny, drafters, on_device, monkeypatch, name):
+    """Of all that the loop keeps a drafter reads its own; and without asking the host which those are."""
+    how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
+    alone, how["taps"] = decode(tiny, **how), tuple(range(tiny.num_layers + 1))
+    on_device()
+    assert decode(tiny, **how) == alone
+    rounds = loaded(tiny, drafters(name), MIXED, monkeypatch, taps=how["taps"])
+    with torch.inference_mode(), NoHost(monkeypatch):
+        rounds.round(rounds.state.capacity)
+
+
 @pytest.mark.parametrize("mode", ["0", "eager"])
 def test_trees_broader_than_a_step(tiny, drafters, monkeypatch, mode):
     """A head's rows for all levels are more than the slots behind a text that the target's step needs: rounds end on

@@ -44,13 +44,14 @@ class NewSlots:
     Attributes:
         base, count: [B] the first slot, and how many are new; 0 or fewer for a sequence that is finished.
         tokens: [B, T] of the rows.
-        tapped: [B, T, F] the states.
+        tapped: [B, T, F] the states, of all `taps` that are kept.
     """
 
     base: Tensor
     count: Tensor
     tokens: Tensor
     tapped: Tensor
+    taps: tuple[int, ...]
 
     @property
     def last(self) -> Tensor:
@@ -76,14 +77,14 @@ class Resident:
         finished: [B] bool; such a sequence commits nothing any more.
         eos: [B, 1, ends] ids that end each sequence, filled up with `NO_TOKEN`.
         record: [B, HEAD + widest]: what the last round committed, untrimmed.
-        cache, features, hidden, best: the state's own.
+        cache, features, taps, hidden, best: the state's own.
         widest: most tokens that a round commits.
     """
 
     def __init__(self, state: DecodeState, widest: int):
         batch, device = state.batch, state.device
         self.batch, self.device, self.widest = batch, device, widest
-        self.cache, self.features, self.dtype = state.cache, state.features, state.dtype
+        self.cache, self.features, self.taps, self.dtype = state.cache, state.features, state.taps, state.dtype
         self.hidden, self.best = state.hidden, state.best
         self.ids = torch.zeros(batch, state.capacity, dtype=torch.long, device=device)
         self.length, self.limit = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
@@ -126,7 +127,7 @@ class Resident:
         base, end = before - 1, self.length - 2
         slots = torch.minimum(base.unsqueeze(1) + place, end.unsqueeze(1))
         tokens, tapped = self.ids.gather(1, slots + 1), self.features[self.sequences, slots]
-        return NewSlots(base, self.length - before, tokens, tapped)
+        return NewSlots(base, self.length - before, tokens, tapped, self.taps)
 
     def commit(
         self,

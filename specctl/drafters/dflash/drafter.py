@@ -107,7 +107,7 @@ class BlockDrafter(ParallelDrafter):
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
         plan = plan_rows([slots.start], len(slots), device=state.device, dtype=state.dtype)
-        tapped = own_features(state.features[b, slots.start : slots.stop], state, self.taps)
+        tapped = own_features(state.features[b, slots.start : slots.stop], state.taps, self.taps)
         self._read(tapped, memory.cache.sequence(b), plan)
 
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
@@ -116,7 +116,8 @@ class BlockDrafter(ParallelDrafter):
         self._read(tapped, memory.cache, plan_rows(starts, width, device=state.device, dtype=state.dtype))
 
     def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        self._read(new.tapped.flatten(0, 1), cache, new.plan(span, cache.store.dtype))
+        tapped = own_features(new.tapped.flatten(0, 1), new.taps, self.taps)
+        self._read(tapped, cache, new.plan(span, cache.store.dtype))
         return torch.empty(len(new.base), self.size, device=self.device)
 
     def _read(self, tapped: Tensor, cache: KVCache, plan: Plan) -> None:

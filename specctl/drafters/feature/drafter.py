@@ -194,7 +194,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
         slots = begun_at([spans[b] for b in live], depths)
         at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
         many, end, width = len(heads), int(at.max()) + 1, at.shape[1]
-        features = own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps)
+        features = own_features(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps)
         hidden = self.feature(features.repeat(many, 1))
         cached = [memory.cache for memory in memories]
         keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]

@@ -265,7 +265,7 @@ class FeatureLayer(FeatureReader):
         return residual, attend(query.unflatten(0, (batch, rows)), cache, place, plan, self.dim**-0.5)
 
     def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        features = self.feature(new.tapped.flatten(0, 1))
+        features = self.feature(own_features(new.tapped.flatten(0, 1), new.taps, self.taps))
         return self.rows_at(new.tokens, features, cache, new.plan(span, cache.store.dtype), new.last)
 
     def rows_at(
@@ -303,7 +303,7 @@ class FeatureLayer(FeatureReader):
         tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
         plan = plan_rows([start], len(slots), device=state.device, dtype=state.dtype)
         table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
-        features = self.feature(own_features(state.features[b, start:end], state, self.taps))
+        features = self.feature(own_features(state.features[b, start:end], state.taps, self.taps))
         last = [len(slots) - 1]
         memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
 
@@ -337,12 +337,12 @@ class FeatureLayer(FeatureReader):
         return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
 
 
-def own_features(tapped: Tensor, state: DecodeState, taps: tuple[int, ...]) -> Tensor:
-    """The part that a drafter reads of the states [N, F] that the loop keeps for all drafters of a pool."""
-    if taps == state.taps:
+def own_features(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -> Tensor:
+    """The part that a drafter reads of the states [N, F] that are `kept` for all drafters of a pool."""
+    if taps == kept:
         return tapped
-    places = [state.taps.index(tap) for tap in taps]
-    return tapped.unflatten(-1, (len(state.taps), -1))[:, places].flatten(1)
+    parts = tapped.chunk(len(kept), -1)
+    return torch.cat([parts[kept.index(tap)] for tap in taps], -1)
 
 
 def begun_at(spans: list[range], depths: int) -> list[list[int]]:
@@ -365,8 +365,8 @@ def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[T
     assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
     starts = [max(end - width, 0) for end in state.cached]
     if state.batch == 1:
-        return own_features(state.features[0, starts[0] : state.cached[0]], state, taps), starts
+        return own_features(state.features[0, starts[0] : state.cached[0]], state.taps, taps), starts
     where = torch.tensor(starts, device=state.device)[:, None] + torch.arange(width, device=state.device)
     where = torch.minimum(where, torch.tensor(state.cached, device=state.device)[:, None] - 1)
     rows = torch.arange(state.batch, device=state.device)[:, None]
-    return own_features(state.features[rows, where].flatten(0, 1), state, taps), starts
+    return own_features(state.features[rows, where].flatten(0, 1), state.taps, taps), starts

@@ -18,7 +18,7 @@ from specctl.drafters.depth.drafter import DepthDrafter
 from specctl.drafters.depth.head import HeadsConfig, draft_ids, heads_shape, start_from_target
 from specctl.drafters.depth.static_tree import StaticTree, default_shape
 from specctl.drafters.feature.head import restored
-from specctl.drafters.feature.layer import last_slots
+from specctl.drafters.feature.layer import last_slots, own_features
 from specctl.drafters.medusa.head import MedusaHeads
 from specctl.drafters.tree import TreeShape, shape_for
 from specctl.errors import RecipeError
@@ -71,7 +71,8 @@ class MedusaRounds(PlainRounds):
         self.depth, self.reach = len(tree.levels), 1 + len(tree.paths)
 
     def propose(self, sequences: Resident, span: int) -> DraftTree:
-        return self.drafter.draft_at(self.tree, sequences, sequences.new_slots(sequences.length - 1, 1).tapped[:, 0])
+        last, drafter = sequences.new_slots(sequences.length - 1, 1), self.drafter
+        return drafter.draft_at(self.tree, sequences, own_features(last.tapped[:, 0], last.taps, drafter.taps))
 
 
 prepare = depth_heads.prepare

@@ -60,7 +60,7 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
         tokens = [state.rows[b].ids[slots.start + 1 : slots.stop + 1]]
-        features = own_features(state.features[b, slots.start : slots.stop], state, self.taps)
+        features = own_features(state.features[b, slots.start : slots.stop], state.taps, self.taps)
         memory.hidden[b] = self._draft(tokens, features, memory.cache.sequence(b), [slots.start])[0]
 
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
@@ -89,8 +89,10 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         place = torch.arange(width, device=self.device)
         unknown = place >= new.count.unsqueeze(1)
         tokens = torch.where(unknown, self.mask_token, F.pad(new.tokens, (0, masks)))
-        known = F.pad(new.tapped, (0, 0, 0, masks))
-        features = self.feature(torch.where(unknown.unsqueeze(-1), self.mask_hidden, known).flatten(0, 1))
+        known = own_features(new.tapped.flatten(0, 1), new.taps, self.taps).unflatten(0, new.tokens.shape)
+        features = self.feature(
+            torch.where(unknown.unsqueeze(-1), self.mask_hidden, F.pad(known, (0, 0, 0, masks))).flatten(0, 1)
+        )
         x = self._pass(tokens, features, cache, new.plan(span, cache.store.dtype, masks)).unflatten(0, tokens.shape)
         rows = new.last.unsqueeze(1) + place[: self.depths]
         return x.gather(1, rows.unsqueeze(-1).expand(-1, -1, self.width)).flatten(1)
@@ -129,7 +131,7 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
             [[state.rows[b].ids[s + 1] for s in part] for b, part in zip(live, slots, strict=True)], device=device
         )
         features = self.mask_hidden.repeat(many, width, depths, 1)
-        features[:, :, 0] = own_features(state.features[index[:, None], at].flatten(0, 1), state, self.taps).view(
+        features[:, :, 0] = own_features(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps).view(
             many, width, -1
         )
 
