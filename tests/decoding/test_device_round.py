@@ -3,9 +3,11 @@
 Nothing here needs a GPU: SPECCTL_GRAPHS=eager runs the device's rounds anywhere, and a graph is what a test says it is.
 """
 
+import copy
 import gc
 import warnings
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -384,6 +386,44 @@ def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, at
     rounds = loaded(tiny, drafters(name), sampling, monkeypatch, keeps=keeps)
     with torch.inference_mode(), NoHost(monkeypatch):
         rounds.round(rounds.state.capacity)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """`elsewhere(rounds)` runs a copy of a round on another device, where tensors have shapes alone: it does not mix
+    them with those of the CPU, which a device that is the CPU cannot tell."""
+    mode, meta = FakeTensorMode(), torch.device("meta")
+
+    def moved(tensor, memo):
+        with mode:
+            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meta)
+        return memo.setdefault(id(tensor), like)
+
+    def run(rounds):
+        with monkeypatch.context() as patch:
+            for kind in (torch.Tensor, torch.nn.Parameter):
+                patch.setattr(kind, "__deepcopy__", moved)
+            patch.setitem(copy._deepcopy_dispatch, torch.device, lambda device, memo: meta)
+            there = copy.deepcopy(rounds)
+        with torch.inference_mode(), mode:
+            there.round(there.state.capacity)
+
+    return run
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
+@pytest.mark.parametrize("name", [*EACH, "dflash tree", "dflash 2", "lm sampled"])
+def test_a_round_stays_on_its_device(tiny, drafters, elsewhere, monkeypatch, name, attention):
+    monkeypatch.setenv("SPECCTL_ATTENTION", attention)
+    elsewhere(loaded(tiny, drafters(name), MIXED, monkeypatch))
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_negative_control_a_tensor_of_another_device_is_seen(tiny, drafters, elsewhere, monkeypatch, place):
+    rounds = loaded(tiny, drafters("plain"), GREEDY, monkeypatch)
+    rounds.draft.advance = lambda sequences, before, span: before + torch.arange(1, device=place)
+    with pytest.raises(RuntimeError, match="same device") if place == "cpu" else nullcontext():
+        elsewhere(rounds)
 
 
 @pytest.mark.parametrize(
