@@ -22,7 +22,7 @@ from specctl.measuring.records import Record, fingerprints, write_outputs, write
 from specctl.measuring.select_contenders import SelectContenders, companion_of, sessions
 from specctl.recipe import SelectRecipe
 from specctl.runs import Run
-from specctl.selection.arms import load_pool, members, named
+from specctl.selection.arms import load_pool, members, named, trained_on
 from specctl.selection.game.rules import overruled
 from specctl.selection.recorded import hindsight
 from specctl.selection.recorded.pieces import check_free
@@ -138,6 +138,7 @@ def select(
             drafters.setdefault(recipe.companion_arm, companion.text)
     place_of = {name: path for path, name in named(paths).items()}
     places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
+    kinds = trained_on(places, target, drafters)
 
     def begin() -> None:
         """From here on an earlier run gives way."""
@@ -149,11 +150,11 @@ def select(
         check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
         if not recipe.resume:  # else only the recording itself can tell whether it is another one
             begin()
-        _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places))
+        _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places), kinds)
         begin()
         return replace(_recorded(recipe, failures), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places, unlabelled)
-    stage = SelectContenders(recipe, target, stream, drafters, router, companion)
+    stage = SelectContenders(recipe, target, stream, drafters, router, companion, kinds)
     begin()
     if router is not None and report is not None:
         save_router(recipe, run, target, router, report)

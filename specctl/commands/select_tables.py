@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 
 from specctl.decoding.metrics import Interval
+from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.measuring.contenders import Case, filters
@@ -61,12 +62,15 @@ def record_table(
     stream: Sequence[Sequence[Case]],
     drafters: dict[str, Drafter],
     made_of: dict[str, object],
+    kinds: Mapping[str, Kinds],
 ) -> tuple[Table, dict[str, int]]:
     """Record the pool on the stream, into `recipe.record`: the table, and how often each drafter raised meanwhile.
 
+    `kinds`: of the prompts that drafters were trained on.
+
     Raises as `selection.recorded.recorder.record`.
     """
-    arms = [Guarded(name, drafter) for name, drafter in drafters.items()]
+    arms = [Guarded(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     queries = [
         recorder.Query(case.prompt.id, case.prompt.domain, case.ids, case.room, case.seed(recipe.sampling.seed), number)
         for number, session in enumerate(stream)

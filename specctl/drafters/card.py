@@ -16,7 +16,8 @@ def model_card(name: str, config: dict[str, Any], info: dict[str, Any]) -> str:
         "mat": "Tokens per target pass (mat)",
         "expected_mat": "Tokens per target pass that held-out responses let expect, not measured (expected mat)",
     }
-    facts = "".join(f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key not in lengths)
+    apart = {*lengths, "prompts"}  # tables, and hundreds of numbers
+    facts = "".join(f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key not in apart)
     tables = ""
     for key, what in lengths.items():
         rows = "".join(f"| {domain} | {value:.2f} |\n" for domain, value in (info.get(key) or {}).items())

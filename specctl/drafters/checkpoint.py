@@ -29,6 +29,7 @@ from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
+PROMPTS = "prompts"  # of drafter.json: what the prompts that a drafter was trained on are like (training/outcome.py)
 REQUIRED = (CONFIG, WEIGHTS, INFO)
 TRAINING = ".checkpoints"  # what training keeps beside a drafter has its name with this behind it, and is no drafter
 FORMAT = 1

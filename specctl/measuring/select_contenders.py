@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
+from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
@@ -93,14 +94,16 @@ class SelectContenders:
         drafters: dict[str, Drafter],
         router: Router | None = None,
         companion: Companion | None = None,
+        kinds: Mapping[str, Kinds] | None = None,
     ):
-        """`companion`: the text drafter that heads draft with."""
+        """`companion`: the text drafter that heads draft with. `kinds`: of the prompts that drafters were trained
+        on."""
         self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
         if router is not None and [*drafters] != router.arms:
             raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
         self.companion = companion or companion_of(recipe, target)
         self.store_s = 0.0  # on taking texts into its store
-        self.arms = make_arms(recipe, target, drafters)
+        self.arms = make_arms(recipe, target, drafters, kinds or {})
         prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
         self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be of two domains
         self.prompts = {prompt.id: prompt_text(prompt.messages) for _, prompt in prompts}

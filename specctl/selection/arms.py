@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from specctl import progress
 from specctl.decoding.plain import NoDraft
+from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
-from specctl.drafters import names, pool
+from specctl.drafters import checkpoint, names, pool
+from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.text.lookup import DEPTH
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import UNTRAINED
 from specctl.recipe import DraftingRecipe, SelectRecipe
 from specctl.selection.companion import Companion
-from specctl.selection.guarded import Guarded
+from specctl.selection.guarded import Guarded, taps_of
 
 PLAIN = "no draft"
 DEFAULT_POOL = Path("drafters")
@@ -88,14 +90,29 @@ def named(paths: list[str]) -> dict[str, str]:
     return names.named(paths)
 
 
-def make_arms(recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter]) -> list[Guarded]:
+def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str, Drafter]) -> dict[str, Kinds]:
+    """The kinds of prompts that drafters were trained on, by name; without those whose directory (`places`) does not
+    say, or says it by other layers than the ones that this pool keeps states of."""
+    kept = taps_of(drafters.values()) or (target.num_layers,)
+    found = {}
+    for name, place in places.items():
+        told = checkpoint.read_info(place).get(PROMPTS) if Path(place).is_dir() else None
+        if told and tuple(told["taps"]) == kept:
+            found[name] = Kinds.of((kind["mean"], kind["spread"]) for kind in told["kinds"].values())
+    return found
+
+
+def make_arms(
+    recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter], kinds: Mapping[str, Kinds]
+) -> list[Guarded]:
     """Every drafter; or every drafter with each of `arms.draft_nodes` and `arms.shapes`, and once plain decoding.
 
-    Raises UsageError where a shape is given and a drafter cannot change its own.
+    `kinds`: of the prompts that drafters were trained on. Raises UsageError where a shape is given and a drafter cannot
+    change its own.
     """
     arms = recipe.arms
     if not arms.draft_nodes and not arms.shapes:
-        return [Guarded(name, drafter) for name, drafter in drafters.items()]
+        return [Guarded(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     made = [Guarded(PLAIN, NoDraft())] if 0 in arms.draft_nodes else []
     own = recipe.choice == "batch"  # else the texts of a batch share the rows that cost little
     for name, drafter in drafters.items():

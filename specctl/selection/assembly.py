@@ -61,7 +61,7 @@ def make_selector(
         clock,
         overlaps=overlaps,
         ends=ends,
-        memory=PromptMemory(len(arms)) if reads else None,
+        memory=PromptMemory(len(arms), trained_on=[arm.trained_on for arm in arms]) if reads else None,
         taps=(target.num_layers,) if reads else (),
         on_round=on_round,
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from specctl import processes
 from specctl.decoding.controllers import PerSequence
+from specctl.decoding.prompt_features import features_of
 from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.records import DraftTree, Label, Verdict
 from specctl.decoding.records import Sequence as Text
@@ -23,7 +24,7 @@ from specctl.selection.game.rewards import Outcome, surplus_lost
 from specctl.selection.guarded import Guarded, Made, taps_of
 from specctl.selection.policies.contextual import Belief, ContextualUcb
 from specctl.selection.policies.policy import Array
-from specctl.selection.prompt_memory import PromptMemory, features_of
+from specctl.selection.prompt_memory import PromptMemory
 
 GAMES = 256  # that wait for another text of their key; the oldest is forgotten
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specctl import processes, progress
+from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
@@ -30,7 +31,8 @@ class Guarded:
     """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
     raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: its last draft.
     `scored`: the drafter that is scored where the arm is idle; of a hybrid its head, where the text drafter is that of
-    all arms. With `weighs_rows` it has the nodes it asks for in a batch, too."""
+    all arms. With `weighs_rows` it has the nodes it asks for in a batch, too. `trained_on`: kinds of prompts, none
+    where that is not known."""
 
     def __init__(
         self,
@@ -39,17 +41,19 @@ class Guarded:
         nodes: int | None = None,
         scored: Drafter | None = None,
         weighs_rows: bool = False,
+        trained_on: Kinds | None = None,
     ):
         self.name, self.drafter, self.nodes = name, drafter, nodes
         self.scored = scored or drafter
         self.weighs_rows = weighs_rows or getattr(drafter, "weighs_rows", False)
+        self.trained_on = trained_on or Kinds.none()
         self.taps = drafter.taps
         self.failures = 0
         self.made: Made | None = None
 
     def again(self, scored: Drafter | None = None) -> Guarded:
         """The same arm, which counts failures of its own."""
-        return Guarded(self.name, self.drafter, self.nodes, scored, self.weighs_rows)
+        return Guarded(self.name, self.drafter, self.nodes, scored, self.weighs_rows, self.trained_on)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         nodes = budget if self.nodes is None else min(budget, self.nodes)
@@ -123,7 +127,7 @@ class Together:
         return DraftTree.from_trees(trees, state.device)
 
 
-def taps_of(drafters: Iterable[Guarded]) -> tuple[int, ...]:
+def taps_of(drafters: Iterable[Guarded | Drafter]) -> tuple[int, ...]:
     """The target's hidden states that any of them reads."""
     return tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 

@@ -5,7 +5,6 @@ Symbols as there; x [D] features of a prompt, k the covariance of two prompts, w
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +14,23 @@ import torch
 from torch import Tensor
 
 from specctl import threads
+from specctl.decoding.prompt_features import Kinds
 from specctl.selection.policies.contextual import Belief, Shown, ease
 from specctl.selection.policies.policy import Array
 
 WINDOW = 64  # texts of each arm that are remembered: the oldest makes room
 CENTER = 256  # prompts that features are centred by
-FEATURES = 256  # of a prompt; more are projected
 # Constants of the model, chosen on 140 development prompts of seven domains; half or twice as much makes 1 to 4 %.
 WIDTH = 0.5  # w, in the distance of two directions: that of equals is 0, of opposites 2
 SHARED = 0.5  # of the variance between texts: τ² ÷ (τ² + s²)
 EVERYWHERE = 0.2  # of s²: what an arm is worth at all prompts alike; an arm that loses everywhere is soon left alone
 AGE = 200.0  # texts after which one adds s² to the variance of what was seen: arms, and what is asked, may change
-FEW = 4  # rewards of texts without which nothing is said
+FEW = 4  # rewards of texts by which variances are known; without, nothing is said but of what arms were trained on
+SIGNAL, NOISE = 0.5, 4.0  # s² and σ² until then, of rewards in tokens
+# Variance of what training lets expect, in units of s²: chosen on 100 development prompts of five domains, one of them
+# nobody's, with four arms in 16 orders.
+FAITH = 0.1
+FADES = 25.0  # texts after which one adds s² to that: what is seen counts more
 NEVER = 1e9  # variance of what was not seen, in units of s²
 LEAST = 1e-3  # variance of a reward, in the same: equal prompts leave the system solvable in single precision
 
@@ -51,6 +55,16 @@ def regression(x: Tensor, y: Tensor, factor: Tensor, at: Tensor, width: float = 
     return mean, (1 - explained).clamp_min(1e-6)
 
 
+def expected(x: Tensor, owner: Sequence[int], count: int, width: float = WIDTH) -> Tensor:
+    """[N, P] what `count` arms are expected to be worth at the kinds of prompts x [P, D] that they were trained on, in
+    units of s: an arm 1 at its own (`owner` [P]), −1 far from all of them; 0 where nothing is known of it."""
+    near = (covariance(x, x, width) - EVERYWHERE) / (1 - EVERYWHERE)
+    found = torch.zeros(count, len(x), dtype=torch.double)
+    for arm in set(owner):
+        found[arm] = 2 * near[[of == arm for of in owner]].amax(0) - 1
+    return found
+
+
 @dataclass(frozen=True)
 class PromptFit:
     """The half of a belief that is the same for all prompts.
@@ -72,10 +86,25 @@ class PromptFit:
 
 
 class PromptMemory:
-    """Rewards of `count` arms at the prompts that have been. `width`: w, of features other than `features_of`."""
+    """Rewards of `count` arms at the prompts that have been.
 
-    def __init__(self, count: int, width: float = WIDTH):
+    What arms were trained on is remembered as if each had been tried there: choices are right before anything was seen,
+    and rewards correct them.
+    """
+
+    def __init__(self, count: int, width: float = WIDTH, trained_on: Sequence[Kinds] = ()):
+        """
+        Args:
+            width: w, of features other than `prompt_features.features_of`.
+            trained_on: the kinds of prompts that each arm was trained on, none where that is not known.
+        """
         self.count, self.width = count, width
+        known = [own for own in trained_on if len(own.means)]
+        self._owner = [arm for arm, own in enumerate(trained_on) for _ in own.means]
+        self._kinds = (
+            torch.from_numpy(np.concatenate([own.means for own in known])).float() if known else torch.zeros(0, 0)
+        )
+        self._spreads = torch.tensor([spread for own in known for spread in own.spreads.tolist()])
         self.forget()
 
     def forget(self) -> None:
@@ -83,7 +112,7 @@ class PromptMemory:
         self._heard = 0  # texts
         self._fit: PromptFit | None = None
         self._prompts = torch.zeros(CENTER, 0)
-        self._x = torch.zeros(self.count, WINDOW, 0)
+        self._x = torch.zeros(self.count, WINDOW, self._kinds.shape[1])
         # Of an arm's mean reward in a text: that, less the text's ease; its rounds, 0 = none; the variance of the ease;
         # Σ (reward − mean)²; the number of the text.
         self._y, self._rounds, self._doubt, self._within, self._when = (
@@ -115,24 +144,43 @@ class PromptMemory:
 
     def _fitted(self) -> PromptFit | None:
         seen = self._rounds > 0
-        if int(seen.sum()) < FEW:
+        if int(seen.sum()) < FEW and not self._owner:
             return None
+        mean, noise, signal = self._scales(seen)
+        filled = max(self.texts)
+        center = torch.cat([part for part in (self._prompts[: self._heard], self._kinds) if len(part)]).mean(0)
+        doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
+        doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)[:, :filled]
+        off = torch.where(seen, self._y - mean, 0.0)[:, :filled]
+        with threads.suited(0):
+            x = _direction(self._x[:, :filled] - center)
+            if self._owner:
+                kinds = _direction(self._kinds - center, self._spreads)
+                worth = expected(kinds, self._owner, self.count, self.width)
+                known = torch.tensor([arm in self._owner for arm in range(self.count)]).double()[:, None]
+                x = torch.cat([x, kinds.expand(self.count, -1, -1)], 1)
+                off = torch.cat([off, worth * math.sqrt(signal)], 1)
+                doubt = torch.cat(
+                    [
+                        doubt,
+                        torch.full_like(worth, NEVER).lerp(torch.full_like(worth, FAITH + self._heard / FADES), known),
+                    ],
+                    1,
+                )
+            factor = factored(x, doubt, self.width)
+        return PromptFit(x, off, factor, center, mean, noise, signal, signal * SHARED / (1 - SHARED))
+
+    def _scales(self, seen: Tensor) -> tuple[float, float, float]:
+        """μ, σ² and s² of the rewards that were `seen` [N, M]."""
         y, rounds = self._y[seen], self._rounds[seen]
+        mean = float((y * rounds).sum() / rounds.sum()) if len(y) else 0.0
+        if len(y) < FEW:
+            return mean, NOISE, SIGNAL
         # Texts of a round per arm do not tell chance from difference: then it is all of the variance.
         squares = float(y.var(correction=0)) + float(self._within.sum())
         noise = max(squares / (1 + float(rounds.sum()) - len(rounds)), 1e-9)
-        mean = float((y * rounds).sum() / rounds.sum())
         between = max(float((y - mean).square().mean() - (noise / rounds).mean()), 0.05 * noise)
-        signal, shared = (1 - SHARED) * between, SHARED * between
-        filled = max(self.texts)
-        center = self._prompts[: self._heard].mean(0)
-        doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
-        doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)
-        off = torch.where(seen, self._y - mean, 0.0)
-        with threads.suited(0):
-            x = _direction(self._x[:, :filled] - center)
-            factor = factored(x, doubt[:, :filled], self.width)
-        return PromptFit(x, off[:, :filled], factor, center, mean, noise, signal, shared)
+        return mean, noise, (1 - SHARED) * between
 
     def learn(self, features: Array, belief: Belief | None, shown: Sequence[Shown]) -> None:
         """Take in a text that is over: its features, what was thought of it, and what each arm has shown."""
@@ -141,7 +189,7 @@ class PromptMemory:
         r = [one.total / max(one.rounds, 1) for one in shown]
         d, doubt = (0.0, 0.0) if belief is None else ease(belief, n, r)
         x = torch.from_numpy(features).float()
-        if not self._x.shape[2]:
+        if not self._prompts.shape[1]:
             self._x, self._prompts = torch.zeros(self.count, WINDOW, len(x)), torch.zeros(CENTER, len(x))
         self._prompts[self._heard % CENTER] = x
         self._heard += 1
@@ -154,21 +202,6 @@ class PromptMemory:
                 self._when[arm, place] = self._heard
 
 
-def features_of(states: Tensor) -> Array:
-    """[D] features of a prompt, whose states are [P, F]: their mean, projected where it is long (Achlioptas 2003)."""
-    mean = states.float().mean(0).nan_to_num().cpu()
-    if len(mean) > FEATURES:
-        mean = mean @ _projection(len(mean))
-    return mean.double().numpy()
-
-
-@functools.lru_cache(maxsize=4)
-def _projection(size: int) -> Tensor:
-    """[size, D] random signs, scaled so that lengths stay as they are."""
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (size, FEATURES))
-    return torch.from_numpy(signs / math.sqrt(FEATURES)).float()
-
-
-def _direction(x: Tensor) -> Tensor:
-    """[…, D] vectors of length 1; those of length 0 as they are."""
-    return x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+def _direction(x: Tensor, least: Tensor | float = 1e-12) -> Tensor:
+    """[…, D] vectors of length 1, shorter ones where x [D] is shorter than `least`, which says nothing of direction."""
+    return x / x.norm(dim=-1).clamp_min(least)[..., None]

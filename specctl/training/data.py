@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from specctl.training import dealing
 from specctl.training.example import Example
 from specctl.training.tokens import TokenArray
 
+SAMPLE = 64  # prompts by which a domain is told from others
 HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
 
 
@@ -26,7 +28,8 @@ HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
 class Corpus:
     """Training examples, held-out prompts (whose responses are not trained on), and a fingerprint of the data.
 
-    `responses`: those of each held-out prompt that could have been trained on; `tokens`: where all of these texts are.
+    `responses`: those of each held-out prompt that could have been trained on; `tokens`: where all of these texts are;
+    `prompts`: some of those trained on, by domain, none of texts without.
     """
 
     train: list[Example]
@@ -35,6 +38,7 @@ class Corpus:
     domains: list[str]
     responses: list[list[Example]] = field(default_factory=list)
     tokens: TokenArray = field(default_factory=TokenArray)
+    prompts: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
     def choosing(self) -> list[list[int]]:
@@ -71,24 +75,26 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
     spared: dict[str, list[Example]] = {}  # by held-out prompt
     short = 0
     digest = hashlib.sha256()
-    domains: dict[str, None] = {}
+    domains: dict[str, list[tuple[float, list[int]]]] = {}  # and the prompts of the largest shares
     names = ", ".join(map(str, directories))
     for number, directory in enumerate(directories, 1):
         quota = prompts * number // len(directories)
         for record in store.read(directory):
             _check_vocabulary(record, directory, target)
             digest.update(f"{record['id']} {record['prompt_ids']} {record['response_ids']}\n".encode())
-            domains[record["domain"]] = None
+            sample = domains.setdefault(record["domain"], [])
             key = record["prompt_id"]
+            share = _share(key)
             tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
             example = Example(len(examples), key, stored.add(tokens), len(record["prompt_ids"]))
             # A slot needs the token after it and the target's distribution after that: two response tokens at least.
             usable = example.response_length >= 2
-            if key in aside or (_share(key) < held_out and len(aside) < quota):
+            if key in aside or (share < held_out and len(aside) < quota):
                 aside[key] = record["prompt_ids"]
                 spared.setdefault(key, []).extend([example] * usable)
             elif usable:
                 examples.append(example)
+                (heapq.heappush if len(sample) < SAMPLE else heapq.heappushpop)(sample, (share, record["prompt_ids"]))
             else:
                 short += 1
     if short:
@@ -104,7 +110,9 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             f"{names}: no response of two tokens or more within max_length {max_length}",
             "distil more prompts, or raise max_length",
         )
-    return Corpus(examples, list(aside.values()), digest.hexdigest()[:16], list(domains), list(spared.values()), stored)
+    kinds = {domain: [ids for _, ids in sample] for domain, sample in domains.items() if sample}
+    held, responses = list(aside.values()), list(spared.values())
+    return Corpus(examples, held, digest.hexdigest()[:16], list(domains), responses, stored, kinds)
 
 
 def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: Target) -> None:

@@ -8,11 +8,12 @@ import time
 
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
+from specctl.drafters.checkpoint import PROMPTS
 from specctl.errors import RecipeError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import load_corpus
-from specctl.training.outcome import TrainResult, facts, held_out_acceptance, mats
+from specctl.training.outcome import TrainResult, facts, held_out_acceptance, kinds_of, mats
 
 
 def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
@@ -43,7 +44,8 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
         recipe.output,
         config=family.config(store, target.identity),
         tensors=family.tensors(store),
-        info=facts(recipe, corpus, steps=0, tokens=tokens, mat=mats(corpus, reported=mat)),
+        info=facts(recipe, corpus, steps=0, tokens=tokens, mat=mats(corpus, reported=mat))
+        | {PROMPTS: kinds_of(target, corpus, drafter)},
         overwrite=True,
     )
     return TrainResult(

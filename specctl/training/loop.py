@@ -21,6 +21,7 @@ from pydantic import Field
 from specctl import lock
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint as drafter_directory
+from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.pool import load_drafter
 from specctl.errors import SpecctlError, UsageError
 from specctl.families import FAMILIES
@@ -36,7 +37,7 @@ from specctl.training.engine import make_engine, set_learning_rate, start_proces
 from specctl.training.estimate import loads_layers_here
 from specctl.training.expected import ExpectedLength, HeldOut
 from specctl.training.logging import Trackers
-from specctl.training.outcome import TrainResult, facts, held_out_acceptance, made_of, mats, recipe_hash
+from specctl.training.outcome import TrainResult, facts, held_out_acceptance, kinds_of, made_of, mats, recipe_hash
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.tokens import share
 from specctl.training.trainees import Trainee, make_trainee
@@ -343,15 +344,17 @@ class Trainer:
 
     def _measured(self) -> tuple[float, list[float]]:
         """mat and acceptance by position of the kept drafter on the prompts that did not choose it; written beside its
-        weights."""
-        if not self._decodes or not self.corpus.reporting or not self.target.whole:
+        weights, with what those it was trained on are like."""
+        if not self._decodes or not self.target.whole:
             return math.nan, []
         kept = drafter_directory.load(self.recipe.output)
         drafter = load_drafter(str(self.recipe.output), self.target, DraftingRecipe())
         mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.reporting, drafter)
-        self.run.metrics(step=self.at.step, reported_mat=mat)
-        self.trackers.log(self.at.step, reported_mat=mat)
-        info = kept.info | {"mat": mats(self.corpus, reported=mat, choosing=self.at.best_mat or math.nan)}
+        if not math.isnan(mat):
+            self.run.metrics(step=self.at.step, reported_mat=mat)
+            self.trackers.log(self.at.step, reported_mat=mat)
+        measured = mats(self.corpus, reported=mat, choosing=self.at.best_mat or math.nan)
+        info = kept.info | {"mat": measured, PROMPTS: kinds_of(self.target, self.corpus, drafter)}
         if self.rank == 0:
             tensors = kept.tensors
             drafter_directory.save(self.recipe.output, config=kept.config, tensors=tensors, info=info, overwrite=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from specctl.decoding import metrics
 from specctl.decoding.loop import decode
+from specctl.decoding.prompt_features import kind_of
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
@@ -87,6 +88,17 @@ def facts(
         **told,
         "licence": "that of the target",
     }
+
+
+def kinds_of(target: Target, corpus: Corpus, drafter: Drafter) -> dict[str, Any]:
+    """The kinds of prompts that a drafter was trained on, as drafter.json has them: mean and spread of their features
+    for every domain, by the target's states of `taps`. It is all that `select` learns of the prompts themselves."""
+    taps = drafter.taps or (target.num_layers,)
+    kinds = {}
+    for domain, prompts in corpus.prompts.items():
+        mean, spread = kind_of(target, prompts, taps)
+        kinds[domain] = {"mean": [float(f"{value:.4g}") for value in mean], "spread": round(spread, 4)}
+    return {"taps": list(taps), "kinds": kinds}
 
 
 def mats(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.nan) -> dict[str, float]:

@@ -17,12 +17,16 @@ from specctl.commands.select_tables import replay_table
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.prompt_features import kind_of
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Prompt, Rejections
+from specctl.drafters import checkpoint
 from specctl.drafters.hybrid import costs
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
+from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
@@ -403,6 +407,47 @@ def test_a_replay_reads_prompts_as_live_decoding_does(tmp_path, target, pool, mo
     assert live.policies[0].score_share is None, "nobody is scored"
     first = [line["arm"] for line in lines if line["round"] == 1]
     assert first[0] == "good" and len(first) == 10
+
+
+def familiar(place, target, drafted):
+    """A pool of datastores, each of which says that it was made of these questions."""
+    for name, asked in drafted.items():
+        store = Datastore.of([target.tokenizer(text)["input_ids"] for text in asked])
+        prompts = [prompt_ids(target, text) for text in asked]
+        mean, spread = kind_of(target, prompts, (target.num_layers,))
+        told = {"taps": [target.num_layers], "kinds": {"sql": {"mean": mean.tolist(), "spread": spread}}}
+        made = {"config": retrieval.config(store, target.identity), "tensors": retrieval.tensors(store)}
+        checkpoint.save(place / name, **made, info={"domain": ["sql"], "prompts": told})
+    return place
+
+
+def prompt_ids(target, text):
+    return target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, target):
+    """From the first text on; in a replay, too; not by drafters that say nothing."""
+    numbers = [f"Count from {n} to {n + 9}." for n in range(12)]
+    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
+    place = familiar(tmp_path / "pool", target, {"a": stories, "b": numbers[:6]})
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in numbers[6:]))
+    options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset="query", pool=place)
+    live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
+    assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", recipe(path, record=table, pool=place), target, None, rounds=False)
+    again, _, _ = selected(tmp_path / "c", recipe(path, **options | {"pool": None}, replay=table), target, None, False)
+    assert (live.rounds, live.pulls) == (again.rounds, again.pulls)
+    for one in ("a", "b"):
+        info = place / one / "drafter.json"
+        kept = checkpoint.load(place / one)
+        told = {"domain": ["sql"], "prompts": {**json.loads(info.read_text())["prompts"], "taps": [1]}}
+        checkpoint.save(place / one, config=kept.config, tensors=kept.tensors, info=told, overwrite=True)
+    _, _, lines = selected(tmp_path / "d", recipe(path, **options), target, None)
+    assert lines[0]["arm"] == "a", "of other layers: every arm once"
 
 
 def test_repeats_know_nothing_of_each_other(tmp_path, target, pool):

@@ -85,14 +85,14 @@ def head(target):
 def test_arms_of_sizes_and_shapes(target):
     drafter = head(target)
     recipe = SelectRecipe(arms={"draft_nodes": [0, 3], "shapes": [{"width": 2, "nodes": 6}]})
-    arms = make_arms(recipe, target, {"a": drafter})
+    arms = make_arms(recipe, target, {"a": drafter}, {})
     assert [arm.name for arm in arms] == ["no draft", "a ×3", "a width=2 nodes=6"]
     assert isinstance(arms[0].drafter, NoDraft) and arms[1].nodes == 3
     shaped = arms[2].drafter
     assert shaped.shape == TreeShape(5, 2, 6, 1, 0.0) and drafter.shape == TreeShape(5, 1, 5, 1, 0.0)
     assert shaped.key is drafter.key  # one memory: switching shapes costs no prefill
     with pytest.raises(UsageError, match="no shape to choose"):
-        make_arms(recipe, target, {"lookup": Lookup()})
+        make_arms(recipe, target, {"lookup": Lookup()}, {})
 
 
 def test_how_far_a_drafter_reaches(target):

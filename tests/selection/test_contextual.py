@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from specctl.decoding.prompt_features import Kinds
 from specctl.recipe import PolicyRecipe
 from specctl.selection import prompt_memory
 from specctl.selection.policies.contextual import Belief, ContextualUcb, Shown, ease, indices
 from specctl.selection.policies.policy import Arms
-from specctl.selection.prompt_memory import PromptMemory, factored, features_of, regression
+from specctl.selection.prompt_memory import PromptMemory, expected, factored, regression
 
 N, KINDS = 3, np.random.default_rng(7).normal(size=(3, 16))
 
@@ -23,10 +24,10 @@ def prompts(seed, count):
         yield 3 + KINDS[kind] + 0.3 * generator.normal(size=16), kind
 
 
-def stream(seed, count, rounds=20, remembers=True):
+def stream(seed, count, rounds=20, remembers=True, trained_on=()):
     """Play texts; returns the share of rounds with the right arm of each text, and the memory."""
     generator = np.random.default_rng(seed)
-    policy, memory, shares = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), PromptMemory(N), []
+    policy, memory, shares = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), PromptMemory(N, trained_on=trained_on), []
     for x, kind in prompts(seed, count):
         hard = 0.1 * generator.normal()
         belief = memory.belief(x)
@@ -202,20 +203,6 @@ def test_one_prompt_again_and_again():
     assert np.isfinite([*belief.m, *belief.v]).all() and belief.v[0] < belief.v[1]
 
 
-def test_states_that_are_not_finite_say_nothing():
-    assert np.isfinite(features_of(torch.full((3, 4), torch.nan))).all()
-
-
-def test_long_states_are_projected_and_keep_their_distances():
-    generator = np.random.default_rng(0)
-    long = [torch.from_numpy(generator.normal(size=(5, 4096))) for _ in range(4)]
-    short = [features_of(states) for states in long]
-    assert all(len(x) == prompt_memory.FEATURES for x in short) and len(features_of(torch.ones(5, 12))) == 12
-    for a in range(1, 4):
-        whole = np.linalg.norm(long[a].mean(0) - long[0].mean(0))
-        assert np.linalg.norm(short[a] - short[0]) == pytest.approx(whole, rel=0.25)
-
-
 def test_what_beliefs_share_is_made_anew_behind_every_text():
     """A belief out of what was known before the last text would learn nothing from it."""
     generator = np.random.default_rng(5)
@@ -230,3 +217,63 @@ def test_what_beliefs_share_is_made_anew_behind_every_text():
     assert asked.belief(at) == other.belief(at) is not None
     asked.forget()
     assert asked.belief(at) is None
+
+
+def kinds(*of):
+    """What an arm was trained on."""
+    return Kinds.of([(3 + KINDS[kind], 1.0) for kind in of])
+
+
+def test_what_arms_were_trained_on_is_known_before_anything_was_seen():
+    shares, _ = stream(0, 10, trained_on=[kinds(0), kinds(1), kinds(2)])
+    unaware, _ = stream(0, 10)
+    assert np.mean(shares) > 0.95 > 0.85 > np.mean(unaware)
+    policy, memory = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), PromptMemory(N, trained_on=[kinds(2), kinds(0, 1)])
+    for x, kind in prompts(1, 5):
+        policy.meet(memory.belief(x))
+        assert policy.choose() == (0 if kind == 2 else 1), "an arm of two kinds"
+
+
+def test_rewards_correct_what_training_let_expect():
+    """Arms that were trained on something else than they are good at."""
+    shares, _ = stream(0, 80, trained_on=[kinds(1), kinds(2), kinds(0)])
+    assert np.mean(shares[:3]) < 0.3 and np.mean(shares[60:]) > 0.8
+
+
+def test_an_arm_of_which_nothing_is_known_is_tried():
+    """Of two arms it is the best everywhere; the third is not."""
+    memory = PromptMemory(3, trained_on=[kinds(0), kinds(1), kinds()])
+    policy = ContextualUcb(Arms(3, 4, 0), PolicyRecipe())
+    played = []
+    for x, _ in prompts(0, 30):
+        belief = memory.belief(x)
+        policy.meet(belief)
+        for _ in range(20):
+            played.append(policy.choose())
+            policy.reward(played[-1], 0.8 if played[-1] == 2 else 0.4)
+        memory.learn(x, belief, policy.shown())
+    assert played[-200:].count(2) > 190
+
+
+def test_arms_that_were_trained_on_the_same_are_expected_to_be_alike():
+    """Means of other prompts of one kind differ by chance, and that tells nothing."""
+    generator = np.random.default_rng(0)
+    alike = [Kinds.of([(3 + KINDS[0] + generator.normal(size=16) / 8, 4.0)]) for _ in range(2)]
+    belief = PromptMemory(2, trained_on=alike).belief(3 + KINDS[0] + generator.normal(size=16))
+    apart = PromptMemory(2, trained_on=[kinds(0), kinds(1)]).belief(3 + KINDS[0] + 0.3 * generator.normal(size=16))
+    assert abs(belief.m[0] - belief.m[1]) < 0.1 * (apart.m[0] - apart.m[1])
+
+
+def test_the_worth_that_is_expected():
+    x = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1]])
+    worth = expected(x, [0, 0, 2], 3)
+    far = 2 * math.exp(-2 / (2 * prompt_memory.WIDTH**2)) - 1
+    assert worth.tolist() == [pytest.approx(row, abs=1e-6) for row in ([1, 1, far], [0, 0, 0], [far, far, 1])]
+
+
+def test_forgetting_keeps_what_arms_were_trained_on():
+    memory = PromptMemory(N, trained_on=[kinds(0), kinds(1), kinds(2)])
+    first = memory.belief(3 + KINDS[1])
+    memory.learn(3 + KINDS[1], None, [Shown(5, 1.0, 0.25)] * N)
+    memory.forget()
+    assert memory.belief(3 + KINDS[1]) == first and first.m[1] > max(first.m[0], first.m[2])

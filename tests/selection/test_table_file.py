@@ -7,11 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specctl.decoding.prompt_features import Kinds
 from specctl.errors import CheckpointError, UsageError
 from specctl.selection.recorded import table_file
 from specctl.selection.recorded.pieces import Recording
 from specctl.selection.recorded.table_file import Header, read, read_table, write
-from specctl.selection.recorded.trace import INNER
+from specctl.selection.recorded.trace import INNER, of_arms
 from tests.selection.conftest import ARMS, DEPTH
 
 STAMP = {"target": {"name": "tiny", "revision": None}, "drafters": {"sql": "ab12", "lookup": "lookup"}, "exact": False}
@@ -105,7 +106,7 @@ def test_what_is_no_table(file, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="piece of a table"):
         read_table(file)
     monkeypatch.setattr(table_file, "READABLE", (9,))
-    with pytest.raises(CheckpointError, match="version 4"):
+    with pytest.raises(CheckpointError, match="version 5"):
         read(file)
 
 
@@ -115,6 +116,15 @@ def test_features_of_prompts_come_back(file, made_up):
     write(file, Header(ARMS, DEPTH, STAMP, COSTS), rows)
     first, second = read_table(file).traces
     assert np.array_equal(first.context, np.arange(5) / 3) and second.context is None
+
+
+def test_what_arms_were_trained_on_comes_back(file, made_up):
+    kinds = [[([0.5, -1.0], 2.0)], [], [([1.0, 0.0], 1.0), ([0.0, 1.0], 3.0)]]
+    write(file, Header(ARMS, DEPTH, STAMP, COSTS, trained_on=kinds), [made_up(0)])
+    table = read_table(file)
+    assert [own.pairs for own in table.trained_on] == kinds
+    assert [own.pairs for own in of_arms(table, [ARMS[2], ARMS[1]]).trained_on] == [kinds[2], []]
+    assert all(isinstance(own, Kinds) for own in table.trained_on)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -150,7 +160,7 @@ def test_pieces_of_another_version_are_not_gone_on_with(file, made_up):
     pieces.mkdir()
     write(pieces / "0000000.parquet", Header(ARMS, DEPTH, STAMP, version=2), [made_up(0)])
     with (
-        pytest.raises(UsageError, match="version was 2, is 4"),
+        pytest.raises(UsageError, match="version was 2, is 5"),
         Recording(file.with_name("other.parquet"), Header(ARMS, DEPTH, STAMP), resume=True),
     ):
         pass

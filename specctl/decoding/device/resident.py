@@ -38,8 +38,8 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class NewSlots:
-    """What a round has committed, as the slots to be read of it: slot i is the state of position i and the token after
-    it. There are T rows for as much as a round can commit, padded with the last.
+    """Slots that a round has committed: slot i is the state of position i and the token after it, which drafters read.
+    There are T rows for as much as a round can commit, padded with the last.
 
     Attributes:
         base, count: [B] the first slot, and how many are new; 0 or fewer for a sequence that is finished.
@@ -121,7 +121,7 @@ class Resident:
         return self.ids.gather(1, self.length.unsqueeze(1) - 1)
 
     def new_slots(self, before: Tensor, most: int) -> NewSlots:
-        """Of what was committed behind the first `before` [B] tokens, at most so many."""
+        """Slots of what was committed behind the first `before` [B] tokens, at most so many."""
         assert self.features is not None
         place = torch.arange(most, device=before.device)
         base, end = before - 1, self.length - 2

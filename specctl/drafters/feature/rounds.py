@@ -1,4 +1,4 @@
-"""What rounds on the device keep of a drafter that reads the target's features (decoding/device/rounds.py)."""
+"""State of a drafter that reads the target's features, for rounds on the device (decoding/device/rounds.py)."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from specctl import progress
 from specctl.decoding.loop import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.plan import plan_rows
+from specctl.decoding.prompt_features import features_of
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
@@ -36,7 +37,6 @@ from specctl.selection.arms import reach
 from specctl.selection.divergence import overlaps
 from specctl.selection.guarded import Guarded, Made, taps_of
 from specctl.selection.policies.policy import Array
-from specctl.selection.prompt_memory import features_of
 from specctl.selection.recorded.pieces import Recording
 from specctl.selection.recorded.probe import overheads
 from specctl.selection.recorded.table_file import Header, Recorded, read_table
@@ -165,7 +165,7 @@ def record(
     }
     if path is not None and resume and path.exists():
         return read_table(path, {**stamp, "arms": [arm.name for arm in arms], "depth": depth})
-    header = Header([arm.name for arm in arms], depth, stamp)
+    header = Header([arm.name for arm in arms], depth, stamp, trained_on=[arm.trained_on.pairs for arm in arms])
     scorer = feedback.Scorer(target, [arm.drafter for arm in arms], depth)
     with (
         Recording(path, header, resume=resume, overwrite=overwrite) as recording,

@@ -64,7 +64,7 @@ def replay(
     rules = rules_on(table, name, game)
     parts = games(table.traces, reset, session)
     clock, played = ArmClock.of(len(table.arms)), []
-    memory = PromptMemory(len(table.arms)) if contextual(name) else None
+    memory = PromptMemory(len(table.arms), trained_on=table.trained_on) if contextual(name) else None
     for queries in parts:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
         made = Game(build(name, arms, policy), rules, arms, clock)

@@ -19,15 +19,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specctl.decoding.models.identity import with_weights
+from specctl.decoding.prompt_features import Kinds
 from specctl.errors import CheckpointError
 from specctl.runs import atomic_write
 from specctl.selection.recorded.overheads import Overheads
 from specctl.selection.recorded.trace import INNER, Table, Trace
 
-VERSION = 4
-READABLE = (1, 2, 3, 4)
+VERSION = 5
+READABLE = (1, 2, 3, 4, 5)
 """1 has no sessions; 1 and 2 know overlaps along the text only, and neither leaves, prompts nor what scoring takes; 3
-has no features of prompts either."""
+has no features of prompts either; before 5 none says what arms were trained on."""
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -65,6 +66,7 @@ class Header:
         costs: of a whole table `draft_s`, `step_s`, `reach` and, where they were timed, the `read` and `score` of
             `Overheads`; a piece of one has none.
         version: of the file.
+        trained_on: `Kinds.pairs` of each arm.
     """
 
     arms: list[str]
@@ -72,6 +74,7 @@ class Header:
     stamp: dict[str, Any]
     costs: dict[str, list[Any]] = field(default_factory=dict)
     version: int = VERSION
+    trained_on: list[list[tuple[list[float], float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ def table_of(header: Header, rows: list[Recorded]) -> Table:
         step_s=costs["step_s"],
         reach=costs.get("reach"),
         overheads=overheads,
+        trained_on=[Kinds.of(pairs) for pairs in header.trained_on],
     )
 
 

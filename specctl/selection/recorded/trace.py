@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from specctl.decoding.prompt_features import Kinds
 from specctl.errors import CheckpointError
 from specctl.selection.recorded.overheads import Overheads
 
@@ -34,7 +35,7 @@ class Trace:
             version 3, which do not know it.
         hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends with it), `INNER`.
         ended: the answer ended with an end-of-sequence token; else at its limit.
-        context: [D] features of the prompt (`prompt_memory.features_of`); None in tables that do not say.
+        context: [D] features of the prompt (`prompt_features.features_of`); None in tables that do not say.
     """
 
     query: str
@@ -65,6 +66,7 @@ class Table:
         step_s: seconds of a target step with one row, and with the rows of each arm's mean draft: [N + 1].
         reach: [N] tokens of the longest draft that each arm can make; None in tables that do not say.
         overheads: what reading up and scoring take; None in tables that do not say.
+        trained_on: the kinds of prompts that each arm was trained on; () in tables that do not say.
         digest: of the file that it was read from.
     """
 
@@ -75,6 +77,7 @@ class Table:
     step_s: NDArray[np.float64]
     reach: NDArray[np.int64] | None = None
     overheads: Overheads | None = None
+    trained_on: Sequence[Kinds] = ()
     digest: str | None = None
 
 
@@ -109,4 +112,5 @@ def of_arms(table: Table, names: Sequence[str]) -> Table:
         step_s=table.step_s[[0, *(1 + arm for arm in arms)]],
         reach=None if table.reach is None else reach,
         overheads=table.overheads and table.overheads.of_arms(arms),
+        trained_on=[table.trained_on[arm] for arm in arms] if table.trained_on else (),
     )

@@ -1,0 +1,49 @@
+"""Features of prompts, and what prompts of a kind have in common."""
+
+import numpy as np
+import pytest
+import torch
+
+from specctl.decoding.engine import Engine
+from specctl.decoding.prompt_features import FEATURES, Kinds, features_of, kind_of
+from specctl.decoding.records import Request
+from specctl.decoding.sampling import GREEDY
+
+
+def test_states_that_are_not_finite_say_nothing():
+    assert np.isfinite(features_of(torch.full((3, 4), torch.nan))).all()
+
+
+def test_long_states_are_projected_and_keep_their_distances():
+    generator = np.random.default_rng(0)
+    long = [torch.from_numpy(generator.normal(size=(5, 4096))) for _ in range(4)]
+    short = [features_of(states) for states in long]
+    assert all(len(x) == FEATURES for x in short) and len(features_of(torch.ones(5, 12))) == 12
+    for a in range(1, 4):
+        whole = np.linalg.norm(long[a].mean(0) - long[0].mean(0))
+        assert np.linalg.norm(short[a] - short[0]) == pytest.approx(whole, rel=0.25)
+
+
+def test_a_kind_is_the_mean_of_what_decoding_sees(target):
+    """Taken from a state of decoding, as `select` takes them."""
+    taps, prompts = (2, 5), [list(range(5, 30)), list(range(90, 100))]
+    seen = []
+    for prompt in prompts:
+        engine = Engine(target, taps=taps)
+        engine.add(Request(prompt, GREEDY, 2))
+        engine.step()
+        seen.append(features_of(engine.state.features[0, : len(prompt)]))
+    mean, spread = kind_of(target, prompts, taps)
+    assert np.allclose(mean, (seen[0] + seen[1]) / 2, atol=1e-4)
+    assert spread == pytest.approx(np.linalg.norm(seen[0] - seen[1]) / 2, rel=1e-4)
+
+
+def test_a_prompt_longer_than_the_context_is_read_as_far_as_it_goes(target):
+    mean, _ = kind_of(target, [[7] * (target.context_length + 5)], (2,))
+    assert np.isfinite(mean).all()
+
+
+def test_kinds_are_pairs():
+    kinds = Kinds.of([([1.0, 2.0], 0.5), ([3.0, 4.0], 0.25)])
+    assert kinds.pairs == [([1.0, 2.0], 0.5), ([3.0, 4.0], 0.25)]
+    assert Kinds.of([]).pairs == [] and len(Kinds.none().means) == 0
