@@ -229,6 +229,9 @@ class TrainRecipe(WriterRecipe):
         if "zero_stage" in self.model_fields_set and stage != self.zero_stage:
             raise ValueError(f"zero_stage {self.zero_stage} contradicts deepspeed.zero_optimization.stage {stage}")
         self.zero_stage = stage
+        for part in ("offload_optimizer", "offload_param"):
+            if isinstance(options := zero.get(part), dict) and options.get("device") == "nvme":
+                raise ValueError(f"deepspeed.zero_optimization.{part} cannot be nvme: checkpoints are made from memory")
         return self
 
     @model_validator(mode="after")

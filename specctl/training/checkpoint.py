@@ -1,27 +1,19 @@
-"""Training checkpoints: what DeepSpeed needs to go on, whole or not at all.
+"""Checkpoints: what training, or `specctl online`, needs to go on, whole or not at all.
 
-    <output>.checkpoints/step-00000200/   the engine's files, trainer.json, manifest.json (sha256 of each, written last)
-
-and what `specctl online` needs, whose steps are chunks, its tensors in state.safetensors.
+    <output>.checkpoints/step-00000200/   state.safetensors, trainer.json, manifest.json (sha256 of each, written last)
 
 A checkpoint is written beside its final place and renamed; resuming takes the newest one whose manifest verifies and
-whose trainer.json says what it should. A manifest is no protection from whoever writes both: DeepSpeed unpickles its
-files, so they are read with `weights_only`, and nothing else can be named by them than `CLASSES`.
+whose trainer.json says what it should. A manifest is no protection from whoever writes both, so nothing in a checkpoint
+is more than data: JSON and tensors.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Annotated, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
@@ -29,18 +21,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl.drafters.checkpoint import TRAINING, read_json, separate, write_tensors
-from specctl.errors import CheckpointError, SpecctlError, one_line
+from specctl.errors import CheckpointError, one_line
 from specctl.progress import warn
 from specctl.runs import atomic_write, make_dir, sha256, to_json
+from specctl.training import whole_state
 
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
-CLASSES = {
-    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
-    "deepspeed.utils.tensor_fragment": ("fragment_address",),
-}
-"""Classes that DeepSpeed keeps with its tensors (ZeRO 1 to 3): plain records, whose construction does nothing."""
-
 State = TypeVar("State")
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of steps, tokens or bytes in a state."""
@@ -53,14 +39,9 @@ def directory(output: Path) -> Path:
 
 def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int) -> None:
     """Save the engine and `state` (all ranks call this); the `keep` newest checkpoints stay."""
-    lead = dist.get_rank() == 0
-    if lead:
-        _prepare(root, step)
-    dist.barrier()
-    engine.save_checkpoint(str(root), tag=_draft(root, step).name, save_latest=False)
-    dist.barrier()
-    if lead:
-        _finish(root, step, state, keep)
+    tensors = whole_state.collect(engine)
+    if dist.get_rank() == 0:
+        save_tensors(root, step, state, tensors, keep=keep)
     dist.barrier()
 
 
@@ -135,86 +116,18 @@ def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
 
 
 def load(engine: Any, path: Path) -> None:
-    """Restore model and optimizer (all ranks call this). CheckpointError where they do not fit, or name what is not
-    data."""
-    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    options = [{name: value for name, value in group.items() if name != "params"} for group in _groups(engine)]
+    """Restore model and optimizer (all ranks call this). CheckpointError where they are not those of this engine."""
+    if not (path / TENSORS).exists():
+        raise CheckpointError(
+            f"checkpoint {path} has no {TENSORS}: an earlier specctl has written it",
+            "go on with that version, or start again with --overwrite",
+        )
     try:
-        with _data_only(engine):
-            loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
-        if loaded is not None:
-            for group, settings in zip(_groups(engine), options, strict=True):  # they are the recipe's, not the file's
-                params = group["params"]
-                group.clear()
-                group.update(settings, params=params)
-            _check(engine, buffers)
-    except (SpecctlError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever DeepSpeed makes of files that another run, or nobody's, has written
-        raise _misfit(path, f": {_why(error)}") from error
-    if loaded is None:
-        raise _misfit(path)
-
-
-def _groups(engine: Any) -> list[dict[str, Any]]:
-    return engine.optimizer.param_groups
-
-
-def _check(engine: Any, buffers: dict[str, Tensor]) -> None:
-    """ValueError where what was loaded would fail or mislead later: it is used as it is."""
-    if any(type(getattr(engine, name)) is not int for name in ("global_steps", "global_samples", "skipped_steps")):
-        raise ValueError("the engine's counts are no integers")
-    for name, buffer in engine.module.named_buffers():  # such as the draft vocabulary, which recipe and data make
-        if not torch.equal(buffer, buffers[name]):
-            raise ValueError(f"{name} is not what recipe and data make of it")
-    whole = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside of ZeRO's
-    for part in getattr(whole, "parts", (whole,)):
-        names = {"momentum_buffer"} if isinstance(part, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
-        for parameter, state in part.state.items():
-            shapes = {getattr(value, "shape", None) for name, value in state.items() if name != "step"}
-            if state.keys() != names or shapes != {parameter.shape}:
-                raise ValueError("the optimizer's state has other names or shapes")
-
-
-@contextmanager
-def _data_only(engine: Any) -> Iterator[None]:
-    """Within, torch.load knows tensors and `CLASSES` whatever its callers ask for, and says which file has failed."""
-    forced, unforced = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-    before = {name: os.environ.pop(name, None) for name in (forced, unforced)}
-    read = engine.checkpoint_engine.load
-
-    def load(path: str, *args: Any, **options: Any) -> Any:
-        try:
-            return read(path, *args, **options)
-        except FileNotFoundError as error:
-            raise _misfit(Path(path).parent, f": it has no {Path(path).name}") from error
-        except Exception as error:
-            raise CheckpointError(f"{path} was not loaded: {_why(error)}", "start again with --overwrite") from error
-
-    allowed = [getattr(import_module(module), name) for module, names in CLASSES.items() for name in names]
-    os.environ[forced] = "1"
-    engine.checkpoint_engine.load = load
-    try:
-        with torch.serialization.safe_globals(allowed):
-            yield
-    finally:
-        engine.checkpoint_engine.load = read
-        del os.environ[forced]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def _why(error: Exception) -> str:
-    """Why torch.load, or DeepSpeed behind it, has failed: by the name that is no data, where it met one."""
-    if not isinstance(error, UnpicklingError):
-        return one_line(error)
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    return f"it asks for {named[1]:.100}, which is not data" if named else "it is no file of tensors"
-
-
-def _misfit(path: Path, why: str = "") -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {path} does not fit this run{why}", "the ZeRO stage and number of processes must agree"
-    )
+        whole_state.restore(engine, load_tensors(path))
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit this run: {error}", "start again with --overwrite"
+        ) from error
 
 
 def discard(root: Path) -> None:

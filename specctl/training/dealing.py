@@ -8,7 +8,7 @@ longest first to the least loaded (LPT); but where one process keeps the feature
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -34,9 +34,16 @@ def rows(examples: Sequence[Example], ranks: int, work: Callable[[Example], floa
     return sorted(dealt, key=_first)
 
 
+def without(rows: Sequence[Row], seen: Container[int]) -> list[Row]:
+    """The rows without the texts of these indices. Each text that is left stays with its process."""
+    left = [[None if example is None or example.index in seen else example for example in row] for row in rows]
+    return [row for row in left if any(row)]
+
+
 def batches(rows: Sequence[Row], batch_tokens: int, *, seed: int, epoch: int) -> list[Batch]:
     """One epoch as batches of at most `batch_tokens` response tokens, but of one row at least; a function of its
-    arguments alone. A process without a text is only in a batch that has fewer texts than there are processes."""
+    arguments alone. A process without a text is only in a batch that has fewer texts than there are processes, or whose
+    rows had more (`without`)."""
     rng = random.Random(f"{seed}/{epoch}")
     order = list(rows)
     rng.shuffle(order)

@@ -115,13 +115,13 @@ def weights(engine: Any) -> dict[str, Tensor]:
         return {name: value.detach().to("cpu", copy=True) for name, value in engine.module.state_dict().items()}
 
 
-def gathered(engine: Any) -> Any:
-    """The module's parameters made whole, under ZeRO 3."""
+def gathered(engine: Any, changed: bool = False) -> Any:
+    """The module's parameters made whole, under ZeRO 3; divided again as the first process has `changed` them."""
     import deepspeed
 
     if engine.zero_optimization_stage() < 3:
         return contextlib.nullcontext()
-    return deepspeed.zero.GatheredParameters(list(engine.module.parameters()))
+    return deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0 if changed else None)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from specctl.training import checkpoint
 from specctl.training.checkpoint import Count
 from specctl.training.data import Corpus, load_corpus
 from specctl.training.datastore import collect
-from specctl.training.dealing import Batch, batches, columns, level, rows
+from specctl.training.dealing import Batch, batches, columns, level, rows, without
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.estimate import loads_layers_here
 from specctl.training.expected import ExpectedLength, HeldOut
@@ -50,6 +50,11 @@ class Progressed:
     """Everything besides the engine that a resumed run needs."""
 
     step: Count = 0
+    epoch: Count = 0
+    place: Count = 0  # batches of the epoch that this number of processes has taken
+    taken: list[tuple[Count, Count]] = field(
+        default_factory=list
+    )  # (processes, batches) of others before, in the epoch
     tokens: Count = 0
     seconds: Amount = 0.0  # in training steps, over all sittings
     loss: float = math.nan
@@ -60,7 +65,7 @@ class Progressed:
     made_of: dict[str, str] = field(default_factory=dict)  # what a recipe only names, by digest
     run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
     metrics: Count = 0
-    world: Count = 0  # processes that took part; an earlier specctl has not kept it
+    world: Count = 1  # processes that took part
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
@@ -114,24 +119,11 @@ def check_same(recipe: TrainRecipe, path: Path, there: Progressed, now: Progress
         "init": f"the drafter {recipe.init}",
     }
     for key, digest in now.made_of.items():
-        if there.made_of.get(key, digest) != digest:  # an earlier specctl has kept none
+        if there.made_of.get(key) != digest:
             raise UsageError(
                 f"{names[key]} changed since {path} was made",
                 "put back what it was started with; --overwrite starts over with what is there now",
             )
-    if there.world not in (0, now.world):
-        check_processes(recipe, path, there.world, now.world)
-
-
-def check_processes(recipe: TrainRecipe, path: Path, before: int, now: int) -> None:
-    """Warn that a run goes on with another number of processes; UsageError where its optimizer cannot."""
-    changed = f"WORLD_SIZE was {before} when {path} was written, and is {now} now"
-    if recipe.zero_stage:
-        raise UsageError(
-            f"{changed}: ZeRO stage {recipe.zero_stage} has divided the optimizer's state among the processes",
-            f"resume with {before}; a run of zero_stage=0 goes on with any number",
-        )
-    warn(f"{changed}: the rest of the epoch is dealt anew, so that some of its texts may come twice, and others not")
 
 
 class Trainer:
@@ -144,7 +136,7 @@ class Trainer:
         self.rank, self.world = rank, world
         self.work = trainee.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target)
-        self.schedule = Schedule.of(recipe, target, len(self.batches(epoch=0)))
+        self.schedule = Schedule.of(recipe, target, len(self._dealt(0, world)))
         self.epoch: list[Batch] = []  # under way
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
@@ -162,6 +154,8 @@ class Trainer:
             check_same(self.recipe, path, there, self.at)
             checkpoint.load(self.engine, path)
             self.at = replace(there, made_of=self.at.made_of, world=self.world)
+            if there.world != self.world:
+                self._deal_anew(path, there)
             self.run.go_on(Path(self.at.run), self.at.metrics)
             log(f"resumed from step {self.at.step}")
         self.run.annotate(target=self.target.identity)
@@ -203,10 +197,9 @@ class Trainer:
         """One optimizer step: rate, loss over all processes, update, metrics. SpecctlError where it is not finite."""
         at, schedule = self.at, self.schedule
         started = time.perf_counter()
-        epoch, place = divmod(at.step, schedule.steps_per_epoch)
-        if place == 0 or not self.epoch:
-            self.epoch = self.batches(epoch)
-        chosen = self.epoch[place % len(self.epoch)]
+        if not self.epoch:
+            self.epoch = self.batches(at.epoch)
+        chosen = self.epoch[at.place % len(self.epoch)]
         share = schedule.rate(at.step, at.seconds)
         set_learning_rate(self.engine, share)
         rate = share * schedule.peak
@@ -231,13 +224,29 @@ class Trainer:
         # One clock for all: the rate follows it, and a process that ended before the others would keep them waiting.
         at.seconds = self.largest(at.seconds + time.perf_counter() - started)
         self.run.metrics(
-            step=at.step, epoch=epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
+            step=at.step, epoch=at.epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
             tokens_per_s=at.tokens / at.seconds,
         )  # fmt: skip
         self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
         lengths = {"mat": at.best_mat, "expected_mat": at.best_expected}
         measured = {name: length for name, length in lengths.items() if length}  # from the first check on: none is 0
         bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
+        at.place += 1
+        if at.place == (len(self.epoch) if at.taken else schedule.steps_per_epoch):
+            self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.at.epoch, self.at.place, self.at.taken, self.epoch = self.at.epoch + 1, 0, [], []
+
+    def _deal_anew(self, path: Path, there: Progressed) -> None:
+        """Go on with what the checkpoint's processes have left of their epoch."""
+        self.at.taken, self.at.place = [*there.taken, (there.world, there.place)], 0
+        warn(
+            f"WORLD_SIZE was {there.world} when {path} was written, and is {self.world} now: "
+            "what is left of the epoch is dealt anew"
+        )
+        if not self.batches(self.at.epoch):
+            self._next_epoch()
 
     def forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
@@ -253,9 +262,19 @@ class Trainer:
         return total, weight, steps
 
     def batches(self, epoch: int) -> list[Batch]:
-        """The batches of an epoch, the same in all processes and whenever they are asked for."""
-        dealt = rows(self.corpus.train, self.world, self.work)
-        return batches(dealt, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch)
+        """The batches of an epoch, the same in all processes and whenever they are asked for; without the texts that
+        other numbers of processes have had in it."""
+        seen: set[int] = set()
+        for world, count in self.at.taken:
+            had = self._dealt(epoch, world, frozenset(seen))[:count]
+            seen |= {example.index for batch in had for share in batch for example in share}
+        return self._dealt(epoch, self.world, frozenset(seen))
+
+    def _dealt(self, epoch: int, world: int, seen: frozenset[int] = frozenset()) -> list[Batch]:
+        """The batches of an epoch for `world` processes, without the texts in `seen`."""
+        work = self.work if world == self.world else self.trainee.work(self.corpus.train, world)
+        left = without(rows(self.corpus.train, world, work), seen)
+        return batches(left, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch) if left else []
 
     def _check_gradients(self) -> None:
         """Before the update, where every process holds whole gradients."""

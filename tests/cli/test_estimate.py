@@ -94,6 +94,7 @@ def test_data_that_is_there_is_counted(specctl, distilled, tmp_path):
         (["zero_stage=1", "deepspeed=deepspeed/zero2"], "contradicts"),
         (["deepspeed=deepspeed/zero2", "optimizer.type=muon", "deepspeed.gradient_clipping=1.0"], "optimizer.clip"),
         (['deepspeed={"zero_optimization": {"stage": 5}}'], "from 0 to 3"),
+        (['deepspeed={"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}'], "cannot be nvme"),
         (['deepspeed={"bf16": {"enabled": true}}'], "precision"),
     ],
 )

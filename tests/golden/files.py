@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import torch
 import yaml
 from safetensors import safe_open
 
@@ -52,13 +51,6 @@ def _tensors(path: Path) -> Shape:
         return kinds | shape_of({"metadata": file.metadata()})
 
 
-def _pickled(path: Path) -> Shape:
-    """Of a training's checkpoint, without what DeepSpeed says of itself."""
-    content = torch.load(path, map_location="cpu", weights_only=False)
-    content.pop("ds_config", None)
-    return shape_of(content)
-
-
 def _decoded(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     """Metadata of a table; what is JSON is read as such."""
     found: dict[str, Any] = {}
@@ -77,5 +69,4 @@ READERS: dict[str, Callable[[Path], Shape]] = {
     ".csv": _columns,
     ".parquet": _table,
     ".safetensors": _tensors,
-    ".pt": _pickled,
 }

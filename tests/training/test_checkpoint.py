@@ -2,7 +2,6 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,109 +103,17 @@ def test_a_fresh_directory_has_none(tmp_path):
     assert checkpoint.newest(tmp_path / "nothing", Progressed) is None
 
 
-class Program:
-    """What is no data: reading it makes a directory."""
+def test_nothing_but_tensors_is_read(tmp_path):
+    """Under the name of a file of tensors, and under that of DeepSpeed's own; unpickling would make a directory."""
 
-    def __init__(self, place):
-        self.place = place
+    class Program:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
 
-    def __reduce__(self):
-        return os.mkdir, (str(self.place),)
-
-
-class Engine:
-    """Reads its files as DeepSpeed does: by its checkpoint engine, or past it."""
-
-    def __init__(self, past):
-        self.checkpoint_engine = SimpleNamespace(load=self.read)
-        self.past = past
-        self.module = torch.nn.Linear(2, 1)
-        self.module.register_buffer("draft_ids", torch.tensor([3, 5]))
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.5)
-        self.global_steps = self.global_samples = self.skipped_steps = 0
-
-    def read(self, path, map_location=None):
-        return torch.load(path, map_location=map_location, weights_only=False)
-
-    def load_checkpoint(self, root, tag):
-        read = self.read if self.past else self.checkpoint_engine.load
-        found = read(os.path.join(root, tag, "model.pt"), map_location="cpu")
-        self.module.load_state_dict(found["module"])
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.global_steps = found["global_steps"]
-        return root, {}
-
-    def trained(self):
-        """What a checkpoint of it holds after a step."""
-        self.module(torch.ones(1, 2)).sum().backward()
-        self.optimizer.step()
-        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "global_steps": 1}
-
-
-@pytest.mark.parametrize("past", [False, True])
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("forced", [None, "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
-def test_nothing_in_a_checkpoint_is_executed(tmp_path, monkeypatch, past, zipped, forced):
-    if forced is not None:
-        monkeypatch.setenv(forced, "1")
-    path, place, engine = make(tmp_path, 10), tmp_path / "executed", Engine(past)
-    torch.save({"module": Program(place)}, path / "model.pt", _use_new_zipfile_serialization=zipped)
-    before = engine.checkpoint_engine.load
-    with pytest.raises(CheckpointError, match=rf"{path}\b.*mkdir") as caught:
-        checkpoint.load(engine, path)
-    assert not place.exists() and "\n" not in caught.value.message
-    assert past or str(path / "model.pt") in caught.value.message
-    assert engine.checkpoint_engine.load == before
-    assert [name for name in os.environ if "WEIGHTS_ONLY" in name] == ([forced] if forced else [])
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", {"module": None}, {"other": 1}, [1], None])
-def test_another_content_does_not_fit(tmp_path, content):
-    path = make(tmp_path, 10)
-    if not isinstance(content, bytes):
-        torch.save(content, path / "model.pt")
-    else:
-        (path / "model.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=str(path)):
-        checkpoint.load(Engine(False), path)
-
-
-def edited(*keys, value):
-    def edit(content):
-        for key in keys[:-1]:
-            content = content[key]
-        content.pop(keys[-1]) if value is None else content.update({keys[-1]: value})
-
-    return edit
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        edited("optimizer", "state", 0, "exp_avg", value=torch.zeros(3)),
-        edited("optimizer", "state", 0, "exp_avg", value="x"),
-        edited("optimizer", "state", 0, "exp_avg_sq", value=None),
-        edited("module", "draft_ids", value=torch.tensor([3, 10**6])),
-        edited("global_steps", value="x"),
-    ],
-    ids=["shape", "type", "missing", "draft vocabulary", "counts"],
-)
-def test_what_would_fail_or_mislead_later_does_not_fit(tmp_path, edit):
-    """Each of them loads without a word."""
-    path, content = make(tmp_path, 10), Engine(False).trained()
-    edit(content)
-    torch.save(content, path / "model.pt")
-    with pytest.raises(CheckpointError, match=f"{path} does not fit"):
-        checkpoint.load(Engine(False), path)
-
-
-def test_options_of_the_optimizer_are_the_recipes(tmp_path):
-    """Those in the file are whatever somebody has written."""
-    path, content = make(tmp_path, 10), Engine(False).trained()
-    content["optimizer"]["param_groups"][0].update(betas="xx", lr=None, peak_lr="x")
-    torch.save(content, path / "model.pt")
-    engine = Engine(False)
-    checkpoint.load(engine, path)
-    (group,) = engine.optimizer.param_groups
-    assert (group["lr"], group["betas"], "peak_lr" in group) == (0.5, (0.9, 0.999), False)
-    assert engine.optimizer.state_dict()["state"][0]["step"] == 1
+    for name, says in ((checkpoint.TENSORS, "was not loaded"), ("mp_rank_00_model_states.pt", "an earlier specctl")):
+        path = make(tmp_path / name, 10)
+        torch.save({"module": Program()}, path / name)
+        with pytest.raises(CheckpointError, match=f"{path}.*{says}") as caught:
+            checkpoint.load(None, path)
+        assert "\n" not in caught.value.message and "--overwrite" in caught.value.hint
+    assert not (tmp_path / "executed").exists()

@@ -28,7 +28,7 @@ from specctl.recipe import (
     TargetRecipe,
 )
 from specctl.runs import Run
-from specctl.training import checkpoint, loop
+from specctl.training import loop
 from specctl.training.data import load_corpus
 from specctl.training.outcome import held_out_acceptance
 from tests.training import small
@@ -244,43 +244,14 @@ def test_what_a_recipe_names_and_has_changed_is_refused(tuned, tmp_path, change,
     train(made.model_copy(update={"resume": True}), tmp_path / "again")
 
 
-def test_a_checkpoint_of_before_digests_is_resumed(trained, distilled, tmp_path):
-    """An earlier specctl has kept none."""
-    place = shutil.copytree(trained[0], tmp_path / "run")
-    for path in (place / "drafter.checkpoints").iterdir():
-        state = json.loads((path / checkpoint.STATE).read_text())
-        del state["made_of"]
-        (path / checkpoint.STATE).write_text(json.dumps(state))
-        (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint.digests(path)))
-    result = train(recipe(distilled, place, resume=True), tmp_path / "again")
-    assert result.steps == 6
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_another_number_of_processes(trained, distilled, tmp_path, capsys, stage):
-    """Goes on with what every process has, and says what becomes of the data; divided states are refused."""
-    place = shutil.copytree(trained[0], tmp_path / "run")
-    for path in (place / "drafter.checkpoints").iterdir():
-        state = json.loads((path / checkpoint.STATE).read_text())
-        assert state["world"] == 1
-        (path / checkpoint.STATE).write_text(json.dumps(state | {"world": 2}))
-        (path / checkpoint.MANIFEST).write_text(json.dumps(checkpoint.digests(path)))
-    made = recipe(distilled, place, resume=True)
-    if stage:
-        with pytest.raises(UsageError, match=r"WORLD_SIZE was 2 .* is 1 now: ZeRO stage 1 has divided") as refused:
-            loop.check_processes(made.model_copy(update={"zero_stage": 1}), path, 2, 1)
-        assert "resume with 2" in refused.value.hint
-        return
-    assert train(made, tmp_path / "again").steps == 6
-    assert "WORLD_SIZE was 2" in (told := capsys.readouterr().err) and "dealt anew" in told
-
-
-@pytest.mark.parametrize("stage", [1, 3])  # 2 keeps what 1 does
-def test_every_zero_stage_goes_on(distilled, target, tmp_path, monkeypatch, stage):
-    """What DeepSpeed keeps under each is among the classes that a checkpoint may name; nothing else is read."""
+@pytest.mark.parametrize(("stage", "lora"), [(1, False), (3, False), (2, True), (3, True)])
+def test_every_zero_stage_goes_on(trained, distilled, target, tmp_path, monkeypatch, stage, lora):
+    """To the last bit, also where most weights are frozen."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
-    made = recipe(distilled, tmp_path, zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"), resume=True)
-    made = made.model_copy(update={"features": FeatureRecipe(mode="online")})
+    options = dict(zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"), features=FeatureRecipe(mode="online"))
+    if lora:
+        options |= dict(init=trained[0] / "drafter", drafter=DrafterRecipe(), lora=LoraRecipe(enabled=True, rank=4))
+    made = recipe(distilled, tmp_path, resume=True, **options)
     weights = []
     for step in (0, 1):
         trainer = loop.make_trainer(made, Run(make(tmp_path / "run")))

@@ -1,0 +1,72 @@
+"""Training that changes its number of processes, by hand and under torchrun: DATA PLACE ACTION..., see `losses`."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from specctl.progress import track
+from specctl.recipe import FeatureRecipe
+from specctl.runs import Run
+from specctl.training import checkpoint, loop, whole_state
+from tests.training.small import recipe
+
+STAGES = 1, 2, 3
+
+
+def losses(distilled: Path, place: Path, action: str, stage: int) -> list[float]:
+    """Losses of a training of four steps, each over all texts, at a ZeRO stage.
+
+    "fresh:NAME" makes all four, and keeps a checkpoint of two under PLACE/NAME; "resume:NAME" makes the last two from a
+    copy of that, after a look at what was restored.
+    """
+    kind, name = action.split(":")
+    kept, home = place / name / str(stage) / "drafter", place / f"{kind}-{name}-{loop.start_processes(CPU)[1]}"
+    output = kept if kind == "fresh" else home / str(stage) / "drafter"
+    if dist.get_rank() == 0 and kind == "resume":
+        shutil.copytree(checkpoint.directory(kept), checkpoint.directory(output))
+    dist.barrier()
+    run = home / str(stage) / f"run{dist.get_rank()}"
+    run.mkdir(parents=True)
+    made = recipe(
+        distilled,
+        output.parent,
+        resume=kind == "resume",
+        features=FeatureRecipe(mode="cached", dir=place / "features"),
+        max_steps=4,
+        batch_tokens=10**6,
+        zero_stage=stage,
+    )
+    trainer = loop.make_trainer(made, Run(run))
+    trainer.start()
+    if kind == "resume":
+        check_restored(trainer, checkpoint.directory(output) / "step-00000002")
+    found = []
+    with track("train") as bar:
+        while trainer.at.step < 4:
+            trainer.step(bar)
+            found.append(trainer.at.loss)
+            if trainer.at.step == 2 and kind == "fresh":
+                trainer.save()
+    return found
+
+
+def check_restored(trainer: loop.Trainer, saved: Path) -> None:
+    """What is divided among the processes now is what was saved, to the last bit."""
+    assert trainer.at.step == 2
+    there, here = checkpoint.load_tensors(saved), whole_state.collect(trainer.engine)
+    assert dist.get_rank() or there.keys() == here.keys()
+    assert all(torch.equal(value, there[name]) for name, value in here.items())
+    assert dist.get_rank() or all(there[name].any() for name in there if name.startswith(whole_state.MOMENTS))
+
+
+CPU = torch.device("cpu")
+
+if __name__ == "__main__":
+    data, base, *actions = sys.argv[1:]
+    made = {action: {stage: losses(Path(data), Path(base), action, stage) for stage in STAGES} for action in actions}
+    if dist.get_rank() == 0:
+        print(json.dumps(made))

@@ -1,0 +1,196 @@
+"""A training goes on with another number of processes: its optimizer's state is divided anew, and so is its epoch."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specctl.errors import CheckpointError
+from specctl.progress import track
+from specctl.recipe import FeatureRecipe, OptimizerRecipe
+from specctl.runs import Run
+from specctl.training import checkpoint, loop, whole_state
+from tests.training.elastic import STAGES, losses
+from tests.training.small import recipe
+
+
+def launch(distilled, place, processes, *actions):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    command += ["tests.training.elastic", str(distilled), str(place), *actions]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])  # 3 divide few sizes
+def test_every_zero_stage_goes_on_with_more_processes_and_with_fewer(
+    distilled, target, tmp_path, monkeypatch, processes
+):
+    """From one to several and back, with the losses of a training that was not stopped; and with as many as before, to
+    the last bit."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    alone = {stage: losses(distilled, tmp_path, "fresh:alone", stage) for stage in STAGES}
+    said = launch(distilled, tmp_path, processes, "fresh:several", "resume:several", "resume:alone")
+    for stage in STAGES:
+        several = said["fresh:several"][str(stage)]
+        assert said["resume:several"][str(stage)] == several[2:]
+        assert said["resume:alone"][str(stage)] == pytest.approx(alone[stage][2:], rel=1e-5)
+        assert losses(distilled, tmp_path, "resume:several", stage) == pytest.approx(several[2:], rel=1e-5)
+
+
+ON_CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 1, "offload_optimizer": ON_CPU},
+        {"stage": 2, "round_robin_gradients": True},
+        {"stage": 3, "sub_group_size": 300_000, "stage3_param_persistence_threshold": 1000},
+        {"stage": 3, "sub_group_size": 300_000, "offload_optimizer": ON_CPU, "offload_param": ON_CPU},
+    ],
+    ids=str,
+)
+def test_other_divisions_go_on_exactly(distilled, target, tmp_path, monkeypatch, zero):
+    """What DeepSpeed's own options change in how a state is divided, or where it is."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    (tmp_path / "run").mkdir()
+    options = dict(features=FeatureRecipe(mode="online"), resume=True, deepspeed={"zero_optimization": zero})
+    found = []
+    for step in (0, 1):
+        trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(tmp_path / "run"))
+        trainer.start()
+        assert trainer.at.step == step
+        with track("train") as bar:
+            while trainer.at.step < 2:
+                trainer.step(bar)
+                if trainer.at.step == 1:
+                    trainer.save()
+        found.append(loop.weights(trainer.engine))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.fixture
+def trainer_of(distilled, target, tmp_path, monkeypatch):
+    """A trainer with batches of few texts, as one of so many processes; it goes on from a checkpoint that is there."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    (tmp_path / "run").mkdir()
+
+    def make(world):
+        options = dict(features=FeatureRecipe(mode="online"), resume=True, batch_tokens=64, max_steps=100)
+        real = loop.start_processes
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "start_processes", lambda device: (real(device)[0], world))
+            trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(tmp_path / "run"))
+        trainer.start()
+        return trainer
+
+    return make
+
+
+def advance(trainer, steps):
+    """Indices of the texts of the next steps, whose updates are left out."""
+    seen = []
+    trainer.forward = lambda chosen: seen.extend(e.index for share in chosen for e in share) or ZEROS
+    trainer._check_gradients = trainer._check_norm = lambda: None
+    trainer.engine.backward = lambda loss: None
+    trainer.engine.step = lambda: None
+    trainer.largest = lambda value: value
+    with track("train") as bar:
+        for _ in range(steps):
+            trainer.step(bar)
+    return seen
+
+
+ZEROS = torch.zeros(()), torch.ones(()), []
+
+
+def test_each_text_comes_once_in_an_epoch_of_several_numbers_of_processes(trainer_of, capsys):
+    """Those that two processes have had, then those that three have had, and the rest by one; the next epoch has all
+    again."""
+    seen = []
+    for world, steps in ((2, 3), (3, 2)):
+        trainer = trainer_of(world)
+        assert trainer.at.world == world
+        seen += advance(trainer, steps)
+        state = whole_state.collect(trainer.engine)
+        checkpoint.save_tensors(trainer.checkpoints, trainer.at.step, vars(trainer.at), state, keep=1)
+    trainer = trainer_of(1)
+    left = len(trainer.batches(0))
+    every = sorted(example.index for example in trainer.corpus.train)
+    assert 0 < len(seen) < len(every) and trainer.at.taken == [(2, 3), (3, 2)]
+    seen += advance(trainer, left)
+    assert sorted(seen) == every
+    assert (trainer.at.epoch, trainer.at.place, trainer.at.taken, trainer.at.step) == (1, 0, [], 5 + left)
+    assert sorted(advance(trainer, len(trainer.batches(1)))) == every
+    told = capsys.readouterr().err
+    assert "WORLD_SIZE was 2" in told and "is 1 now: what is left of the epoch is dealt anew" in told
+
+
+def test_an_epoch_that_has_ended_is_not_gone_on_with(trainer_of):
+    trainer = trainer_of(1)
+    trainer.at.place = len(trainer.batches(0))
+    trainer._deal_anew(trainer.checkpoints, replace(trainer.at, world=1))
+    assert (trainer.at.epoch, trainer.at.place, trainer.at.taken) == (1, 0, [])
+
+
+@pytest.fixture(scope="module", params=[0, 2])
+def saved(request, distilled, target, tmp_path_factory):
+    """(place, recipe, target) of a step at ZeRO 0 with Muon, and at ZeRO 2."""
+    place = tmp_path_factory.mktemp("saved")
+    made = recipe(
+        distilled,
+        place,
+        features=FeatureRecipe(mode="online"),
+        zero_stage=request.param,
+        optimizer=OptimizerRecipe(),
+        resume=True,
+    )
+    (place / "run").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "load_target", lambda **_: target)
+        trainer = loop.make_trainer(made, Run(place / "run"))
+        trainer.start()
+        with track("train") as bar:
+            trainer.step(bar)
+        trainer.save()
+    return place, made, target
+
+
+def first(tensors, *prefixes):
+    return next(name for name in tensors if name.startswith(prefixes))
+
+
+MOMENT = "momentum_buffer.", "exp_avg."
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda t: t.pop(first(t, "weights.")), "it has no weights."),
+        (lambda t: t.pop(first(t, "exp_avg_sq.")), "it has no exp_avg_sq."),
+        (lambda t: t.update({first(t, "weights."): torch.zeros(3)}), r"weights\.\S+ is torch.float32 \[3\], not"),
+        (lambda t: t.update({first(t, *MOMENT): torch.zeros(3)}), r"is torch.float32 \[3\], not"),
+        (lambda t: t.update({first(t, *MOMENT): t[first(t, *MOMENT)].double()}), "is torch.float64"),
+        (lambda t: t.update({first(t, "step."): torch.ones(2)}), r"step\.\S+ is torch.float32 \[2\], not"),
+        (lambda t: t["weights.d2t"].add_(1), "d2t is not what recipe and data make of it"),
+        (lambda t: t.update({"exp_avg.nobody": torch.zeros(3)}), "it has 'exp_avg.nobody', which this run has not"),
+    ],
+)
+def test_what_would_fail_or_mislead_later_does_not_fit(saved, monkeypatch, damage, says):
+    place, made, target = saved
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    trainer = loop.make_trainer(made, Run(place / "run"))
+    before = loop.weights(trainer.engine)
+    path = checkpoint.directory(made.output) / "step-00000001"
+    tensors = {name: value.clone() for name, value in checkpoint.load_tensors(path).items()}
+    damage(tensors)
+    monkeypatch.setattr(checkpoint, "load_tensors", lambda path: tensors)
+    with pytest.raises(CheckpointError, match=f"{path} does not fit this run: .*{says}"):
+        checkpoint.load(trainer.engine, path)
+    assert all(torch.equal(value, before[name]) for name, value in loop.weights(trainer.engine).items())
