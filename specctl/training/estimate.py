@@ -217,7 +217,8 @@ class PlannedTraining:
             found["autocast"] = self.parameters * compute.itemsize  # a copy of the weights
         if self.features:
             kept = self.features / machine.processes if self.mode == "memory" else 0
-            found["features"] = tokens * feature_bytes(self.drafter, outline, self.texts) + kept
+            batches = 1 if self.mode == "online" or machine.gpu == "cpu" else 2  # the next one's are on their way
+            found["features"] = batches * tokens * feature_bytes(self.drafter, outline, self.texts) + kept
             if self.loads_layers:
                 found["target's forward"] = forward_bytes(outline, machine)
         return found

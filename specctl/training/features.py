@@ -25,6 +25,7 @@ from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose, disk, fp8_share
+from specctl.training.read_ahead import PinnedCopies, ReadAhead
 
 # Padded tokens of one target forward, or one sequence. On a CPU each runs alone: that is as fast, and what it is padded
 # to would show in its last bits, which would then depend on the batch and on the number of processes.
@@ -42,6 +43,7 @@ class FeatureStore:
         self.target, self.taps = target, taps
         self.at_home = False  # the features of an example are in the memory of one process
         self.kept: dict[int, Features] | FeatureFiles = {}
+        self.reader: ReadAhead | None = None  # where what is kept has a way to go
         self.passes = 0  # target tokens run, padding excluded
 
     def estimate(self, examples: list[Example]) -> int:
@@ -119,12 +121,20 @@ class FeatureStore:
                 _meet()
             files.require(missing)
             self.kept = files
+        if mode != "online" and self.target.device.type == "cuda":
+            self.reader = ReadAhead(lambda index: self.kept[index], PinnedCopies(self.target.device))
+
+    def ahead(self, examples: list[Example]) -> None:
+        """Read the features of a batch before `get` asks for them, where that pays."""
+        if self.reader is not None:
+            self.reader.start([example.index for example in examples if example.index in self.kept])
 
     def get(self, examples: list[Example]) -> list[Features]:
         """Features of `examples`, in order, on the target's device. CheckpointError where a file of them is damaged."""
         unknown = [example for example in examples if example.index not in self.kept]
-        fresh = {e.index: f for group in self._groups(unknown) for e, f in zip(group, self.compute(group), strict=True)}
-        asked = (fresh[e.index] if e.index in fresh else self.kept[e.index] for e in examples)
+        here = {} if self.reader is None else self.reader.take([example.index for example in examples])
+        here |= {e.index: f for group in self._groups(unknown) for e, f in zip(group, self.compute(group), strict=True)}
+        asked = (here[e.index] if e.index in here else self.kept[e.index] for e in examples)
         return [_moved(features, self.target.device) for features in asked]
 
     def _run(self, groups: list[list[Example]], bar: Progress) -> dict[int, Features]:

@@ -10,62 +10,36 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 
 from specctl import lock
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint as drafter_directory
 from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.pool import load_drafter
-from specctl.errors import SpecctlError, UsageError
+from specctl.errors import SpecctlError
 from specctl.families import FAMILIES
 from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run, make_dir, sweep
 from specctl.training import checkpoint
-from specctl.training.checkpoint import Count
 from specctl.training.data import Corpus, load_corpus
 from specctl.training.datastore import collect
 from specctl.training.dealing import Batch, batches, columns, level, rows, without
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.estimate import loads_layers_here
+from specctl.training.example import Example
 from specctl.training.expected import ExpectedLength, HeldOut
 from specctl.training.logging import Trackers
 from specctl.training.outcome import TrainResult, facts, held_out_acceptance, kinds_of, made_of, mats, recipe_hash
+from specctl.training.progressed import Progressed, check_same
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.tokens import share
 from specctl.training.trainees import Trainee, make_trainee
-
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-@dataclass
-class Progressed:
-    """Everything besides the engine that a resumed run needs."""
-
-    step: Count = 0
-    epoch: Count = 0
-    place: Count = 0  # batches of the epoch that this number of processes has taken
-    taken: list[tuple[Count, Count]] = field(
-        default_factory=list
-    )  # (processes, batches) of others before, in the epoch
-    tokens: Count = 0
-    seconds: Amount = 0.0  # in training steps, over all sittings
-    loss: float = math.nan
-    best_mat: Amount = 0.0
-    best_expected: Amount = 0.0  # instead, where the target has no layers here
-    reported_expected: Amount = 0.0  # of the same weights, on the other half
-    recipe: str = ""
-    made_of: dict[str, str] = field(default_factory=dict)  # what a recipe only names, by digest
-    run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
-    metrics: Count = 0
-    world: Count = 1  # processes that took part
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
@@ -104,26 +78,6 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     share(corpus.tokens)
     trainee = make_trainee(recipe, target, corpus)
     return Trainer(recipe, run, target, corpus, trainee, rank, world)
-
-
-def check_same(recipe: TrainRecipe, path: Path, there: Progressed, now: Progressed) -> None:
-    """UsageError where a checkpoint is of another recipe, or what its recipe names has been replaced since."""
-    if there.recipe != now.recipe:
-        raise UsageError(
-            f"{path} was made by another recipe",
-            "resume with the recipe it was started with, its length included; --overwrite starts over",
-        )
-    names = {
-        "data": f"the data in {', '.join(map(str, recipe.sources if recipe.corpus is None else [recipe.corpus]))}",
-        "target": f"the weights of target {recipe.target.name}",
-        "init": f"the drafter {recipe.init}",
-    }
-    for key, digest in now.made_of.items():
-        if there.made_of.get(key) != digest:
-            raise UsageError(
-                f"{names[key]} changed since {path} was made",
-                "put back what it was started with; --overwrite starts over with what is there now",
-            )
 
 
 class Trainer:
@@ -250,16 +204,28 @@ class Trainer:
 
     def forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
-        store = self.trainee.store
-        dealt = chosen if store is not None and store.at_home else level(chosen, self.work)
-        mine = dealt[self.rank]
+        mine, texts = self._own(chosen)
         # Dropout and noise depend on the step alone: a resumed run draws what an uninterrupted one would.
         torch.manual_seed(self.recipe.data.seed + 2**16 * (self.at.step * self.world + self.rank))
-        batch = self.trainee.batch(mine or next(share for share in dealt if share)[:1], self.at.step)
+        batch = self.trainee.batch(texts, self.at.step)
+        self._read_ahead()
         total, weight, steps = self.trainee.loss(self.engine, batch)
         if not mine:
             total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
         return total, weight, steps
+
+    def _read_ahead(self) -> None:
+        """Begin to read the features of the next batch, if this epoch has one and the training goes on."""
+        store, following = self.trainee.store, self.epoch[self.at.place + 1 : self.at.place + 2]
+        if store is not None and following and not self.schedule.ended(self.at.step + 1, self.at.seconds):
+            store.ahead(self._own(following[0])[1])
+
+    def _own(self, chosen: Batch) -> tuple[bool, list[Example]]:
+        """Whether this rank has a share of a batch, and the texts that it runs: that, or one of another rank."""
+        store = self.trainee.store
+        dealt = chosen if store is not None and store.at_home else level(chosen, self.work)
+        mine = dealt[self.rank]
+        return bool(mine), mine or next(share for share in dealt if share)[:1]
 
     def batches(self, epoch: int) -> list[Batch]:
         """The batches of an epoch, the same in all processes and whenever they are asked for; without the texts that

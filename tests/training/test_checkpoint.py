@@ -8,7 +8,7 @@ import torch
 
 from specctl.errors import CheckpointError
 from specctl.training import checkpoint
-from specctl.training.loop import Progressed
+from specctl.training.progressed import Progressed
 
 
 def make(root, step, content=b"weights"):

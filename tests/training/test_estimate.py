@@ -92,6 +92,13 @@ def test_cached_features_save_passes_of_the_target_and_take_disk():
     assert cached.disk_gb["features"] == pytest.approx(tokens * 4096 * 2 / 1e9)
 
 
+def test_features_that_are_kept_are_on_a_gpu_for_two_batches():
+    """The next one's are copied while a step computes; a CPU has nothing to copy."""
+    for device, batches in ((h100(), 2), (CPU, 1)):
+        once, kept = (of(device, features={"mode": mode}).memory_gb["features"] for mode in ("online", "cached"))
+        assert kept == pytest.approx(batches * once)
+
+
 def test_a_target_that_does_not_fit_is_loaded_without_its_layers():
     """Where features come from elsewhere: 2.1 B of 70.6 B parameters. One that fits, or has to be whole, is whole."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
