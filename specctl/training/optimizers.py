@@ -54,6 +54,16 @@ class Muon(torch.optim.Muon):
         parameter.add_(update, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
 
 
+def adamw(parameters: list[nn.Parameter], options: OptimizerRecipe, lr: float) -> torch.optim.AdamW:
+    """torch's AdamW, fused: one pass over weights, gradients and moments instead of one for each of its operations.
+
+    torch has it for CPUs as well as for GPUs, and compiles nothing, as DeepSpeed's FusedAdam does. For the built-in
+    head one thread takes 1.4 ms instead of 6.7, of a step of 350.
+    """
+    betas = (options.betas[0], options.betas[1])
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=options.weight_decay, fused=True)
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) on hidden matrices, AdamW on norms and vocabulary matrices, as one optimizer.
 
@@ -63,11 +73,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], options: OptimizerRecipe, lr: float):
-        betas = (options.betas[0], options.betas[1])
         decay = options.weight_decay
         self.parts = (
             Muon(matrices, lr=lr, momentum=options.momentum, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr * options.other_lr, betas=betas, weight_decay=decay),
+            adamw(others, options, lr * options.other_lr),
         )
         super().__init__([{"params": matrices, "lr": lr}, {"params": others, "lr": lr * options.other_lr}], {})
         self.param_groups = [group for part in self.parts for group in part.param_groups]
@@ -89,9 +98,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def make_optimizer(module: nn.Module, kind: str, options: OptimizerRecipe, lr: float) -> torch.optim.Optimizer:
     """`kind` ("adamw" or "muon") over the trainable parameters of `module`."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    betas = (options.betas[0], options.betas[1])
     if kind == "adamw":
-        return torch.optim.AdamW([p for _, p in named], lr=lr, betas=betas, weight_decay=options.weight_decay)
+        return adamw([p for _, p in named], options, lr)
     matrices = [p for name, p in named if p.ndim == 2 and not any(part in name for part in EMBEDDING_LIKE)]
     chosen = {id(p) for p in matrices}
     return MuonWithAdamW(matrices, [p for _, p in named if id(p) not in chosen], options, lr)

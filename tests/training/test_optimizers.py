@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from specctl.recipe import OptimizerRecipe
 from specctl.training import optimizers
-from specctl.training.optimizers import Muon, orthogonal
+from specctl.training.optimizers import Muon, adamw, make_optimizer, orthogonal
 
 
 def twins(
@@ -49,3 +50,55 @@ def test_what_is_orthogonal_keeps_directions_and_evens_out_lengths(shape):
     made = u.mT @ orthogonal(u * lengths @ v, torch.float32) @ v.mT
     assert made.diagonal().min() > 0.5 and made.diagonal().max() < 1.5
     assert (made - made.diagonal().diag()).abs().max() < 1e-3
+
+
+SHAPES = (24, 40), (40,), (7, 3), (1,)  # some that no vector of the machine's divides
+OPTIONS = OptimizerRecipe(weight_decay=0.1, betas=[0.8, 0.9])
+
+
+def fused(weights):
+    return adamw(weights, OPTIONS, 0.01)
+
+
+def as_written(weights):
+    """torch's own, operation by operation, with the same options."""
+    return torch.optim.AdamW(weights, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, foreach=False)
+
+
+def walked(make, steps, halfway=None):
+    """Weights after so many steps; `halfway` gives an optimizer that goes on in the middle."""
+    generator = torch.Generator().manual_seed(4)
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = make(weights)
+    for step in range(steps):
+        if halfway is not None and step == steps // 2:
+            optimizer = halfway(optimizer, weights)
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return weights
+
+
+def test_the_fused_adamw_is_adamw():
+    """Another decay, bias correction or beta would be another optimizer under its name."""
+    assert all(group["fused"] for group in fused([nn.Parameter(torch.zeros(2))]).param_groups)
+    for mine, theirs in zip(walked(fused, 30), walked(as_written, 30), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert not all(map(torch.allclose, walked(fused, 30), walked(fused, 31)))
+
+
+def test_the_fused_adamw_goes_on_exactly():
+    def again(optimizer, weights):
+        other = fused(weights)
+        other.load_state_dict(optimizer.state_dict())
+        return other
+
+    assert all(map(torch.equal, walked(fused, 10, halfway=again), walked(fused, 10)))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_both_optimizers_have_it(kind):
+    """Muon's norms and vocabulary matrices as well."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = make_optimizer(module, kind, OPTIONS, 0.01)
+    assert [group.get("fused") for group in optimizer.param_groups] == ([True] if kind == "adamw" else [None, True])
