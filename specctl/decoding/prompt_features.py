@@ -40,11 +40,12 @@ class Kinds:
 
     Attributes:
         means: [n, D] mean features of each.
-        spreads: [n] mean distance of its prompts from that.
+        errors: [n] how far other prompts of a kind may have another mean: their distance from it, by the root of their
+            number.
     """
 
     means: Features
-    spreads: Features
+    errors: Features
 
     @classmethod
     def none(cls) -> Kinds:
@@ -52,20 +53,22 @@ class Kinds:
 
     @classmethod
     def of(cls, kinds: Iterable[tuple[Sequence[float], float]]) -> Kinds:
-        """Kinds from (mean, spread) pairs."""
+        """Kinds from (mean, error) pairs."""
         pairs = list(kinds)
         return cls(*(np.array(part) for part in zip(*pairs, strict=True))) if pairs else cls.none()
 
     @property
     def pairs(self) -> list[tuple[list[float], float]]:
         """The inverse of `of`."""
-        return list(zip(self.means.tolist(), self.spreads.tolist(), strict=True))
+        return list(zip(self.means.tolist(), self.errors.tolist(), strict=True))
 
 
 @torch.inference_mode()
 def kind_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...]) -> tuple[Features, float]:
-    """Mean [D] and spread of the features of prompts, by the target's states of these layers. All processes that hold
-    a slice of the target call this."""
+    """Mean [D] of the features of prompts, and its error, by the target's states of these layers.
+
+    All processes that hold a slice of the target call this.
+    """
     found = []
     for prompt in prompts:
         fitting = prompt[: target.context_length - 1]
@@ -74,4 +77,4 @@ def kind_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...])
         found.append(features_of(tapped[0]))
     features = np.stack(found)
     mean = features.mean(0)
-    return mean, float(np.linalg.norm(features - mean, axis=1).mean())
+    return mean, float(np.linalg.norm(features - mean, axis=1).mean()) / math.sqrt(len(prompts))

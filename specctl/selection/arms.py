@@ -98,7 +98,7 @@ def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str,
     for name, place in places.items():
         told = checkpoint.read_info(place).get(PROMPTS) if Path(place).is_dir() else None
         if told and tuple(told["taps"]) == kept:
-            found[name] = Kinds.of((kind["mean"], kind["spread"]) for kind in told["kinds"].values())
+            found[name] = Kinds.of((kind["mean"], kind["error"]) for kind in told["kinds"].values())
     return found
 
 

@@ -26,11 +26,13 @@ SHARED = 0.5  # of the variance between texts: τ² ÷ (τ² + s²)
 EVERYWHERE = 0.2  # of s²: what an arm is worth at all prompts alike; an arm that loses everywhere is soon left alone
 AGE = 200.0  # texts after which one adds s² to the variance of what was seen: arms, and what is asked, may change
 FEW = 4  # rewards of texts by which variances are known; without, nothing is said but of what arms were trained on
-SIGNAL, NOISE = 0.5, 4.0  # s² and σ² until then, of rewards in tokens
+SIGNAL = NOISE = 0.005  # s² and σ² until then
+UNKNOWN = 1e3  # τ² until then: the mean of rewards is not known
 # Variance of what training lets expect, in units of s²: chosen on 100 development prompts of five domains, one of them
 # nobody's, with four arms in 16 orders.
 FAITH = 0.1
-FADES = 25.0  # texts after which one adds s² to that: what is seen counts more
+DIRECTION = 4.0  # the same of the square of an error that is as large as what sets a kind apart
+FADES = 100.0  # texts after which one adds s² to that: what is seen counts more
 NEVER = 1e9  # variance of what was not seen, in units of s²
 LEAST = 1e-3  # variance of a reward, in the same: equal prompts leave the system solvable in single precision
 
@@ -104,7 +106,7 @@ class PromptMemory:
         self._kinds = (
             torch.from_numpy(np.concatenate([own.means for own in known])).float() if known else torch.zeros(0, 0)
         )
-        self._spreads = torch.tensor([spread for own in known for spread in own.spreads.tolist()])
+        self._errors = torch.tensor([error for own in known for error in own.errors.tolist()])
         self.forget()
 
     def forget(self) -> None:
@@ -147,6 +149,7 @@ class PromptMemory:
         if int(seen.sum()) < FEW and not self._owner:
             return None
         mean, noise, signal = self._scales(seen)
+        shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= FEW else UNKNOWN
         filled = max(self.texts)
         center = torch.cat([part for part in (self._prompts[: self._heard], self._kinds) if len(part)]).mean(0)
         doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
@@ -155,20 +158,26 @@ class PromptMemory:
         with threads.suited(0):
             x = _direction(self._x[:, :filled] - center)
             if self._owner:
-                kinds = _direction(self._kinds - center, self._spreads)
-                worth = expected(kinds, self._owner, self.count, self.width)
-                known = torch.tensor([arm in self._owner for arm in range(self.count)]).double()[:, None]
+                kinds, worth, unsure = self._expectations(center)
                 x = torch.cat([x, kinds.expand(self.count, -1, -1)], 1)
                 off = torch.cat([off, worth * math.sqrt(signal)], 1)
-                doubt = torch.cat(
-                    [
-                        doubt,
-                        torch.full_like(worth, NEVER).lerp(torch.full_like(worth, FAITH + self._heard / FADES), known),
-                    ],
-                    1,
-                )
+                doubt = torch.cat([doubt, unsure], 1)
             factor = factored(x, doubt, self.width)
-        return PromptFit(x, off, factor, center, mean, noise, signal, signal * SHARED / (1 - SHARED))
+        return PromptFit(x, off, factor, center, mean, noise, signal, shared)
+
+    def _expectations(self, center: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The kinds of prompts [P, D] that arms were trained on; what each arm is expected to be worth there [N, P] and
+        the variance of that, in units of s and s²."""
+        apart = self._kinds - center
+        kinds = _direction(apart)
+        error = (self._errors / apart.norm(dim=1).clamp_min(1e-12)).square()
+        unsure = FAITH + self._heard / FADES + DIRECTION * error.double()
+        known = torch.tensor([arm in self._owner for arm in range(self.count)])
+        return (
+            kinds,
+            expected(kinds, self._owner, self.count, self.width),
+            torch.where(known[:, None], unsure, NEVER),
+        )
 
     def _scales(self, seen: Tensor) -> tuple[float, float, float]:
         """μ, σ² and s² of the rewards that were `seen` [N, M]."""
@@ -187,7 +196,8 @@ class PromptMemory:
         self._fit = None
         n = [one.rounds for one in shown]
         r = [one.total / max(one.rounds, 1) for one in shown]
-        d, doubt = (0.0, 0.0) if belief is None else ease(belief, n, r)
+        known = sum(self.texts) >= FEW  # else the belief has no idea of the mean
+        d, doubt = ease(belief, n, r) if belief is not None and known else (0.0, 0.0)
         x = torch.from_numpy(features).float()
         if not self._prompts.shape[1]:
             self._x, self._prompts = torch.zeros(self.count, WINDOW, len(x)), torch.zeros(CENTER, len(x))
@@ -202,6 +212,6 @@ class PromptMemory:
                 self._when[arm, place] = self._heard
 
 
-def _direction(x: Tensor, least: Tensor | float = 1e-12) -> Tensor:
-    """[…, D] vectors of length 1, shorter ones where x [D] is shorter than `least`, which says nothing of direction."""
-    return x / x.norm(dim=-1).clamp_min(least)[..., None]
+def _direction(x: Tensor) -> Tensor:
+    """[…, D] vectors of length 1; those of length 0 as they are."""
+    return x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)

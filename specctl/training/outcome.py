@@ -91,13 +91,13 @@ def facts(
 
 
 def kinds_of(target: Target, corpus: Corpus, drafter: Drafter) -> dict[str, Any]:
-    """The kinds of prompts that a drafter was trained on, as drafter.json has them: mean and spread of their features
-    for every domain, by the target's states of `taps`. It is all that `select` learns of the prompts themselves."""
+    """The kinds of prompts that a drafter was trained on, as drafter.json has them: for every domain the mean of their
+    features, by the target's states of `taps`, and its error. `select` learns no more of the prompts."""
     taps = drafter.taps or (target.num_layers,)
     kinds = {}
     for domain, prompts in corpus.prompts.items():
-        mean, spread = kind_of(target, prompts, taps)
-        kinds[domain] = {"mean": [float(f"{value:.4g}") for value in mean], "spread": round(spread, 4)}
+        mean, error = kind_of(target, prompts, taps)
+        kinds[domain] = {"mean": [float(f"{value:.4g}") for value in mean], "error": round(error, 4)}
     return {"taps": list(taps), "kinds": kinds}
 
 

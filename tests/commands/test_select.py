@@ -414,8 +414,8 @@ def familiar(place, target, drafted):
     for name, asked in drafted.items():
         store = Datastore.of([target.tokenizer(text)["input_ids"] for text in asked])
         prompts = [prompt_ids(target, text) for text in asked]
-        mean, spread = kind_of(target, prompts, (target.num_layers,))
-        told = {"taps": [target.num_layers], "kinds": {"sql": {"mean": mean.tolist(), "spread": spread}}}
+        mean, error = kind_of(target, prompts, (target.num_layers,))
+        told = {"taps": [target.num_layers], "kinds": {"sql": {"mean": mean.tolist(), "error": error}}}
         made = {"config": retrieval.config(store, target.identity), "tensors": retrieval.tensors(store)}
         checkpoint.save(place / name, **made, info={"domain": ["sql"], "prompts": told})
     return place

@@ -33,9 +33,9 @@ def test_a_kind_is_the_mean_of_what_decoding_sees(target):
         engine.add(Request(prompt, GREEDY, 2))
         engine.step()
         seen.append(features_of(engine.state.features[0, : len(prompt)]))
-    mean, spread = kind_of(target, prompts, taps)
+    mean, error = kind_of(target, prompts, taps)
     assert np.allclose(mean, (seen[0] + seen[1]) / 2, atol=1e-4)
-    assert spread == pytest.approx(np.linalg.norm(seen[0] - seen[1]) / 2, rel=1e-4)
+    assert error == pytest.approx(np.linalg.norm(seen[0] - seen[1]) / 2 / 2**0.5, rel=1e-4)
 
 
 def test_a_prompt_longer_than_the_context_is_read_as_far_as_it_goes(target):

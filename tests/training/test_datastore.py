@@ -39,13 +39,13 @@ def test_collected_measured_and_loaded(distilled, target, tmp_path):
     info = json.loads((tmp_path / "drafter" / "drafter.json").read_text())
     assert info["mat"] == {"held-out sql": round(result.mat, 3)}
     assert info["steps"] == 0
-    mean, spread = kind_of(target, corpus.prompts["sql"], (target.num_layers,))
+    mean, error = kind_of(target, corpus.prompts["sql"], (target.num_layers,))
     known = info["prompts"]["kinds"]["sql"]
     assert info["prompts"]["taps"] == [target.num_layers]
     assert known["mean"] == pytest.approx(mean, rel=1e-3, abs=1e-3)
-    assert known["spread"] == pytest.approx(spread, rel=1e-3)
+    assert known["error"] == pytest.approx(error, rel=1e-3)
     card = (tmp_path / "drafter" / "README.md").read_text()
-    assert "retrieval" in card and "spread" not in card
+    assert "retrieval" in card and "kinds" not in card
 
 
 def test_held_out_prompts_are_not_in_the_store(distilled, target, tmp_path):
