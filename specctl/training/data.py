@@ -94,7 +94,9 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
                 spared.setdefault(key, []).extend([example] * usable)
             elif usable:
                 examples.append(example)
-                (heapq.heappush if len(sample) < SAMPLE else heapq.heappushpop)(sample, (share, record["prompt_ids"]))
+                if record["prompt_ids"]:
+                    keep = heapq.heappush if len(sample) < SAMPLE else heapq.heappushpop
+                    keep(sample, (share, record["prompt_ids"]))
             else:
                 short += 1
     if short:
