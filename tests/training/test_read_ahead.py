@@ -69,8 +69,10 @@ def test_an_error_of_the_thread_is_that_of_the_loop():
 
 
 HANGING = """
-import threading
+import signal, threading
 from specctl.training.read_ahead import ReadAhead
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has inherited that it is ignored
 
 def read(index):
     print("reading", flush=True)
