@@ -33,6 +33,21 @@ def test_packed_weights_give_the_products_of_the_weights(monkeypatch, bias, thre
 
 
 @packs
+@pytest.mark.parametrize(("threads", "rows", "shared"), [(1, 64, False), (2, 63, False), (2, 64, True)])
+def test_many_rows_are_for_several_threads(monkeypatch, threads, rows, shared):
+    """The call for few rows computes with one thread, however many there are."""
+    weight = weights(48, 40)
+    monkeypatch.setattr(linear, "THREADED", 8 * weight.numel())
+    product = Linear(weight)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = torch.randn(rows, 40, generator=torch.Generator().manual_seed(1))
+    with torch.profiler.profile() as profile:
+        torch.testing.assert_close(product(x), F.linear(x, weight), rtol=0, atol=1e-6)
+    asked = {event.name for event in profile.events()}
+    assert ("quantized::linear_dynamic_fp16" in asked) == shared
+
+
+@packs
 def test_weights_that_fp16_does_not_hold_stay_as_they_are():
     """A target is exactly its weights: those that were trained in fp32 have bits that fp16 has not."""
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * 0.02
