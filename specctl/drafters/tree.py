@@ -35,7 +35,8 @@ class TreeShape:
 
     `depth` expansions at most; each expands the `width` most probable nodes of the last level into `children`
     candidates; the `nodes` candidates of highest joint probability are kept. A level whose best joint probability is
-    under `stop_below` is not expanded: a draft that will be rejected costs as much as one that will not.
+    under `stop_below` is not expanded: a draft that will be rejected costs as much as one that will not. Of the
+    candidates under `keep_above` only the likeliest is kept: the others are not worth their rows.
     """
 
     depth: int
@@ -43,6 +44,7 @@ class TreeShape:
     nodes: int
     children: int
     stop_below: float
+    keep_above: float = 0.0
 
     @property
     def chain(self) -> bool:
@@ -63,18 +65,26 @@ class TreeShape:
         """`stop_below` as a log probability."""
         return math.log(self.stop_below) if self.stop_below > 0 else -math.inf
 
+    @property
+    def least(self) -> float:
+        """`keep_above` as a log probability."""
+        return math.log(self.keep_above) if self.keep_above > 0 else -math.inf
 
-def default_shape(device: torch.device) -> TreeShape:
+
+def default_shape(device: torch.device, dtype: torch.dtype) -> TreeShape:
     """On a CPU (measured on the built-in target) a chain with the runners-up of each depth as leaves: they cost no
-    forward of the head, and a dozen rows cost the target little more than one. A GPU takes a larger tree (EAGLE-2)."""
-    if device.type == "cpu":
-        return TreeShape(depth=12, width=1, nodes=14, children=3, stop_below=0.05)
-    return TreeShape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
+    forward of the head, and a dozen rows cost the target little more than one in bf16. In fp32 they cost it half as
+    much again, and the head's levels more: those that are hardly ever accepted are left out there (chosen on 72
+    development texts of five domains). A GPU takes a larger tree (EAGLE-2)."""
+    if device.type != "cpu":
+        return TreeShape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
+    comb = TreeShape(depth=12, width=1, nodes=14, children=3, stop_below=0.05)
+    return replace(comb, stop_below=0.15, keep_above=0.04) if dtype == torch.float32 else comb
 
 
 def shape_for(drafting: DraftingRecipe, default: TreeShape) -> TreeShape:
     """The family's default with what a `DraftingRecipe` sets."""
-    fields = ("depth", "width", "nodes", "children", "stop_below")
+    fields = ("depth", "width", "nodes", "children", "stop_below", "keep_above")
     given = {name: value for name in fields if (value := getattr(drafting, name, None)) is not None}
     return TreeShape(**{**vars(default), **given})
 
@@ -96,8 +106,8 @@ class Shaped:
 
     @property
     def even(self) -> bool:
-        """Whether no draft ends early."""
-        return self.shape.stop_below <= 0
+        """Whether no draft ends early, and all have as many nodes."""
+        return self.shape.stop_below <= 0 and self.shape.keep_above <= 0
 
     def children(self, state: DecodeState) -> tuple[int, ...]:
         """How many children a node has at every level of a draft; exact mode drafts chains."""
@@ -160,8 +170,10 @@ class GrowingTree:
         return found
 
 
-def best(growing: list[GrowingTree], rooms: list[int], nodes: int, device: torch.device, q: ChainRows) -> DraftTree:
-    """The `nodes` candidates of highest joint probability, no deeper than a sequence has room for.
+def best(
+    growing: list[GrowingTree], rooms: list[int], shape: TreeShape, device: torch.device, q: ChainRows
+) -> DraftTree:
+    """The candidates of highest joint probability that a shape keeps, no deeper than a sequence has room for.
 
     A child is never more probable than its parent and is found later, so a stable choice keeps the tree connected and
     parents first.
@@ -171,7 +183,8 @@ def best(growing: list[GrowingTree], rooms: list[int], nodes: int, device: torch
     """
     tokens, parents = [], []
     for tree, room in zip(growing, rooms, strict=True):
-        kept = sorted(sorted(tree.within(room), key=lambda node: -tree.joint[node])[:nodes])
+        ranked = sorted(tree.within(room), key=lambda node: -tree.joint[node])[: shape.nodes]
+        kept = sorted(ranked[:1] + [node for node in ranked[1:] if tree.joint[node] >= shape.least])
         place = {node: i for i, node in enumerate(kept)} | {-1: -1}
         tokens.append([tree.tokens[node] for node in kept])
         parents.append([place[tree.parents[node]] for node in kept])

@@ -174,6 +174,7 @@ class DraftingRecipe(Section):
     nodes: PositiveInt | None = None
     children: PositiveInt | None = None
     stop_below: Fraction | None = None  # stop drafting under this joint probability
+    keep_above: Fraction | None = None  # leave out candidates of a dynamic tree under this joint probability
     proposal: Literal["deterministic", "sampled"] = "deterministic"
     rule: Literal["token", "block"] = "token"  # of acceptance, for sampled proposals: Leviathan et al., Sun et al.
 

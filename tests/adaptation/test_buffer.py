@@ -362,7 +362,11 @@ def test_one_token_is_no_text(target, five):
 @pytest.mark.parametrize("name", ["plain", "eagle3", "medusa", "hydra", "dflash", "peagle"])
 def test_the_device_tells_what_the_host_tells(target, five, trainees, monkeypatch, name):
     """Texts, the places of their rejections and their features, in the order of their ends."""
-    drafting, drafter, taps = DraftingRecipe(depth=3, width=2, nodes=8, children=2, stop_below=0.0), None, TAPS
+    drafting, drafter, taps = (
+        DraftingRecipe(depth=3, width=2, nodes=8, children=2, stop_below=0.0, keep_above=0.0),
+        None,
+        TAPS,
+    )
     if name != "plain":
         drafter = pool.family(name).drafter(trainees(name).module, target, drafting)
         taps = tuple(sorted({*TAPS, *drafter.taps}))

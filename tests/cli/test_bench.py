@@ -73,7 +73,7 @@ def test_rounds_of_random_weights(specctl, monkeypatch):
     monkeypatch.setattr(bench_rounds, "NEW", 16)
     done = specctl(
         "bench", "--json", "--shape", "1b", "--parts", "rounds", "--device", "cpu", "repeats=1", "context=20",
-        "drafting.stop_below=0", "drafting.width=2", "drafting.depth=3", "drafting.nodes=8",
+        "drafting.stop_below=0", "drafting.keep_above=0", "drafting.width=2", "drafting.depth=3", "drafting.nodes=8",
     )  # fmt: skip
     assert done.code == 0, done.err
     rows = {row["drafter"]: row for row in done.json["rounds"]}

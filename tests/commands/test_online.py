@@ -322,7 +322,7 @@ def test_rivals_that_nobody_has_to_train(tmp_path, prompts, tiny, copy):
     assert len({*first}) == 3, "everybody is the first at some prompt"
 
 
-STEADY = {"stop_below": 0.0}
+STEADY = {"stop_below": 0.0, "keep_above": 0.0}
 
 
 @pytest.mark.parametrize(

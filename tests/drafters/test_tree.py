@@ -1,11 +1,16 @@
-"""The shape of a tree where there is not room for all of it."""
+"""The shape of a tree where there is not room for all of it, and what is left out of it."""
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from specctl.drafters.tree import TreeShape, default_shape
+from specctl.decoding.records import PADDING, ChainRows
+from specctl.drafters.tree import GrowingTree, TreeShape, best, default_shape
 
-GPU = default_shape(torch.device("cuda"))
+CPU = torch.device("cpu")
+GPU = default_shape(torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -21,3 +26,39 @@ def test_a_batch_expands_no_more_than_it_verifies(budget, width, nodes):
 def test_a_shape_that_fits_is_what_was_asked_for():
     asked = TreeShape(depth=6, width=8, nodes=20, children=4, stop_below=0.0)
     assert asked.within(20) is asked
+
+
+def comb() -> GrowingTree:
+    """Two levels of a chain with a runner-up each: joint probabilities 0.6, 0.3, 0.12 and 0.06."""
+    tree = GrowingTree()
+    tree.add(-1, [math.log(0.6), math.log(0.3)], [10, 11])
+    tree.add(0, [math.log(0.2), math.log(0.1)], [20, 21])
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("keep_above", "tokens"), [(0.0, [10, 11, 20, 21]), (0.1, [10, 11, 20]), (0.5, [10]), (0.9, [10])]
+)
+def test_what_is_hardly_ever_accepted_takes_no_row(keep_above, tokens):
+    """In fp32 a CPU pays for every row: a tree that is always full is slower than one of likely nodes. The likeliest
+    one stays: the head has been paid for."""
+    shape = TreeShape(3, 1, 14, 2, 0.0, keep_above)
+    draft = best([comb()], [3], shape, CPU, ChainRows([]))
+    assert draft.tokens[0].tolist() == tokens
+    assert draft.parents[0].tolist() == [-1, -1, 0, 0][: len(tokens)]
+
+
+def test_texts_of_a_batch_are_cut_each_by_its_own_probabilities():
+    """A sure text next to an unsure one: rows of the first must not follow the second's cut."""
+    sure = GrowingTree()
+    sure.add(-1, [math.log(0.9), math.log(0.05)], [10, 11])
+    draft = best([comb(), sure], [3, 3], TreeShape(3, 1, 14, 2, 0.0, 0.1), CPU, ChainRows([]))
+    assert draft.parents.tolist() == [[-1, -1, 0], [-1, PADDING, PADDING]]
+
+
+def test_only_fp32_on_a_cpu_leaves_out_what_is_unlikely():
+    """In bf16 a dozen rows are nearly free, and rounds on a GPU have one shape: both keep whole trees."""
+    half, single = (default_shape(CPU, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert single == replace(half, stop_below=single.stop_below, keep_above=single.keep_above)
+    assert single.keep_above > 0 and single.stop_below > half.stop_below
+    assert half.keep_above == GPU.keep_above == GPU.stop_below == 0

@@ -73,7 +73,7 @@ def random_heads(name, target, **drafting):
     """Heads that start as the target's own, which guess a token right now and then."""
     torch.manual_seed(0)
     module = pool.family(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
-    return pool.family(name).drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
+    return pool.family(name).drafter(module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting))
 
 
 DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 8}
@@ -88,7 +88,7 @@ def random_block(target, parts=None, **drafting):
     for name, parameter in module.named_parameters():
         if "_conv" in name or name in ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook"):
             parameter.data += 0.1 * torch.randn_like(parameter)
-    return pool.family("dflash").drafter(module, target, DraftingRecipe(stop_below=0.0, **drafting))
+    return pool.family("dflash").drafter(module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting))
 
 
 @pytest.fixture(scope="module")

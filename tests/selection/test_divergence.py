@@ -22,7 +22,7 @@ from tests.selection.test_feedback import head, law, standing, trained
 
 @pytest.fixture(scope="module")
 def drafters(target):
-    small = DraftingRecipe(stop_below=0.0, children=2, nodes=6, width=2, depth=3)
+    small = DraftingRecipe(stop_below=0.0, keep_above=0.0, children=2, nodes=6, width=2, depth=3)
     return {
         "chain": eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 4, 1, 0.0)),
         "leaves": eagle3.Eagle3Drafter(head(target, 2, 3000), target, TreeShape(4, 1, 9, 3, 0.0)),

@@ -160,7 +160,7 @@ def test_realised_lengths_are_those_of_the_drafts(target, drafters, prompts, sam
     With hits that do not know leaves, lengths of drafts were too large by what would have stood behind a runner-up."""
     heads = {name: drafters[name] for name in ("eagle3", "hydra", "medusa", "lookup")}
     heads["leaves"] = eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 60, 15, 0.0))
-    few = DraftingRecipe(stop_below=0.0, children=3, nodes=6, width=1, depth=3)
+    few = DraftingRecipe(stop_below=0.0, keep_above=0.0, children=3, nodes=6, width=1, depth=3)
     heads["static"] = trained(target, "hydra", few, draft_heads=3)
     prompt = prompts[1] + prompts[1][-30:]
     output = decode(target, [prompt], sampling=sampling, max_new_tokens=24, seeds=[SEED])[0].output_ids

@@ -85,7 +85,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
         floor = shape.floor
         growing, asked = self._grow(state, memory, depth, shape, lambda joint: max(joint) >= floor)
         rooms = [row.room for row in state.rows]
-        return best(growing, rooms, shape.nodes, state.device, chain_rows(growing, asked, self.ids))
+        return best(growing, rooms, shape, state.device, chain_rows(growing, asked, self.ids))
 
     def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""

@@ -82,7 +82,7 @@ class ParallelDrafter(Shaped, FeatureReader):
             chains = [tree.tokens[:room] for tree, room in zip(growing, rooms, strict=True)]
             return DraftTree.from_chains(chains, state.device, q=self.rows(state, chains, *drafted))
         chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
-        return best(growing, rooms, shape.nodes, state.device, self.rows(state, chains, *drafted))
+        return best(growing, rooms, shape, state.device, self.rows(state, chains, *drafted))
 
     def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
         """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""

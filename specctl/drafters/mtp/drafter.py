@@ -84,7 +84,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
 
 def drafter(head: MtpHead, target: Target, drafting: DraftingRecipe) -> MtpDrafter:
     """Inference of `head`."""
-    return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device)))
+    return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device, target.dtype)))
 
 
 def config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:
