@@ -205,7 +205,8 @@ class PlannedTraining:
         return found
 
     def memory(self, tokens: float) -> dict[str, float]:
-        """Bytes of a process that takes so many tokens a step, at their peak."""
+        """Bytes of a process that takes so many tokens a step, at their peak, on its GPU if it has one. Features that
+        are kept in memory are in that of the host."""
         recipe, outline, machine = self.recipe, self.outline, self.machine
         compute = machine.dtype(recipe.precision)
         found = {
@@ -216,7 +217,7 @@ class PlannedTraining:
         if compute.itemsize < 4:
             found["autocast"] = self.parameters * compute.itemsize  # a copy of the weights
         if self.features:
-            kept = self.features / machine.processes if self.mode == "memory" else 0
+            kept = self.features / machine.processes if self.mode == "memory" and machine.gpu == "cpu" else 0
             batches = 1 if self.mode == "online" or machine.gpu == "cpu" else 2  # the next one's are on their way
             found["features"] = batches * tokens * feature_bytes(self.drafter, outline, self.texts) + kept
             if self.loads_layers:

@@ -153,7 +153,7 @@ class Trainer:
         started = time.perf_counter()
         if not self.epoch:
             self.epoch = self.batches(at.epoch)
-        chosen = self.epoch[at.place % len(self.epoch)]
+        chosen = self.epoch[at.place]
         share = schedule.rate(at.step, at.seconds)
         set_learning_rate(self.engine, share)
         rate = share * schedule.peak
@@ -186,7 +186,7 @@ class Trainer:
         measured = {name: length for name, length in lengths.items() if length}  # from the first check on: none is 0
         bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
         at.place += 1
-        if at.place == (len(self.epoch) if at.taken else schedule.steps_per_epoch):
+        if at.place == len(self.epoch):  # texts are dealt out anew: one epoch may have a batch more than another
             self._next_epoch()
 
     def _next_epoch(self) -> None:

@@ -33,7 +33,6 @@ class Schedule:
     """`steps` optimizer steps at most, and `seconds` of training at most (inf without a limit)."""
 
     steps: int
-    steps_per_epoch: int
     seconds: float
     peak: float
     floor: float
@@ -47,7 +46,7 @@ class Schedule:
         usual = FAMILIES[recipe.arch].rates[recipe.optimizer_type] * (LORA_RATE if recipe.lora.enabled else 1.0)
         peak = options.lr or usual * 4096 / target.hidden_size
         seconds = recipe.max_minutes * 60 if recipe.max_minutes else math.inf
-        return cls(steps, steps_per_epoch, seconds, peak, options.final_lr, options.warmup, options.schedule)
+        return cls(steps, seconds, peak, options.final_lr, options.warmup, options.schedule)
 
     def ended(self, step: int, seconds: float) -> bool:
         return step >= self.steps or seconds >= self.seconds

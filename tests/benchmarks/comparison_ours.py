@@ -55,10 +55,7 @@ def trainer_for(
     trainer = make_trainer(recipe, Run(place))
     if variant == LIKE:
         as_theirs(trainer)
-    examples = trainer.corpus.train[:DOCUMENTS]
-    trainer.corpus = replace(trainer.corpus, train=examples)
-    per_epoch = len(batches(examples, trainer.batch_tokens, seed=recipe.data.seed, epoch=0))
-    trainer.schedule = replace(trainer.schedule, steps_per_epoch=per_epoch)
+    trainer.corpus = replace(trainer.corpus, train=trainer.corpus.train[:DOCUMENTS])
     return trainer
 
 

@@ -99,6 +99,13 @@ def test_features_that_are_kept_are_on_a_gpu_for_two_batches():
         assert kept == pytest.approx(batches * once)
 
 
+def test_features_in_memory_are_in_that_of_the_host():
+    """Counted as a GPU's they refused trainings that fit: the host has many times its memory."""
+    for device, more in ((h100(), 1), (CPU, 10)):
+        cached, kept = (of(device, features={"mode": mode}).memory_gb["features"] for mode in ("cached", "memory"))
+        assert kept == cached if more == 1 else kept > more * cached
+
+
 def test_a_target_that_does_not_fit_is_loaded_without_its_layers():
     """Where features come from elsewhere: 2.1 B of 70.6 B parameters. One that fits, or has to be whole, is whole."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}

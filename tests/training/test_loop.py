@@ -1,5 +1,6 @@
 """train-drafter end to end on a few responses: it learns, resumes bit for bit, and stops before a bad update."""
 
+import itertools
 import json
 import os
 import shutil
@@ -161,6 +162,27 @@ def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
     first, again = (trainer.forward(chosen)[0].item() for _ in range(2))
     trainer.at.step += 1
     assert first == again != trainer.forward(chosen)[0].item()
+
+
+def test_every_epoch_takes_each_of_its_texts_once(distilled, tmp_path, monkeypatch):
+    """Texts are dealt out anew, and epochs have not all as many batches: by the first one's number the last batch of a
+    longer epoch was left out, and a shorter one began again."""
+    trainer = loop.make_trainer(recipe(distilled, tmp_path, max_steps=9), Run(make(tmp_path / "run")))
+    texts, cuts = trainer.corpus.train[:4], [[2], [1, 2, 3], []]
+    taken = []
+
+    def dealt(epoch):
+        edges = [0, *cuts[epoch % 3], len(texts)]
+        return [[texts[start:stop]] for start, stop in itertools.pairwise(edges)]
+
+    real = trainer.forward
+    monkeypatch.setattr(trainer, "batches", dealt)
+    monkeypatch.setattr(trainer, "forward", lambda batch: taken.append(batch) or real(batch))
+    with track("train") as bar:
+        for _ in range(7):
+            trainer.step(bar)
+    assert taken == dealt(0) + dealt(1) + dealt(2)
+    assert (trainer.at.epoch, trainer.at.place) == (3, 0)
 
 
 def test_another_recipe_is_not_resumed(trained, distilled):

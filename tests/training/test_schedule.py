@@ -11,7 +11,7 @@ from specctl.training.schedule import Schedule
 
 
 def schedule(shape="cosine", seconds=math.inf):
-    return Schedule(steps=100, steps_per_epoch=10, seconds=seconds, peak=1.0, floor=0.1, warmup=0.1, shape=shape)
+    return Schedule(steps=100, seconds=seconds, peak=1.0, floor=0.1, warmup=0.1, shape=shape)
 
 
 @pytest.mark.parametrize("shape,half", [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
