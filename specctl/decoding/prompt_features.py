@@ -42,20 +42,25 @@ class Kinds:
         means: [n, D] mean features of each.
         errors: [n] how far other prompts of a kind may have another mean: their distance from it, by the root of their
             number.
+        taps: the target's layers whose states these are; () where that is not told.
     """
 
     means: Features
     errors: Features
+    taps: tuple[int, ...] = ()
 
     @classmethod
     def none(cls) -> Kinds:
         return cls(np.zeros((0, 0)), np.zeros(0))
 
     @classmethod
-    def of(cls, kinds: Iterable[tuple[Sequence[float], float]]) -> Kinds:
+    def of(cls, kinds: Iterable[tuple[Sequence[float], float]], taps: tuple[int, ...] = ()) -> Kinds:
         """Kinds from (mean, error) pairs."""
         pairs = list(kinds)
-        return cls(*(np.array(part) for part in zip(*pairs, strict=True))) if pairs else cls.none()
+        if not pairs:
+            return cls.none()
+        means, errors = (np.array(part) for part in zip(*pairs, strict=True))
+        return cls(means, errors, taps)
 
     @property
     def pairs(self) -> list[tuple[list[float], float]]:

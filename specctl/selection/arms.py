@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -92,13 +93,17 @@ def named(paths: list[str]) -> dict[str, str]:
 
 def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str, Drafter]) -> dict[str, Kinds]:
     """The kinds of prompts that drafters were trained on, by name; without those whose directory (`places`) does not
-    say, or says it by other layers than the ones that this pool keeps states of."""
-    kept = taps_of(drafters.values()) or (target.num_layers,)
+    say. Kinds can be compared by the same layers' states only: by those that most drafters say them of, among the ones
+    that this pool keeps."""
+    kept = set(taps_of(drafters.values()) or (target.num_layers,))
+    told = {name: checkpoint.read_info(place).get(PROMPTS) for name, place in places.items() if Path(place).is_dir()}
+    said = {name: prompts for name, prompts in told.items() if prompts and kept.issuperset(prompts["taps"])}
+    counts = Counter(tuple(prompts["taps"]) for prompts in said.values())
     found = {}
-    for name, place in places.items():
-        told = checkpoint.read_info(place).get(PROMPTS) if Path(place).is_dir() else None
-        if told and tuple(told["taps"]) == kept:
-            found[name] = Kinds.of((kind["mean"], kind["error"]) for kind in told["kinds"].values())
+    for name, prompts in said.items():
+        taps = tuple(prompts["taps"])
+        if taps == counts.most_common(1)[0][0]:
+            found[name] = Kinds.of(((kind["mean"], kind["error"]) for kind in prompts["kinds"].values()), taps)
     return found
 
 

@@ -21,7 +21,7 @@ from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome, surplus_lost
-from specctl.selection.guarded import Guarded, Made, taps_of
+from specctl.selection.guarded import Guarded, Made, prompt_states, taps_of
 from specctl.selection.policies.contextual import Belief, ContextualUcb
 from specctl.selection.policies.policy import Array
 from specctl.selection.prompt_memory import PromptMemory
@@ -208,7 +208,8 @@ class Selector(Controller):
             memory.forget()
             self._seed = play.label.seed
         assert state.features is not None
-        play.prompt = features_of(state.features[b, : state.rows[b].prompt_length])
+        states = state.features[b, : state.rows[b].prompt_length]
+        play.prompt = features_of(prompt_states(self.arms, states, state.taps))
         play.belief = memory.belief(play.prompt)
         policy.meet(play.belief)
         if play.game.rules.reward == "surplus":

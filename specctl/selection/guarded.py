@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from specctl import processes, progress
 from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
+from specctl.drafters.feature.layer import own_features
 from specctl.errors import SpecctlError
 
 Tree = tuple[list[int], list[int]]  # tokens and parents
@@ -130,6 +133,13 @@ class Together:
 def taps_of(drafters: Iterable[Guarded | Drafter]) -> tuple[int, ...]:
     """The target's hidden states that any of them reads."""
     return tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+
+
+def prompt_states(arms: Iterable[Guarded], states: Tensor, kept: tuple[int, ...]) -> Tensor:
+    """The part of the states [P, F] of a prompt, which are those of the layers `kept`, that tells what arms were
+    trained on; all of it where no arm says."""
+    taps = next((arm.trained_on.taps for arm in arms if arm.trained_on.taps), kept)
+    return own_features(states, kept, taps)
 
 
 def union(trees: Sequence[Tree], nodes: int) -> Tree:

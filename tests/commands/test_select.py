@@ -450,6 +450,24 @@ def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, ta
     assert lines[0]["arm"] == "a", "of other layers: every arm once"
 
 
+def test_a_drafter_that_reads_other_layers_does_not_hide_what_the_others_were_trained_on(tmp_path, target, monkeypatch):
+    """A pool keeps the states of all layers that any drafter reads; kinds are told by those of most."""
+    monkeypatch.setattr(Lookup, "taps", (1, target.num_layers))
+    numbers = [f"Count from {n} to {n + 9}." for n in range(8)]
+    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
+    place = familiar(tmp_path / "pool", target, {"a": stories, "b": numbers[:6]})
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in numbers[6:]))
+    options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], pool=place, drafters=["lookup"])
+    live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
+    assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0
+    table = tmp_path / "t.parquet"
+    selected(tmp_path / "a", recipe(path, record=table, **options), target, None, rounds=False)
+    replayed = {**options, "pool": None, "drafters": []}
+    again, _, _ = selected(tmp_path / "c", recipe(path, **replayed, replay=table), target, None, False)
+    assert (live.rounds, live.pulls) == (again.rounds, again.pulls)
+
+
 def test_repeats_know_nothing_of_each_other(tmp_path, target, pool):
     """A prompt that is asked again with another seed must not be met as one that is known."""
     path = tmp_path / "prompts.jsonl"

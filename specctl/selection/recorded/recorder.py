@@ -35,7 +35,7 @@ from specctl.errors import UsageError
 from specctl.selection import feedback
 from specctl.selection.arms import reach
 from specctl.selection.divergence import overlaps
-from specctl.selection.guarded import Guarded, Made, taps_of
+from specctl.selection.guarded import Guarded, Made, prompt_states, taps_of
 from specctl.selection.policies.policy import Array
 from specctl.selection.recorded.pieces import Recording
 from specctl.selection.recorded.probe import overheads
@@ -96,7 +96,8 @@ class Witness:
             for arm in self.arms:
                 arm.advance(state)  # the prompt is read once, by no proposal in particular
             assert state.features is not None
-            self.context = features_of(state.features[0, : state.rows[0].prompt_length])
+            states = state.features[0, : state.rows[0].prompt_length]
+            self.context = features_of(prompt_states(self.arms, states, state.taps))
         drafts = [self._draft(arm, state, budget) for arm in self.arms]
         along = overlaps(self.target, state, [made.draft for made in drafts])
         for kept, made, overlap in zip(self.drafts, drafts, along, strict=True):
