@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specctl import processes, progress
 from specctl.decoding.prompt_features import Kinds
-from specctl.decoding.protocols import Drafter
+from specctl.decoding.protocols import DeviceDraft, Drafter, OnDevice
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
@@ -56,11 +56,10 @@ class Guarded:
         return Guarded(self.name, self.drafter, self.nodes, scored, self.weighs_rows, self.trained_on)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        nodes = budget if self.nodes is None else min(budget, self.nodes)
         failed = False
         began = time.perf_counter()
         try:
-            draft = self.drafter.propose(state, nodes)
+            draft = self.drafter.propose(state, self._within(budget))
         except SpecctlError:  # says what the user can do: not an accident
             raise
         except Exception as error:
@@ -85,6 +84,27 @@ class Guarded:
         self.advance(state)
         synchronise(state.device)
         return processes.agree(time.perf_counter() - began)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its rounds on a device: that of the drafter's."""
+        return type(self.drafter).__name__
+
+    @property
+    def even(self) -> bool:
+        """Whether the drafter can draft on a device, as a rule."""
+        return isinstance(self.drafter, OnDevice) and self.drafter.even
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
+        """The drafter's part of rounds on the device; one that fails there has the host's."""
+        return self.drafter.on_device(state, self._within(budget)) if isinstance(self.drafter, OnDevice) else None
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget what the drafter keeps of the texts."""
+        self.drafter.invalidate(state)
+
+    def _within(self, budget: int) -> int:
+        return budget if self.nodes is None else min(budget, self.nodes)
 
     def forget(self) -> None:
         """Forget failures."""

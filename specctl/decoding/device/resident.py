@@ -6,8 +6,9 @@ tells it in a small tensor what every round committed.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -81,21 +82,31 @@ class Resident:
         widest: most tokens that a round commits.
     """
 
-    def __init__(self, state: DecodeState, widest: int):
+    widest: int
+    record: Tensor
+
+    def __init__(self, state: DecodeState):
+        """`widest` and `record` come with the rounds that they are in (`recording`)."""
         batch, device = state.batch, state.device
-        self.batch, self.device, self.widest = batch, device, widest
+        self.batch, self.device = batch, device
         self.cache, self.features, self.taps, self.dtype = state.cache, state.features, state.taps, state.dtype
         self.hidden, self.best = state.hidden, state.best
         self.ids = torch.zeros(batch, state.capacity, dtype=torch.long, device=device)
         self.length, self.limit = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.record = torch.zeros(batch, HEAD + widest, dtype=torch.long, device=device)
         self.ends = widest_ends(state)
         self.eos = torch.zeros(batch, 1, self.ends, dtype=torch.long, device=device)
         self.sequences = torch.arange(batch, device=device).unsqueeze(1)
         self.draws = Draws([row.request.sampling for row in state.rows], [0] * batch, device)
         # A graph holds the path that was taken: greedy only where every text to come is.
         self.draws.greedy = not state.sampled
+
+    def recording(self, widest: int) -> Self:
+        """The same sequences in rounds that commit at most `widest` tokens: all tensors are shared but the record."""
+        own = copy.copy(self)
+        own.widest = widest
+        own.record = torch.zeros(self.batch, HEAD + widest, dtype=torch.long, device=self.device)
+        return own
 
     def load(self, state: DecodeState) -> None:
         """Take over what the host knows."""
