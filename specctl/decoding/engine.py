@@ -96,7 +96,8 @@ class Engine:
         self.clock = Stopwatch()
         self._added = 0
         # Where nobody looks at their verdicts, rounds can run ahead of the host. Slices compare theirs round by round.
-        self._ahead = self.controller.late and on_round is None and not host and processes.joined() == 1
+        late = self.controller.late and keeps >= self.controller.keeps
+        self._ahead = late and on_round is None and not host and processes.joined() == 1
         self._device: DeviceRounds | None = None
 
     def add(self, request: Request, controller: Controller | None = None) -> int:

@@ -114,9 +114,11 @@ class Controller(ABC):
     Attributes:
         late: numbers are enough for it, one round late: the next round is chosen before it hears of the last one
             (`heard`). Then rounds can run on the device (device/rounds.py); else every round is `observe`d.
+        keeps: it is late only where the state keeps what the target said (`DecodeState.hidden`).
     """
 
     late: bool = False
+    keeps: bool = False
 
     def begin(self, text: Sequence) -> None:  # noqa: B027 - most have nothing to do
         """Prepare for a text whose prompt is about to be read. What is raised here ends that text."""
@@ -141,6 +143,10 @@ class Controller(ABC):
     def heard(self, state: DecodeState, round: HeardRound) -> None:  # noqa: B027
         """Learn from the oldest round that was chosen and not heard of, which ran on the device. A round that was
         chosen for a text after it had ended was none."""
+
+    def settled(self, state: DecodeState) -> None:  # noqa: B027
+        """Do what cannot be done while a round is under way on the device: nothing is now. Whenever texts have ended,
+        they are still there."""
 
     def unplayed(self, state: DecodeState) -> None:  # noqa: B027
         """Take the last choice back: nobody could draft."""

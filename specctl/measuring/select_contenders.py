@@ -243,7 +243,8 @@ class SelectContenders:
             if isinstance(controller, Selector | BatchSelector):
                 labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
             options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
-            options |= dict(host=self.host, rooms=self.rooms[name])
+            keeps = not self.host and name in self.selectors and self.selectors[name].keeps
+            options |= dict(host=self.host, keeps=keeps, rooms=self.rooms[name])
             return [
                 {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             ]

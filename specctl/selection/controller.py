@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from specctl import processes
 from specctl.decoding.controllers import PerSequence
@@ -72,6 +73,8 @@ class PlayedText:
     rounds: int = 0
     arm: int | None = None  # that has read the text last
     chosen: deque[int] = field(default_factory=deque)  # arms of rounds that are not over, the oldest first
+    due: bool = False  # its tokens are to be scored
+    heard: tuple[Round, Counts] | None = None  # the last round, where scores may be told of it yet
     prompt: Array | None = None  # its features, and what was thought of it, where the policy reads prompts
     belief: Belief | None = None
 
@@ -85,8 +88,9 @@ class Selector(Controller):
     """Plays one game for all texts whose labels have one key, which are decoded one after the other, and one for each
     text without a key. What a game has learnt is nobody else's.
 
-    Where rewards are made of counts and seconds, rounds can run on the device (`late`): one that an arm plays for the
-    first time in a game is waited for, all others are heard of one round late.
+    But for block divergences, rounds can run on the device (`late`). A round that an arm plays for the first time in
+    a bandit's game is waited for, and so is a round after which idle arms are scored, with what is under way then; all
+    others are heard of one round late.
 
     Args:
         arms: what can be chosen, in the order of the policy's arms.
@@ -115,7 +119,7 @@ class Selector(Controller):
     ):
         self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
         self.overlaps, self.ends, self.memory, self.on_round = overlaps, ends, memory, on_round
-        self.late = scorer is None and not overlaps
+        self.late, self.keeps = not overlaps, scorer is not None
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
         self.drafter_of = [drafters.index(arm.scored) for arm in arms]
         self.taps = taps_of(arms) or taps
@@ -165,7 +169,8 @@ class Selector(Controller):
             self.memory.learn(play.prompt, play.belief, play.reader.shown())
 
     def waits(self, state: DecodeState) -> bool:
-        return any(self.plays[state.rows[b]].game.curious for b in self._own(state))
+        plays = [self.plays[state.rows[b]] for b in self._own(state)]
+        return any(play.due or play.game.curious for play in plays)
 
     def _own(self, state: DecodeState) -> list[int]:
         """The slots of its texts that are not finished."""
@@ -211,16 +216,29 @@ class Selector(Controller):
             made = self._made(self._played(state, b))
             overlaps = overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None
             entries[b] = self._tell(self.plays[row], counts[b], seconds, made.failed, overlaps)
-        scored = self._score(state) if self.scorer is not None else {}
+        scored = self._score(state, self._live)
         for b in self._live:
-            self._close(self.plays[state.rows[b]], state.rows[b], entries[b], counts[b], scored.get(b, 0))
+            over = state.rows[b].stop is not None
+            self._close(self.plays[state.rows[b]], entries[b], counts[b], over, scored.get(b, 0))
 
     def heard(self, state: DecodeState, round: HeardRound) -> None:
         seconds = round.seconds / max(len(round.counts), 1)
         for b, counts in round.counts.items():
             play = self.plays[state.rows[b]]
-            entry = self._tell(play, counts, {play.chosen[0]: seconds})
-            self._close(play, state.rows[b], entry, counts)
+            if play.heard is not None:
+                self._close(play, *play.heard, over=False)
+            play.heard = self._tell(play, counts, {play.chosen[0]: seconds}), counts
+            if self.scorer is None:
+                self._close(play, *play.heard, over=state.rows[b].stop is not None)
+
+    @torch.inference_mode()
+    def settled(self, state: DecodeState) -> None:
+        slots = [b for b, row in enumerate(state.rows) if row in self.plays and self.plays[row].heard is not None]
+        scored = self._score(state, slots)
+        for b in slots:
+            play = self.plays[state.rows[b]]
+            if play.heard is not None:
+                self._close(play, *play.heard, state.rows[b].stop is not None, scored.get(b, 0))
 
     def _tell(
         self,
@@ -234,7 +252,9 @@ class Selector(Controller):
         arm = play.chosen.popleft()
         self.tally.pulls[arm] += 1
         outcome = Outcome(counts.committed, counts.accepted, counts.whole, failed, overlaps, seconds[arm])
-        return play.game.played(arm, outcome)
+        entry = play.game.played(arm, outcome)
+        play.due |= play.game.due() > 0  # its schedule counts the round that ends a text, too
+        return entry
 
     def unplayed(self, state: DecodeState) -> None:
         for b in self._own(state):
@@ -264,7 +284,7 @@ class Selector(Controller):
             policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
 
     def _played(self, state: DecodeState, b: int) -> int:
-        """The arm of a round that the host observes."""
+        """The arm of the last round that the host knows of."""
         arm = self.plays[state.rows[b]].arm
         assert arm is not None
         return arm
@@ -284,34 +304,33 @@ class Selector(Controller):
         rest = (total - sum(drafts.values())) / len(self._live)
         return {arm: drafts[arm] / count + rest for arm, count in texts.items()}
 
-    def _score(self, state: DecodeState) -> dict[int, int]:
-        """Score what the games ask for, and what is left of texts that have ended: slot → tokens."""
-        assert self.scorer is not None
+    def _score(self, state: DecodeState, slots: Sequence[int]) -> dict[int, int]:
+        """Score what the games in `slots` ask for, and what is left of texts that have ended: slot → tokens."""
         wanted = [0] * state.batch
-        for b in self._live:
-            row, game = state.rows[b], self.plays[state.rows[b]].game
-            due = game.due()  # its schedule counts the round that ends a text, too
-            wanted[b] = game.unscored if self.ends and row.stop is not None else due
-        if not any(wanted):
+        for b in slots:
+            row, play = state.rows[b], self.plays[state.rows[b]]
+            wanted[b] = play.game.unscored if play.due or (self.ends and row.stop is not None) else 0
+            play.due = False
+        if self.scorer is None or not any(wanted):
             return {}
         began = time.perf_counter()
         scores = self.scorer.score(state, wanted)
         self.tally.score_s.append(time.perf_counter() - began)
         self.tally.scored += sum(wanted)
         # No draft is deeper than the batch leaves it nodes, or the arm itself.
-        budget = self._made(self._played(state, self._live[0])).budget
+        budget = self.arms[self._played(state, slots[0])].budget
         nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
         within = np.arange(self.scorer.depth) < nodes[:, None, None]
         for b, feedback in enumerate(scores):
             if wanted[b]:
                 gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (feedback.gamma, feedback.hit))
                 self.plays[state.rows[b]].game.scored(gamma, hit)
-        return {b: wanted[b] for b in self._live}
+        return {b: wanted[b] for b in slots}
 
-    def _close(self, play: PlayedText, text: Text, entry: Round, counts: Counts, scored: int = 0) -> None:
+    def _close(self, play: PlayedText, entry: Round, counts: Counts, over: bool, scored: int = 0) -> None:
         """A round is over, and perhaps its text."""
-        game, label = play.game, play.label
-        if text.stop is not None:
+        game, label, play.heard = play.game, play.label, None
+        if over:
             self._withdraw(play)
             game.ended()
         self.tally.decide_us.append(entry.decide_us)

@@ -19,20 +19,19 @@ Tree = tuple[list[int], list[int]]  # tokens and parents
 
 @dataclass(frozen=True)
 class Made:
-    """A draft, with the `budget` of nodes of its round and the seconds it took; empty if its drafter `failed`."""
+    """A draft, and the seconds it took; empty if its drafter `failed`."""
 
     draft: DraftTree
-    budget: int
     seconds: float
     failed: bool
 
 
 class Guarded:
     """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
-    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: its last draft.
-    `scored`: the drafter that is scored where the arm is idle; of a hybrid its head, where the text drafter is that of
-    all arms. With `weighs_rows` it has the nodes it asks for in a batch, too. `trained_on`: kinds of prompts, none
-    where that is not known."""
+    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: the last draft that the
+    host has asked it for; `budget`: nodes that rounds like the last one leave it. `scored`: the drafter that is scored
+    where the arm is idle; of a hybrid its head, where the text drafter is that of all arms. With `weighs_rows` it has
+    the nodes it asks for in a batch, too. `trained_on`: kinds of prompts, none where that is not known."""
 
     def __init__(
         self,
@@ -50,6 +49,7 @@ class Guarded:
         self.taps = drafter.taps
         self.failures = 0
         self.made: Made | None = None
+        self.budget = 0
 
     def again(self, scored: Drafter | None = None) -> Guarded:
         """The same arm, which counts failures of its own."""
@@ -66,7 +66,7 @@ class Guarded:
             self._failed(state, error)
             draft, failed = empty_draft(state.batch, state.device), True
         synchronise(state.device)
-        self.made = Made(draft, budget, processes.agree(time.perf_counter() - began), failed)
+        self.made, self.budget = Made(draft, processes.agree(time.perf_counter() - began), failed), budget
         return draft
 
     def advance(self, state: DecodeState) -> None:
@@ -97,6 +97,7 @@ class Guarded:
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """The drafter's part of rounds on the device; one that fails there has the host's."""
+        self.budget = budget
         return self.drafter.on_device(state, self._within(budget)) if isinstance(self.drafter, OnDevice) else None
 
     def invalidate(self, state: DecodeState) -> None:

@@ -137,8 +137,8 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
 def test_rounds_run_on_the_device_where_all_contenders_have_them(
     specctl, tmp_path, tiny_directory, monkeypatch, options
 ):
-    """Two heads, chosen between by counts: plain decoding, arms and policies alike; and the document says so. With a
-    text drafter among the arms, or a policy that looks at drafts, all have the host's."""
+    """Two heads, chosen between by counts or scores: plain decoding, arms and policies alike; and the document says so.
+    With a text drafter among the arms, or a policy that looks at drafts, all have the host's."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     for seed, family in enumerate(("eagle3", "medusa")):
         write_head(tmp_path / "pool" / family, target, family, seed)
@@ -150,7 +150,7 @@ def test_rounds_run_on_the_device_where_all_contenders_have_them(
         ran.clear()
         argv = [f"target.name={target.name}", "target.dtype=fp32", "target.device=cpu", "data.domain=[sql]"]
         argv += [f"data.prompts={write_prompts(tmp_path)}", f"pool={tmp_path / 'pool'}", "beside=none", "limit=3"]
-        argv += ["algo=[cgp-ucb,ucbspec,random]", "baselines=[vanilla,fixed]", "drafting.stop_below=0"]
+        argv += ["algo=[cgp-ucb,ucbspec,random,hedgespec]", "baselines=[vanilla,fixed]", "drafting.stop_below=0"]
         argv += ["game.reward=throughput", "sampling.max_new_tokens=10", f"output_dir={tmp_path / place}"]
         done = specctl("select", *argv, *options, *more, "--json")
         assert done.code == 0, done.err
@@ -174,7 +174,11 @@ def test_rounds_run_on_the_device_where_all_contenders_have_them(
         {row["algo"]: row["mat"] for row in found["policies"] if row["kind"] != "policy"} for found in (device, host)
     ]
     assert mats[0] == mats[1]
-    others = [["drafters=[lookup]"]] if options else [["drafters=[lookup]"], ["algo=[hedgespec]"], ["batch=2"]]
+    others = (
+        [["drafters=[lookup]"]]
+        if options
+        else [["drafters=[lookup]"], ["algo=[metasd-ucb]", "game.reward=bd"], ["batch=2"]]
+    )
     for place, more in enumerate(others):
         found = selected(f"other {place}", *more)
         assert found["rounds_on"] == "host" and not ran, more

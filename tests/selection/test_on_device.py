@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,9 +22,11 @@ from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection import batched
 from specctl.selection.assembly import make_batch_selector, make_selector
 from specctl.selection.batched import BatchSelector
+from specctl.selection.controller import Selector
+from specctl.selection.feedback import Scorer, table
+from specctl.selection.game.game import Game
 from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 from specctl.selection.policies.contextual import ContextualUcb
@@ -100,7 +103,9 @@ def test_whoever_is_chosen_the_text_is_the_same(tiny, pool, on_device, algo, slo
     assert len(log) == sum(controller.tally.pulls.values()) and controller.tally.switches > 0
     assert sum(line.committed for line in log) == sum(one.decoded_tokens for one in found)
     assert sum(line.accepted for line in log) == sum(one.accepted for one in found)
-    if not together:
+    if together:
+        assert sum(len(game.log) for game in controller.games.values()) == len(log) and not controller._chosen
+    else:
         assert Counter(line.query for line in log) == Counter({f"q{one.index}": one.target_passes for one in found})
 
 
@@ -291,38 +296,85 @@ def test_an_arm_that_cannot_be_captured_leaves_the_others_theirs(tiny, pool, gra
     assert {rounds.playing.name for rounds in replayed} == {"eagle3 tree"} and 0 < found[-1].ahead < found[-1].rounds
 
 
-def test_who_needs_more_than_counts_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa: F811
-    """Block divergence looks at the draft, and scores at the target's rows."""
+def test_block_divergence_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa: F811
+    """It looks at the draft; and scores need what the target said, which is only kept where that is asked for."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    for algo, reward in (("metasd-ucb", "bd"), ("hedgespec", "be")):
-        controller = selector(tiny, pool(("plain", "eagle3 chain")), algo, reward=reward)
-        assert not controller.late
-        assert played(tiny, controller, slots=1)[-1].ahead == 0
+    for algo, keeps in (("metasd-ucb", False), ("metasd-ucb", True), ("hedgespec", False)):
+        controller = selector(tiny, pool(("plain", "eagle3 chain")), algo, reward="bd")
+        assert controller.late == (algo == "hedgespec")
+        assert played(tiny, controller, slots=1, keeps=keeps)[-1].ahead == 0
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("algo", ["hedgespec", "normalhedge", "ftl"])
+def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, algo, slots):  # noqa: F811
+    """Every token is scored once, of whichever rounds it is, as in a table of the whole text; the last ones, too."""
+    arms = pool(("plain", "eagle3 tree", "medusa tree", "lm"))
+    log, feedback = [], {}
+    new_policy = lambda own, text: registry.build(algo, own, PolicyRecipe())  # noqa: E731
+    rules = GameRecipe(loss="length", depth=2, score_ends=True, warmup_rounds=2, batch_rounds=3, batch_growth=1.0)
+    how = dict(step=lambda: 0.01, seed=0, on_round=log.append)
+    controller = make_selector(tiny, arms, algo, rules, new_policy, within_query=False, **how)
+    score, scorer = Scorer.score, controller.scorer
+
+    def noted(self, state, counts):
+        ends = [len(row.ids) for row in state.rows]
+        assert not any(count > end for count, end in zip(counts, ends, strict=True))
+        found = score(self, state, counts)
+        for row, part in zip(state.rows, found, strict=True):
+            feedback.setdefault(row.index, []).append(part)
+        return found
+
+    monkeypatch.setattr(Scorer, "score", noted)
+    texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    on_device()
+    found = played(tiny, controller, slots=slots, keeps=True)
+    assert [one.output_ids for one in found] == texts and found[-1].ahead > 0
+    tokens = sum(one.decoded_tokens for one in found)
+    assert sum(line.scored for line in log) == tokens == controller.tally.scored
+    assert len(log) == sum(one.target_passes for one in found) == sum(controller.tally.pulls.values())
+    assert any(line.learnt for line in log) and controller.failures == 0
+    for own in ([line for line in log if line.query == f"q{one.index}"] for one in found if slots == 1):
+        gaps = [[line.scored for line in own[place : place + 5]] for place in range(len(own) - 4)]
+        assert all(map(any, gaps)), "every third round is scored, behind at most one more that was under way"
+    monkeypatch.undo()
+    for one in found:
+        if one.decoded_tokens:
+            alone, law = Scorer(tiny, scorer.drafters, scorer.depth), MIXED[one.index]
+            whole = table(alone, one.prompt_ids, one.output_ids, law, seed=one.index + 1)
+            for name in ("gamma", "hit"):
+                parts = np.concatenate([getattr(part, name) for part in feedback[one.index]], 1)
+                np.testing.assert_allclose(parts, getattr(whole, name), atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["text", "batch"])
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_seconds_are_those_of_rounds(tiny, pool, graphs_on, monkeypatch, mode):  # noqa: F811
+def test_seconds_are_those_of_rounds(tiny, pool, graphs_on, monkeypatch, mode, together):  # noqa: F811
     """Neither a capture nor the host's choosing makes an arm look slow; texts of a batch share a round."""
     now = [0.0]
+
+    def passing(seconds, function):
+        def slow(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return slow
+
     monkeypatch.setattr(graphs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(graphs, "WARM_UP", 1)
-    whole, choose = device_round.DeviceRounds.round, BatchSelector.choose
-    monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (passed(1), whole(*args)))
-    monkeypatch.setattr(BatchSelector, "choose", lambda *args: (passed(10), choose(*args))[1])
-
-    def passed(seconds):
-        now[0] += seconds
-
+    monkeypatch.setattr(device_round.DeviceRounds, "round", passing(1, device_round.DeviceRounds.round))
+    for kind in (Selector, BatchSelector):
+        monkeypatch.setattr(kind, "choose", passing(10, kind.choose))
     if mode == "eager":
         monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     else:
         graphs_on()
-        capture = graphs.capture
-        monkeypatch.setattr(graphs, "capture", lambda *args: (passed(100), capture(*args))[1])
-    seen, outcome = [], batched.Outcome
-    monkeypatch.setattr(
-        batched, "Outcome", lambda *args, **named: (seen.append(named["seconds"]), outcome(*args, **named))[1]
-    )
-    found = played(tiny, selector(tiny, pool(("plain", "eagle3 chain")), "random", together=True))
-    assert found[-1].ahead == found[-1].rounds >= len(seen) > 10 and set(seen) == {1.0}
-    assert now[0] > 100 * (mode == "graphs")
+        monkeypatch.setattr(graphs, "capture", passing(100, graphs.capture))
+    seen, told = [], Game.played
+    monkeypatch.setattr(Game, "played", lambda *args: (seen.append(args[2].seconds), told(*args))[1])
+    arms = pool(("eagle3 chain", "plain"))
+    controller = selector(tiny, arms, "random", together=True) if together else selector(tiny, arms, "fixed", arm=0)
+    found = played(tiny, controller)
+    assert found[-1].ahead == found[-1].rounds and len(seen) > 10
+    assert set(seen) == ({1.0} if together else {1.0, 0.5})
+    assert mode == "eager" or now[0] > 100

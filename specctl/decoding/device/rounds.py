@@ -270,8 +270,7 @@ class DeviceRounds:
     def wait(self) -> None:
         """Book all rounds under way. Where a text has finished, the host may change the batch afterwards."""
         live = len(self.state.live)
-        while self.under_way:
-            self._book()
+        self._hand_back()
         if len(self.state.live) < live:
             self.settle()
 
@@ -281,13 +280,15 @@ class DeviceRounds:
         self.current = False
 
     def _hand_back(self) -> None:
-        """The same, where the host only lets another drafter play."""
+        """The same, where texts stay as they are."""
         if not self.loaded:
             return
         while self.under_way:
             self._book()
         self.draft.store(self.state)
         self.loaded = False
+        if self.controller is not None:
+            self.controller.settled(self.state)
 
     def _give_up(self, error: Exception) -> None:
         """Leave the drafter's rounds to the host. What a round that failed has changed lies behind the committed text,
@@ -299,6 +300,8 @@ class DeviceRounds:
         self.loaded = self.current = False
         self.refused.add(self.playing)
         self.tracks.pop(self.playing, None)
+        if self.controller is not None:
+            self.controller.settled(self.state)
         graphs.refuse(self.state.device, shape_of(self.playing, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
         warnings.warn(f"decoding on {self.state.device} runs without CUDA graphs: {reason}", stacklevel=2)
