@@ -229,21 +229,23 @@ class DeviceRounds:
         sequences.commit(draft, path, accepted, bonus, said, deep, usable(last_rows(said.logits, path, accepted)))
         self.draft.advance(sequences, before, span)
 
-    def step(self, draft: DraftTree, span: int) -> tuple[Said, Tensor, Tensor]:
+    def step(self, draft: DraftTree, span: int) -> tuple[Said, Tensor, Tensor | None]:
         """The target over the last committed tokens and their drafts: what it says, the positions [B, 1+n] of these
-        tokens, and how deep each draft is [B]."""
+        tokens, and how deep each draft is [B], None where nothing is drafted."""
         sequences = self.sequences
         rows = torch.arange(draft.size + 1, device=sequences.device)
+        deep: Tensor | None
         if draft.chain:
             visible = (rows <= rows.unsqueeze(1)).expand(sequences.batch, -1, -1)
-            offset, deep = rows.expand(sequences.batch, -1), (draft.parents != PADDING).sum(1)
+            offset = rows.expand(sequences.batch, -1)
+            deep = (draft.parents != PADDING).sum(1) if draft.size else None
         else:
             tree = ancestors(draft.parents)
             visible = torch.nn.functional.pad(tree, (1, 0, 1, 0)) | (rows == 0)  # the root is everybody's ancestor
             offset = torch.nn.functional.pad(tree.sum(-1), (1, 0))
             deep = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
         plan = plan_at(sequences.length - 1, visible, offset, span=span, dtype=sequences.dtype, chain=draft.chain)
-        tokens = torch.cat((sequences.last, draft.tokens), 1)
+        tokens = torch.cat((sequences.last, draft.tokens), 1) if draft.size else sequences.last
         said = Said(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
         return said, plan.positions, deep
 
