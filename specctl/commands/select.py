@@ -58,7 +58,7 @@ class SelectResult:
         intervals_over: what is drawn anew for the intervals.
         speeds: what they are: measured, or modelled by what the table knows the costs of.
         table, table_sha256: that was recorded or replayed.
-        rounds_on: where all contenders' rounds ran; a policy looks on, so it is the host, also with a GPU.
+        rounds_on: where the contenders' rounds ran; both, where a device has given some of them back to the host.
         beside: the text drafter that heads draft with; `store_s`: seconds that its store took to take texts in.
     """
 
@@ -91,7 +91,7 @@ class SelectResult:
     table: str | None = None
     table_sha256: str | None = None
     router: RouterReport | None = None
-    rounds_on: Literal["host"] = "host"
+    rounds_on: Literal["host", "device", "both"] = "host"
     beside: str | None = None
     store_s: float | None = None
 
@@ -217,9 +217,18 @@ def _decoded(
         pool_size=[],
         lossless=agreement,
         rejected=rejected,
+        rounds_on=rounds_on(records),
         beside=recipe.companion,
         store_s=stage.store_s,
     )
+
+
+def rounds_on(records: Sequence[Record]) -> Literal["host", "device", "both"]:
+    """Where the rounds of these answers ran."""
+    ran = [(record.decoded.ahead, record.decoded.rounds) for record in records if record.decoded.rounds]
+    if all(ahead == 0 for ahead, _ in ran):
+        return "host"
+    return "device" if all(ahead == rounds for ahead, rounds in ran) else "both"
 
 
 def _own(row: PolicyRow) -> dict[str, Any]:

@@ -14,8 +14,11 @@ from specctl.decoding.state import DecodeState
 class Fixed(Controller):
     """The controller that always plays one drafter."""
 
-    def __init__(self, drafter: Proposer):
-        self.drafter = drafter
+    late = True
+
+    def __init__(self, drafter: Proposer, owner: Controller | None = None):
+        """`owner`: the controller whose rooms this one decodes in (device/rooms.py); None = those of the drafter."""
+        self.drafter, self.owner = drafter, owner or drafter
 
     def choose(self, state: DecodeState) -> Proposer:
         return self.drafter

@@ -73,11 +73,11 @@ class Engine:
             on_round: called after every commit, with the draft and the target's verdict.
             on_commit: called when the host knows what a round has committed, with the state alone.
             keeps: the state keeps what the target said at every new position (`DecodeState.hidden`).
-            host: every round is the host's, as it is where `on_round` or a controller looks on: for decoding that is
-                compared with such. Else rounds run on the device where they can (device/rounds.py).
+            host: every round is the host's, as it is where `on_round` or a controller that is not `late` looks on: for
+                decoding that is compared with such. Else rounds run on the device where they can (device/rounds.py).
             prefixes: texts of earlier calls; what prompts have in common with them, and with each other, is not read
                 again.
-            rooms: caches and graphs of earlier calls with this drafter, on the device.
+            rooms: caches and graphs of earlier calls with this drafter or controller, on the device.
         """
         self.target, self.slots, self.prefixes, self.rooms = target, slots, prefixes, rooms
         self.share_rows, self.on_round, self.on_commit = share_rows, on_round, on_commit
@@ -96,7 +96,8 @@ class Engine:
         self.clock = Stopwatch()
         self._added = 0
         # Where nobody looks at their verdicts, rounds can run ahead of the host. Slices compare theirs round by round.
-        self._ahead = type(self.controller) is Fixed and on_round is None and not host and processes.joined() == 1
+        late = self.controller.late and keeps >= self.controller.keeps
+        self._ahead = late and on_round is None and not host and processes.joined() == 1
         self._device: DeviceRounds | None = None
 
     def add(self, request: Request, controller: Controller | None = None) -> int:
@@ -178,12 +179,27 @@ class Engine:
             if not state.unfinished:  # what was under way has ended the last text
                 return
         controllers = list(dict.fromkeys(self._controller(state.rows[b]) for b in state.live))
-        if self._round_on_device(controllers):
+        ahead = self._ahead and controllers == [self.controller]
+        if not ahead:
+            self._settle()
+        elif self._device is not None and self.controller.waits(state):
+            self._device.wait()
+        if not state.unfinished:
             return
         chosen = self._choose(controllers)
+        if ahead and self._launched(chosen):
+            return
+        if not state.unfinished:  # what was under way has ended the last text
+            self.controller.unplayed(state)
+            return
+        state.rounds += 1
+        for controller in controllers:
+            controller.ready(state)
         try:
-            draft = chosen.propose(state, self._budget_of(chosen))
+            draft = chosen.propose(state, _budget_for(state, self.share_rows, chosen))
         except Exception as error:  # whatever a drafter raises ends no text but its own
+            for controller in controllers:
+                controller.unplayed(state)
             self._blame(chosen, error)
             return
         if processes.joined() > 1:  # a forward of slices that have other rows would be nobody's
@@ -197,22 +213,15 @@ class Engine:
         if self.on_round is not None:
             self.on_round(state, draft, verdict)
 
-    def _round_on_device(self, controllers: list[Controller]) -> bool:
+    def _launched(self, chosen: Proposer) -> bool:
         """Launch a round that the host does not wait for; False where this one must be the host's."""
-        if not self._ahead or controllers != [self.controller]:
-            self._settle()
-            return False
         if self._device is None:
-            assert isinstance(self.controller, Fixed)
-            budget = partial(_budget, self.state, self.share_rows)
-            drafter = self.controller.drafter
-            self._device = device_rounds(self.target, self.state, drafter, budget, self.on_commit)
-            self._ahead = self._device is not None
-        return self._device is not None and self._device.advance()
-
-    def _budget_of(self, chosen: Proposer) -> int:
-        """Draft nodes that a proposer may have; one that weighs the rows of a batch itself shares none."""
-        return _budget(self.state, self.share_rows and not getattr(chosen, "weighs_rows", False))
+            budget = partial(_budget_for, self.state, self.share_rows)
+            self._device = device_rounds(self.target, self.state, chosen, budget, self.controller, self.on_commit)
+            if self._device is None:
+                self._ahead = not isinstance(self.controller, Fixed)  # another choice may run there
+                return False
+        return self._device.advance(chosen)
 
     def _settle(self) -> None:
         """Wait for rounds under way: the host may change the batch afterwards."""
@@ -246,19 +255,20 @@ class Engine:
         """Go on in the caches of an earlier call of as many texts, where there are some."""
         if self.rooms is None or not self._ahead:
             return
-        assert isinstance(self.controller, Fixed)
-        room = self.rooms.take(self.target, self.controller.drafter, self._room_key(count))
+        who = self.controller.owner if isinstance(self.controller, Fixed) else self.controller
+        room = self.rooms.take(self.target, who, self._room_key(count))
         if room is not None:
-            room.state.sampled, room.state.replays = self.state.sampled, 0
-            room.rounds.on_commit = self.on_commit
+            room.state.sampled = self.state.sampled
+            room.state.rounds = room.state.ahead = room.state.replays = 0
+            room.rounds.controller, room.rounds.on_commit = self.controller, self.on_commit
             self.state, self._device = room
 
     def _move_out(self) -> None:
         """Leave the caches, in which all texts have ended, to the next call."""
-        if self.rooms is None or self._device is None or self._device.failed or not self.state.batch:
+        if self.rooms is None or self._device is None or not self._device.tracks or not self.state.batch:
             return
         self._settle()
-        self._device.on_commit = None
+        self._device.controller = self._device.on_commit = None
         self.rooms.keep(self._room_key(self.state.batch), Room(self.state, self._device))
         self.state, self._device = self._new_state(), None
 
@@ -360,6 +370,8 @@ class Engine:
             self.clock.decode_s,
             text.index,
             self.state.replays,
+            self.state.ahead,
+            self.state.rounds,
         )
 
 
@@ -378,6 +390,11 @@ class Stopwatch:
 
     def decoded(self) -> None:
         self.decode_s += time.perf_counter() - self.mark
+
+
+def _budget_for(state: DecodeState, share: bool, chosen: Proposer) -> int:
+    """Draft nodes that a proposer may have; one that weighs the rows of a batch itself shares none."""
+    return _budget(state, share and not getattr(chosen, "weighs_rows", False))
 
 
 def _budget(state: DecodeState, share: bool) -> int:

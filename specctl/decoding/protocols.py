@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from specctl.decoding.device.resident import Resident
-from specctl.decoding.records import DraftTree, Score, Sequence, Verdict
+from specctl.decoding.records import DraftTree, HeardRound, Score, Sequence, Verdict
 from specctl.decoding.state import DecodeState
 
 OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
@@ -110,18 +110,46 @@ class Controller(ABC):
     """Chooses who drafts for the texts that it was told of, and learns from what the target said.
 
     A state may hold other texts, too: those of other controllers, and slots that are idle.
+
+    Attributes:
+        late: numbers are enough for it, one round late: the next round is chosen before it hears of the last one
+            (`heard`). Then rounds can run on the device (device/rounds.py); else every round is `observe`d.
+        keeps: it is late only where the state keeps what the target said (`DecodeState.hidden`).
     """
+
+    late: bool = False
+    keeps: bool = False
 
     def begin(self, text: Sequence) -> None:  # noqa: B027 - most have nothing to do
         """Prepare for a text whose prompt is about to be read. What is raised here ends that text."""
 
+    def waits(self, state: DecodeState) -> bool:
+        """Whether the next round is to be chosen only when it has heard of all rounds. For who is `late`."""
+        return False
+
     @abstractmethod
     def choose(self, state: DecodeState) -> Proposer:
-        """Name the drafter of the next round; some text of its own is live."""
+        """Name the drafter of the next round; some text of its own is live. Of who is `late` the state may be a round
+        behind."""
+
+    def ready(self, state: DecodeState) -> None:  # noqa: B027
+        """Prepare for a round of whoever was chosen last; all is known now. It is not asked between two rounds of one
+        drafter on the device, and sometimes twice."""
 
     @abstractmethod
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> Any:
         """Learn from a round, which is committed."""
+
+    def heard(self, state: DecodeState, round: HeardRound) -> None:  # noqa: B027
+        """Learn from the oldest round that was chosen and not heard of, which ran on the device. A round that was
+        chosen for a text after it had ended was none."""
+
+    def settled(self, state: DecodeState) -> None:  # noqa: B027
+        """Do what cannot be done while a round is under way on the device: nothing is now. Whenever texts have ended,
+        they are still there."""
+
+    def unplayed(self, state: DecodeState) -> None:  # noqa: B027
+        """Take the last choice back: nobody could draft."""
 
     def end(self, text: Sequence) -> None:  # noqa: B027
         """Let go of a text, however it has ended."""

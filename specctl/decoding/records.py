@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,6 +232,11 @@ class Verdict:
     chain: bool
     failed: dict[int, Exception] = field(default_factory=dict)
 
+    def counts(self, b: int, committed: int) -> Counts:
+        """The round of sequence b, which has grown by `committed` tokens."""
+        accepted, whole = min(len(self.paths[b]), committed), committed == len(self.committed[b])
+        return Counts(committed, accepted, self.depths[b], whole)
+
     def predicting(self, states: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
         """Rows of `states` [B, 1 + n, ·] (logits, hidden) that the first `counts[b]` tokens of each sequence's
         `committed` were drawn from, [counts[b], ·] each."""
@@ -243,6 +249,36 @@ class Verdict:
             for node in [0, *(node + 1 for node in path)][:count]
         ]
         return states.flatten(0, 1)[torch.tensor(places, dtype=torch.long, device=states.device)].split(counts)
+
+
+class Counts(NamedTuple):
+    """A round of one text in numbers.
+
+    Attributes:
+        committed: tokens that the text has grown by.
+        accepted: those of them that were drafted.
+        depth: of its draft.
+        whole: nothing was cut off at the end of the text.
+    """
+
+    committed: int
+    accepted: int
+    depth: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class HeardRound:
+    """A round that ran without the host, when that hears of it.
+
+    Attributes:
+        counts: by slot, of the texts that it was a round of. A text that had ended before it, which was not known when
+            it began, has none.
+        seconds: that the device took for it; on a GPU measured there, so that the host's waiting is not counted.
+    """
+
+    counts: dict[int, Counts]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -282,7 +318,8 @@ class Decoded:
 
     `stop` is "eos", "length", "cancelled" or "failed". Counts are EOS-trimmed and leave out the token of the prefill
     pass. `prefill_s` and `decode_s` are wall-clock of all sequences until this one was given out; from `decode`, of the
-    whole call. `replays` counts the rounds of all sequences until then that were replays of a CUDA graph.
+    whole call. `replays` counts the rounds of all sequences until then that were replays of a CUDA graph, `ahead` those
+    that ran on the device, ahead of the host, and `rounds` all.
     """
 
     prompt_ids: list[int]
@@ -298,6 +335,8 @@ class Decoded:
     decode_s: float
     index: int = 0
     replays: int = 0
+    ahead: int = field(default=0, compare=False)
+    rounds: int = field(default=0, compare=False)
 
     @property
     def decoded_tokens(self) -> int:

@@ -67,7 +67,8 @@ class DecodeState:
         memory: what each drafter keeps for these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
         sampled: some text, now or to come, is not greedy.
-        replays: rounds so far that were replays of a CUDA graph.
+        rounds, ahead, replays: rounds so far: all; those that ran on the device, ahead of the host; those that were
+            replays of a CUDA graph.
         spare: rows that the caches have behind the longest text.
         capacity: rows of the caches.
         exact_rows: > 0 fixes the rows of every step, the cache span and B, so that all kernels see one shape.
@@ -93,7 +94,7 @@ class DecodeState:
         self.capacity = capacity
         self.keeps = keeps
         self.sampled = False
-        self.replays = 0
+        self.rounds = self.ahead = self.replays = 0
         self.clear()
 
     def clear(self) -> None:

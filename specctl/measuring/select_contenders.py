@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import IO, Any
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
+from specctl.decoding.device.rooms import Rooms
 from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
@@ -114,11 +116,22 @@ class SelectContenders:
         self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
         self.selectors = {name: self._selector(name) for name in self.algo}
         self.alone = self._alone()
+        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # of every contender, by name
         self._lines: list[tuple[str, RoundLine]] = []  # rounds of the turn: written when nobody is timed
 
     @functools.cached_property
     def _step(self) -> float:
         return plain_step(self.target, self.recipe.batch)
+
+    @property
+    def host(self) -> bool:
+        """Whether the rounds of somebody are the host's: then all are, as speeds are compared."""
+        recipe = self.recipe
+        if recipe.catch_up.name == "streaming" or (recipe.batch > 1 and recipe.choice == "text"):
+            return True
+        drafters = [*self.alone.values(), *self.arms]
+        able = all(isinstance(drafter, Guarded) and drafter.even for drafter in drafters)
+        return not (able and all(selector.late for selector in self.selectors.values()))
 
     def _selector(self, name: str) -> Selector | BatchSelector:
         # Each counts its own failures.
@@ -176,13 +189,13 @@ class SelectContenders:
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
         """Everybody's answers; rounds go to `log`."""
         recipe = self.recipe
-        competing = (
-            [engine(self.target, recipe.sampling, VANILLA, None, host=True)] if VANILLA in recipe.baselines else []
-        )
+        rooms = self.rooms[VANILLA]
+        plain = engine(self.target, recipe.sampling, VANILLA, None, host=self.host, rooms=rooms)
+        competing = [plain] if VANILLA in recipe.baselines else []
         competing += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
         competing += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
         asked = turns(self.stream, recipe.batch)
-        warm_up(asked, competing)
+        warm_up(asked, [*([] if self.host else self._rehearsals()), *competing])
         for name, selector in self.selectors.items():
             selector.forget()
             self.plays[name].clear()
@@ -210,6 +223,15 @@ class SelectContenders:
         shown = {recipe.algo[0]}
         return measure(recipe, asked, competing, shown, keep, label="select", warm=True, resumable=False, told=remember)
 
+    def _rehearsals(self) -> list[Contender]:
+        """Every arm of every policy by itself, in the rooms of the policy: each has graphs of its own, which take as
+        long as some tens of rounds and are made when it plays for the first time."""
+        return [
+            self._contender(name, Fixed(arm, selector), selector.taps)
+            for name, selector in self.selectors.items()
+            for arm in selector.arms
+        ]
+
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         options = self.recipe.catch_up
         # Only who is idle at times has something to save.
@@ -221,6 +243,8 @@ class SelectContenders:
             if isinstance(controller, Selector | BatchSelector):
                 labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
             options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
+            keeps = not self.host and name in self.selectors and self.selectors[name].keeps
+            options |= dict(host=self.host, keeps=keeps, rooms=self.rooms[name])
             return [
                 {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
             ]

@@ -7,11 +7,13 @@ spare, at many every row is paid for (BanditSpec, section 6.2, where one draft l
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from specctl import processes
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import DraftTree, Label, Verdict
+from specctl.decoding.records import Counts, DraftTree, HeardRound, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
 from specctl.selection.controller import RoundLine, Tally
@@ -25,14 +27,25 @@ def load(texts: int) -> int:
     return 1 << (texts - 1).bit_length()
 
 
+class Chosen(NamedTuple):
+    """A round that is not over: its arm, and the game that has chosen it."""
+
+    arm: int
+    game: Game
+
+
 class BatchSelector(Controller):
-    """Plays a game for every load, until it is told to forget.
+    """Plays a game for every load, until it is told to forget. Rounds of arms that can run on the device.
+
+    There a load is that of the texts that had not ended as far as the host knew, a round ago.
 
     Args:
         arms: what can be chosen, in the order of the policy's arms.
         new_game: a fresh game, for the load that the label names.
         on_round: told every round when it is over.
     """
+
+    late = True
 
     def __init__(
         self,
@@ -48,7 +61,8 @@ class BatchSelector(Controller):
         """Forget all games and counts."""
         self.tally = Tally()
         self.games: dict[int, Game] = {}  # by load
-        self._arm: int | None = None  # of the last round
+        self._arm: int | None = None  # that has read the texts last
+        self._chosen: deque[Chosen] = deque()  # of rounds that are not over, the oldest first
         self._seed: int | None = None  # of the texts
         for arm in self.arms:
             arm.forget()
@@ -65,41 +79,56 @@ class BatchSelector(Controller):
             self.games.clear()
             self._seed = seed
 
+    def waits(self, state: DecodeState) -> bool:
+        return any(chosen.game.curious for chosen in self._chosen)
+
     def choose(self, state: DecodeState) -> Proposer:
+        at = load(len(state.live))
+        if at not in self.games:
+            label = Label(f"load {at}", seed=self._seed or 0)
+            self.games[at] = self.new_game(label)
+        game = self.games[at]
+        self._chosen.append(Chosen(game.choose(), game))
+        return self.arms[self._chosen[-1].arm]
+
+    def ready(self, state: DecodeState) -> None:
         self._lengths = {b: len(state.rows[b].ids) for b in state.live}
-        self._load = load(len(self._lengths))
-        if self._load not in self.games:
-            label = Label(f"load {self._load}", seed=self._seed or 0)
-            self.games[self._load] = self.new_game(label)
-        number = self.games[self._load].choose()
-        arm = self.arms[number]
-        self.tally.pulls[number] += 1
+        number = self._chosen[-1].arm
         if self._arm not in (None, number):
             self.tally.switches += 1
-            self.tally.caught_up += sum(arm.drafter.behind(state))
-            self.tally.switch_s.append(arm.catch_up(state))
+            self.tally.caught_up += sum(self.arms[number].drafter.behind(state))
+            self.tally.switch_s.append(self.arms[number].catch_up(state))
         self._arm = number
         self._began = time.perf_counter()  # that it had been idle is not what a round of it costs
-        return arm
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         seconds = processes.agree(time.perf_counter() - self._began)
-        assert self._arm is not None
-        arm, texts = self.arms[self._arm], len(self._lengths)
-        assert arm.made is not None
-        committed = {b: len(state.rows[b].ids) - before for b, before in self._lengths.items()}
-        accepted = sum(min(len(verdict.paths[b]), count) for b, count in committed.items())
-        tokens = sum(committed.values())
-        game = self.games[self._load]
-        game.played(
-            self._arm,
-            Outcome(tokens, accepted, failed=arm.made.failed, seconds=seconds, texts=texts),
+        made = self.arms[self._chosen[0].arm].made
+        assert made is not None
+        self._close(
+            [verdict.counts(b, len(state.rows[b].ids) - n) for b, n in self._lengths.items()], seconds, made.failed
         )
-        entry = game.log[-1]
+
+    def heard(self, state: DecodeState, round: HeardRound) -> None:
+        if round.counts:
+            self._close([*round.counts.values()], round.seconds)
+        else:  # all texts had ended before it
+            self.unplayed(state)
+
+    def unplayed(self, state: DecodeState) -> None:
+        self._chosen.pop().game.withdraw()
+
+    def _close(self, counts: Sequence[Counts], seconds: float, failed: bool = False) -> None:
+        """The oldest round is over; `counts` of its texts."""
+        number, game = self._chosen.popleft()
+        self.tally.pulls[number] += 1
+        texts, tokens = len(counts), sum(one.committed for one in counts)
+        accepted, depth = sum(one.accepted for one in counts), max(one.depth for one in counts)
+        entry = game.played(number, Outcome(tokens, accepted, failed=failed, seconds=seconds, texts=texts))
         self.tally.decide_us.append(entry.decide_us)
         self.tally.dropped += game.dropped
         game.dropped = 0
         if self.on_round is not None:
-            depth = max(verdict.depths[b] for b in committed)
-            line = (f"{texts} texts", "", self._seed or 0, len(game.log), arm.name, tokens, accepted, depth)
+            arm = self.arms[number].name
+            line = (f"{texts} texts", "", self._seed or 0, game.rounds, arm, tokens, accepted, depth)
             self.on_round(RoundLine(*line, entry.weights, entry.reward, 0.0, entry.decide_us, 0))

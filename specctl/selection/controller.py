@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from specctl import processes
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.prompt_features import features_of
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import DraftTree, Label, Verdict
+from specctl.decoding.records import Counts, DraftTree, HeardRound, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
-from specctl.selection.game.game import Game
+from specctl.selection.game.game import Game, Round
 from specctl.selection.game.rewards import Outcome, surplus_lost
 from specctl.selection.guarded import Guarded, Made, prompt_states, taps_of
 from specctl.selection.policies.contextual import Belief, ContextualUcb
-from specctl.selection.policies.policy import Array
+from specctl.selection.policies.policy import AnyArray, Array
 from specctl.selection.prompt_memory import PromptMemory
 
 GAMES = 256  # that wait for another text of their key; the oldest is forgotten
@@ -70,7 +71,10 @@ class PlayedText:
     game: Game
     dropped: int  # what the game had dropped before it
     rounds: int = 0
-    arm: int | None = None  # of the last round
+    arm: int | None = None  # that has read the text last
+    chosen: deque[int] = field(default_factory=deque)  # arms of rounds that are not over, the oldest first
+    due: bool = False  # its tokens are to be scored
+    heard: tuple[Round, Counts] | None = None  # the last round, where scores may be told of it yet
     prompt: Array | None = None  # its features, and what was thought of it, where the policy reads prompts
     belief: Belief | None = None
 
@@ -83,6 +87,10 @@ class PlayedText:
 class Selector(Controller):
     """Plays one game for all texts whose labels have one key, which are decoded one after the other, and one for each
     text without a key. What a game has learnt is nobody else's.
+
+    But for block divergences, rounds can run on the device (`late`). A round that an arm plays for the first time in
+    a bandit's game is waited for, and so is a round after which idle arms are scored, with what is under way then; all
+    others are heard of one round late.
 
     Args:
         arms: what can be chosen, in the order of the policy's arms.
@@ -111,6 +119,7 @@ class Selector(Controller):
     ):
         self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
         self.overlaps, self.ends, self.memory, self.on_round = overlaps, ends, memory, on_round
+        self.late, self.keeps = not overlaps, scorer is not None
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
         self.drafter_of = [drafters.index(arm.scored) for arm in arms]
         self.taps = taps_of(arms) or taps
@@ -154,20 +163,38 @@ class Selector(Controller):
 
     def end(self, text: Text) -> None:
         play = self.plays.pop(text)
+        self._withdraw(play)
         self.tally.dropped += play.game.dropped - play.dropped
         if self.memory is not None and play.reader is not None and play.prompt is not None:
             self.memory.learn(play.prompt, play.belief, play.reader.shown())
 
+    def waits(self, state: DecodeState) -> bool:
+        plays = [self.plays[state.rows[b]] for b in self._own(state)]
+        return any(play.due or play.game.curious for play in plays)
+
+    def _own(self, state: DecodeState) -> list[int]:
+        """The slots of its texts that are not finished."""
+        return [b for b in state.live if state.rows[b] in self.plays]
+
     def choose(self, state: DecodeState) -> Proposer:
+        live = self._own(state)
+        for b in live:
+            play = self.plays[state.rows[b]]
+            if play.prompt is None and self.memory is not None and play.reader is not None:
+                self._read(state, b, play, play.reader, self.memory)
+            play.chosen.append(play.game.choose())
+        first = live[0]
+        chosen = [self.plays[state.rows[b if b in live else first]].chosen[-1] for b in range(state.batch)]
+        arms = [self.arms[arm] for arm in chosen]
+        return arms[0] if len(set(arms)) == 1 else PerSequence(arms)
+
+    def ready(self, state: DecodeState) -> None:
+        self._live = self._own(state)
         self._lengths = [len(row.ids) for row in state.rows]
-        self._live = [b for b in state.live if state.rows[b] in self.plays]
         new: set[int] = set()  # arms that some text was switched to
         for b in self._live:
             play = self.plays[state.rows[b]]
-            if play.rounds == 0 and self.memory is not None and play.reader is not None:
-                self._read(state, b, play, play.reader, self.memory)
-            arm = play.game.choose()
-            self.tally.pulls[arm] += 1
+            arm = play.chosen[-1]
             if play.arm not in (None, arm):
                 self.tally.switches += 1
                 self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
@@ -177,30 +204,72 @@ class Selector(Controller):
             self.tally.switch_s.append(self.arms[arm].catch_up(state))
             self.moves.took(arm, self.tally.switch_s[-1])
         self._began = time.perf_counter()  # that they had been idle is not what a round of theirs costs
-        first = self._live[0]
-        played = [self.arms[self._played(state, b if b in self._live else first)] for b in range(state.batch)]
-        return played[0] if len(set(played)) == 1 else PerSequence(played)
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         seconds = self._seconds(state, processes.agree(time.perf_counter() - self._began))
         if self.scorer is not None:
             self.scorer.keep(state, verdict, self._live)
+        counts, entries = {}, {}
         for b in self._live:
-            row, arm = state.rows[b], self._played(state, b)
-            made = self._made(arm)
-            committed = len(row.ids) - self._lengths[b]
-            outcome = Outcome(
-                committed=committed,
-                accepted=min(len(verdict.paths[b]), committed),
-                complete=committed == len(verdict.committed[b]),  # nothing was cut off at the end of the text
-                failed=made.failed,
-                overlap=overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None,
-                seconds=seconds[arm],
-            )
-            self.plays[row].game.played(arm, outcome)
-        scored = self._score(state) if self.scorer is not None else {}
+            row = state.rows[b]
+            counts[b] = verdict.counts(b, len(row.ids) - self._lengths[b])
+            made = self._made(self._played(state, b))
+            overlaps = overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None
+            entries[b] = self._tell(self.plays[row], counts[b], seconds, made.failed, overlaps)
+        scored = self._score(state, self._live)
         for b in self._live:
-            self._close(state, verdict, b, scored.get(b, 0))
+            over = state.rows[b].stop is not None
+            self._close(self.plays[state.rows[b]], entries[b], counts[b], over, scored.get(b, 0))
+
+    def heard(self, state: DecodeState, round: HeardRound) -> None:
+        seconds = round.seconds / max(len(round.counts), 1)
+        for b, counts in round.counts.items():
+            play = self.plays[state.rows[b]]
+            if play.heard is not None:
+                self._close(play, *play.heard, over=False)
+            play.heard = self._tell(play, counts, {play.chosen[0]: seconds}), counts
+            if self.scorer is None:
+                self._close(play, *play.heard, over=state.rows[b].stop is not None)
+
+    @torch.inference_mode()
+    def settled(self, state: DecodeState) -> None:
+        slots = [b for b, row in enumerate(state.rows) if row in self.plays and self.plays[row].heard is not None]
+        scored = self._score(state, slots)
+        for b in slots:
+            play = self.plays[state.rows[b]]
+            if play.heard is not None:
+                self._close(play, *play.heard, state.rows[b].stop is not None, scored.get(b, 0))
+
+    def _tell(
+        self,
+        play: PlayedText,
+        counts: Counts,
+        seconds: dict[int, float],
+        failed: bool = False,
+        overlaps: AnyArray | None = None,
+    ) -> Round:
+        """Tell the game of the text's oldest round that is not over; `seconds` by arm."""
+        arm = play.chosen.popleft()
+        self.tally.pulls[arm] += 1
+        outcome = Outcome(counts.committed, counts.accepted, counts.whole, failed, overlaps, seconds[arm])
+        entry = play.game.played(arm, outcome)
+        play.due |= play.game.due() > 0  # its schedule counts the round that ends a text, too
+        return entry
+
+    def unplayed(self, state: DecodeState) -> None:
+        for b in self._own(state):
+            self._take_back(self.plays[state.rows[b]])
+
+    @staticmethod
+    def _take_back(play: PlayedText) -> None:
+        """Strike out a text's last choice."""
+        play.chosen.pop()
+        play.game.withdraw()
+
+    def _withdraw(self, play: PlayedText) -> None:
+        """Strike out all rounds that are not over: the text is."""
+        while play.chosen:
+            self._take_back(play)
 
     def _read(self, state: DecodeState, b: int, play: PlayedText, policy: ContextualUcb, memory: PromptMemory) -> None:
         """Begin a text with what its prompt says, and tell what moving costs."""
@@ -216,6 +285,7 @@ class Selector(Controller):
             policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
 
     def _played(self, state: DecodeState, b: int) -> int:
+        """The arm of the last round that the host knows of."""
         arm = self.plays[state.rows[b]].arm
         assert arm is not None
         return arm
@@ -235,38 +305,35 @@ class Selector(Controller):
         rest = (total - sum(drafts.values())) / len(self._live)
         return {arm: drafts[arm] / count + rest for arm, count in texts.items()}
 
-    def _score(self, state: DecodeState) -> dict[int, int]:
-        """Score what the games ask for, and what is left of texts that have ended: slot → tokens."""
-        assert self.scorer is not None
+    def _score(self, state: DecodeState, slots: Sequence[int]) -> dict[int, int]:
+        """Score what the games in `slots` ask for, and what is left of texts that have ended: slot → tokens."""
         wanted = [0] * state.batch
-        for b in self._live:
-            row, game = state.rows[b], self.plays[state.rows[b]].game
-            due = game.due()  # its schedule counts the round that ends a text, too
-            wanted[b] = game.unscored if self.ends and row.stop is not None else due
-        if not any(wanted):
+        for b in slots:
+            row, play = state.rows[b], self.plays[state.rows[b]]
+            wanted[b] = play.game.unscored if play.due or (self.ends and row.stop is not None) else 0
+            play.due = False
+        if self.scorer is None or not any(wanted):
             return {}
         began = time.perf_counter()
         scores = self.scorer.score(state, wanted)
         self.tally.score_s.append(time.perf_counter() - began)
         self.tally.scored += sum(wanted)
         # No draft is deeper than the batch leaves it nodes, or the arm itself.
-        budget = self._made(self._played(state, self._live[0])).budget
+        budget = self.arms[self._played(state, slots[0])].budget
         nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
         within = np.arange(self.scorer.depth) < nodes[:, None, None]
         for b, feedback in enumerate(scores):
             if wanted[b]:
                 gamma, hit = (np.where(within, part[self.drafter_of], 0.0) for part in (feedback.gamma, feedback.hit))
                 self.plays[state.rows[b]].game.scored(gamma, hit)
-        return {b: wanted[b] for b in self._live}
+        return {b: wanted[b] for b in slots}
 
-    def _close(self, state: DecodeState, verdict: Verdict, b: int, scored: int) -> None:
+    def _close(self, play: PlayedText, entry: Round, counts: Counts, over: bool, scored: int = 0) -> None:
         """A round is over, and perhaps its text."""
-        row = state.rows[b]
-        play = self.plays[row]
-        game, label = play.game, play.label
-        if row.stop is not None:
+        game, label, play.heard = play.game, play.label, None
+        if over:
+            self._withdraw(play)
             game.ended()
-        entry = game.log[-1]
         self.tally.decide_us.append(entry.decide_us)
         play.rounds += 1
         if self.on_round is None:
@@ -280,8 +347,8 @@ class Selector(Controller):
                 play.rounds,
                 self.arms[entry.arm].name,
                 entry.committed,
-                min(len(verdict.paths[b]), entry.committed),
-                verdict.depths[b],
+                counts.accepted,
+                counts.depth,
                 entry.weights,
                 learnt,
                 entry.regret,

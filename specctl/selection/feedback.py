@@ -20,6 +20,7 @@ from torch import Tensor
 from specctl import kernels, progress
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request, Score, Verdict
+from specctl.decoding.records import Sequence as Text
 from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
@@ -58,11 +59,16 @@ class Feedback:
 
 class _Kept:
     """Target rows of one text's committed tokens that are not scored yet: each predicted a token, the last one the
-    token before `end`."""
+    token before `end`. Where the state keeps what the rows were made of, `end` is that of the tokens that are scored,
+    and there are no rows."""
 
     def __init__(self) -> None:
         self.rows: deque[Tensor] = deque()  # [V] each
         self.end: int | None = None
+
+    def start(self, text: Text) -> int:
+        """The first token behind `end`. That of the prefill pass has no row here."""
+        return self.end or text.prompt_length + 1
 
 
 class Scorer:
@@ -93,21 +99,27 @@ class Scorer:
 
     def keep(self, state: DecodeState, verdict: Verdict, slots: Collection[int]) -> None:
         """Retain the target's rows of the tokens that this round has committed in `slots`; to be called after every
-        commit, with all of the slots whose texts will be scored."""
+        commit that the host has made, with all of the slots whose texts will be scored. Nothing is to be done where the
+        state keeps what rows are made of (`DecodeState.hidden`)."""
+        if state.hidden is not None:
+            return
         counts: list[int] = []
         for b, (kept, row) in enumerate(zip(self._texts(state), state.rows, strict=True)):
-            start = kept.end or row.prompt_length + 1  # the token of the prefill pass has no row here
-            counts.append(len(row.ids) - start if b in slots else 0)
+            counts.append(len(row.ids) - kept.start(row) if b in slots else 0)
             kept.end = len(row.ids)
         for kept, part in zip(self._texts(state), verdict.predicting(verdict.logits, counts), strict=True):
             kept.rows.extend(part.unbind())
 
     def pending(self, state: DecodeState) -> list[int]:
         """Committed tokens of every text that are not scored yet."""
+        if state.hidden is not None:
+            return [len(row.ids) - kept.start(row) for kept, row in zip(self._texts(state), state.rows, strict=True)]
         return [len(kept.rows) for kept in self._texts(state)]
 
     def score(self, state: DecodeState, counts: list[int]) -> list[Feedback]:
         """Feedback on the oldest `counts[b]` pending tokens of every text; their rows are freed."""
+        if state.hidden is not None:
+            return self._score_kept(state, counts, state.hidden)
         spans, rows = [], []
         for kept, row, count in zip(self._texts(state), state.rows, counts, strict=True):
             assert not kept.rows or kept.end == len(row.ids), "a round was not kept"
@@ -116,6 +128,16 @@ class Scorer:
             rows += [kept.rows.popleft() for _ in range(count)]
         logits = torch.stack(rows) if rows else torch.empty(0, self.target.vocab_size, device=state.device)
         return self._score(state, spans, logits)
+
+    def _score_kept(self, state: DecodeState, counts: list[int], hidden: Tensor) -> list[Feedback]:
+        """The same with rows that are made again of the target's last states [B, capacity, H]."""
+        spans, states = [], []
+        for b, (kept, row, count) in enumerate(zip(self._texts(state), state.rows, counts, strict=True)):
+            start = kept.start(row)
+            spans.append(range(start, start + count))
+            states.append(hidden[b, start - 1 : start + count - 1])
+            kept.end = start + count
+        return self._score(state, spans, self.target.model.logits(torch.cat(states)))
 
     def _score(self, state: DecodeState, spans: list[range], logits: Tensor) -> list[Feedback]:
         """`logits` [R, V]: the target's, of all positions of `spans`."""

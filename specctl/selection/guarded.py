@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specctl import processes, progress
 from specctl.decoding.prompt_features import Kinds
-from specctl.decoding.protocols import Drafter
+from specctl.decoding.protocols import DeviceDraft, Drafter, OnDevice
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
@@ -22,20 +22,19 @@ Tree = tuple[list[int], list[int]]  # tokens and parents
 
 @dataclass(frozen=True)
 class Made:
-    """A draft, with the `budget` of nodes of its round and the seconds it took; empty if its drafter `failed`."""
+    """A draft, and the seconds it took; empty if its drafter `failed`."""
 
     draft: DraftTree
-    budget: int
     seconds: float
     failed: bool
 
 
 class Guarded:
     """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
-    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: its last draft.
-    `scored`: the drafter that is scored where the arm is idle; of a hybrid its head, where the text drafter is that of
-    all arms. With `weighs_rows` it has the nodes it asks for in a batch, too. `trained_on`: kinds of prompts, none
-    where that is not known."""
+    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: the last draft that the
+    host has asked it for; `budget`: nodes that rounds like the last one leave it. `scored`: the drafter that is scored
+    where the arm is idle; of a hybrid its head, where the text drafter is that of all arms. With `weighs_rows` it has
+    the nodes it asks for in a batch, too. `trained_on`: kinds of prompts, none where that is not known."""
 
     def __init__(
         self,
@@ -53,24 +52,24 @@ class Guarded:
         self.taps = drafter.taps
         self.failures = 0
         self.made: Made | None = None
+        self.budget = 0
 
     def again(self, scored: Drafter | None = None) -> Guarded:
         """The same arm, which counts failures of its own."""
         return Guarded(self.name, self.drafter, self.nodes, scored, self.weighs_rows, self.trained_on)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        nodes = budget if self.nodes is None else min(budget, self.nodes)
         failed = False
         began = time.perf_counter()
         try:
-            draft = self.drafter.propose(state, nodes)
+            draft = self.drafter.propose(state, self._within(budget))
         except SpecctlError:  # says what the user can do: not an accident
             raise
         except Exception as error:
             self._failed(state, error)
             draft, failed = empty_draft(state.batch, state.device), True
         synchronise(state.device)
-        self.made = Made(draft, budget, processes.agree(time.perf_counter() - began), failed)
+        self.made, self.budget = Made(draft, processes.agree(time.perf_counter() - began), failed), budget
         return draft
 
     def advance(self, state: DecodeState) -> None:
@@ -88,6 +87,28 @@ class Guarded:
         self.advance(state)
         synchronise(state.device)
         return processes.agree(time.perf_counter() - began)
+
+    @property
+    def kind(self) -> str:
+        """The kind of its rounds on a device: that of the drafter's."""
+        return type(self.drafter).__name__
+
+    @property
+    def even(self) -> bool:
+        """Whether the drafter can draft on a device, as a rule."""
+        return isinstance(self.drafter, OnDevice) and self.drafter.even
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
+        """The drafter's part of rounds on the device; one that fails there has the host's."""
+        self.budget = budget
+        return self.drafter.on_device(state, self._within(budget)) if isinstance(self.drafter, OnDevice) else None
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget what the drafter keeps of the texts."""
+        self.drafter.invalidate(state)
+
+    def _within(self, budget: int) -> int:
+        return budget if self.nodes is None else min(budget, self.nodes)
 
     def forget(self) -> None:
         """Forget failures."""

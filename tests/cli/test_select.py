@@ -7,6 +7,9 @@ import pytest
 from rich.console import Console
 
 from specctl.cli.select import COLUMNS, show
+from specctl.decoding.device.rounds import DeviceRounds
+from specctl.decoding.target import load_target
+from tests.measuring.streams import write_head, write_prompts
 
 ROUTER = ("--train-router",)
 
@@ -128,3 +131,54 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     resumed = specctl(*again, "--output-dir", str(run), "--resume")
     assert resumed.code == 0 and "table: u.parquet" in resumed.out, resumed.err
     assert "join it" not in done.err and "against plain decoding" not in done.out
+
+
+@pytest.mark.parametrize("options", [[], ["choice=batch", "batch=2", "reset=stream", "algo=[ucbspec,random]"]])
+def test_rounds_run_on_the_device_where_all_contenders_have_them(
+    specctl, tmp_path, tiny_directory, monkeypatch, options
+):
+    """Two heads, chosen between by counts or scores: plain decoding, arms and policies alike; and the document says so.
+    With a text drafter among the arms, or a policy that looks at drafts, all have the host's."""
+    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
+    for seed, family in enumerate(("eagle3", "medusa")):
+        write_head(tmp_path / "pool" / family, target, family, seed)
+    ran, run = [], DeviceRounds.round
+    monkeypatch.setattr(DeviceRounds, "round", lambda *args: (ran.append(args[0].playing), run(*args)))
+
+    def selected(place, *more, mode="eager"):
+        monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+        ran.clear()
+        argv = [f"target.name={target.name}", "target.dtype=fp32", "target.device=cpu", "data.domain=[sql]"]
+        argv += [f"data.prompts={write_prompts(tmp_path)}", f"pool={tmp_path / 'pool'}", "beside=none", "limit=3"]
+        argv += ["algo=[cgp-ucb,ucbspec,random,hedgespec]", "baselines=[vanilla,fixed]", "drafting.stop_below=0"]
+        argv += ["game.reward=throughput", "sampling.max_new_tokens=10", f"output_dir={tmp_path / place}"]
+        done = specctl("select", *argv, *options, *more, "--json")
+        assert done.code == 0, done.err
+        return done.json
+
+    device = selected("device")
+    arms = {getattr(drafter, "name", "plain") for drafter in ran}
+    assert arms == {"plain", "eagle3", "medusa"} and device["rounds_on"] == "device"
+    assert device["lossless"]["mismatches"] == 0 and device["lossless"]["sequences"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "device" / "rounds.jsonl").read_text().splitlines()]
+    for row in device["policies"]:
+        if row["kind"] == "policy":
+            mine = [line for line in lines if line["algo"] == row["algo"]]
+            assert len(mine) == sum(row["pulls"].values()) and row["switches"] > 0
+            assert len(row["pulls"]) == 2, "every arm has been tried"
+            if not options:
+                assert len(mine) == row["rounds"]
+    host = selected("host", mode="0")
+    assert host["rounds_on"] == "host" and not ran
+    mats = [
+        {row["algo"]: row["mat"] for row in found["policies"] if row["kind"] != "policy"} for found in (device, host)
+    ]
+    assert mats[0] == mats[1]
+    others = (
+        [["drafters=[lookup]"]]
+        if options
+        else [["drafters=[lookup]"], ["algo=[metasd-ucb]", "game.reward=bd"], ["batch=2"]]
+    )
+    for place, more in enumerate(others):
+        found = selected(f"other {place}", *more)
+        assert found["rounds_on"] == "host" and not ran, more

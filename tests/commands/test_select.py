@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,14 +15,17 @@ from specctl import progress
 from specctl.commands.select import select
 from specctl.commands.select_router import examples as router_examples
 from specctl.commands.select_tables import replay_table
+from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.prompt_features import kind_of
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
 from specctl.distillation.prompts import Prompt, Rejections
 from specctl.drafters import checkpoint
+from specctl.drafters import pool as drafters
 from specctl.drafters.hybrid import costs
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
@@ -30,10 +34,11 @@ from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
-from specctl.measuring.contenders import Case
+from specctl.measuring import select_contenders
+from specctl.measuring.contenders import Case, measure
 from specctl.measuring.policy_rows import Stream
 from specctl.measuring.select_contenders import SelectContenders, sessions, turns
-from specctl.recipe import DataRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
 from specctl.selection.assembly import make_selector
@@ -41,7 +46,7 @@ from specctl.selection.guarded import Guarded
 from specctl.selection.recorded.hindsight import walk
 from specctl.selection.recorded.table_file import read_table
 from tests.lossless.drafters import own_weights
-from tests.measuring.streams import contents, write_copy
+from tests.measuring.streams import contents, write_copy, write_head
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name\n\nQuestion: Who?"]
 CONTRACT = {
@@ -134,6 +139,36 @@ def test_all_contenders_have_rounds_of_one_kind(tmp_path, prompts, target, pool,
     assert not rounds and found.rounds_on == "host"
     decode(target, [[5, 9]], sampling=GREEDY, max_new_tokens=4, seeds=[0])
     assert rounds, "what nobody looks on at does run there"
+
+
+def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, monkeypatch):
+    """Those of all arms of every policy: it would else pay for them with its first texts, arms by themselves would not.
+    And they are of the texts to come."""
+    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
+    options, captured, began = DraftingRecipe(stop_below=0.0), [], []
+    heads = {
+        name: drafters.load_drafter(str(write_head(tmp_path / name, target, name)), target, options)
+        for name in ("eagle3", "medusa", "hydra")
+    }
+
+    def capture(run, side, pool):
+        captured.append(run)
+        return SimpleNamespace(replay=run, pool=lambda: "pool")
+
+    def measured(*args, **named):
+        began.append(len(captured))
+        return measure(*args, **named)
+
+    monkeypatch.setattr(graphs, "available", lambda device, shape: True)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    monkeypatch.setattr(select_contenders, "measure", measured)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Name {n}."}) + "\n" for n in range(4)))
+    game = {"reward": "be", "depth": 2}
+    made = recipe(tmp_path / "prompts.jsonl", algo=["random", "hedgespec"], baselines=["vanilla", "fixed"], game=game)
+    found, _, _ = selected(tmp_path, made, target, heads)
+    assert found.rounds_on == "device" and found.lossless.mismatches == 0
+    assert began == [len(captured)] == [1 + len(heads) + 2 * len(heads)]
 
 
 def test_policies_that_skip_beside_those_that_recompute(tmp_path, prompts, target, pool):

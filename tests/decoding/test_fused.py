@@ -133,7 +133,7 @@ def test_launches_of_a_plain_round(tiny_directory, fuse, monkeypatch, name, spli
         totals.append(counts[-1].total())
     layer, rest = totals[1] - totals[0], totals[0] - 2 * (totals[1] - totals[0])
     assert layer == 9 + (splits > 1), counts[-1]
-    assert rest + LAYERS * layer <= (350 if splits == 1 else 380), counts[-1]
+    assert rest + LAYERS * layer <= (320 if splits == 1 else 350), counts[-1]
 
 
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):

@@ -181,7 +181,7 @@ def test_rounds_on_the_device_know_of_no_gaps(target, prompts, own, monkeypatch)
 
     def ask(state):
         for state.catch_up in (RECOMPUTE, NARROW):
-            found.append(device_rounds(target, state, drafter, lambda: 8) is None)
+            found.append(device_rounds(target, state, drafter, lambda _: 8) is None)
 
     watch(target, prompts[:1], drafter, ask, new=2)
     assert found == [False, True]

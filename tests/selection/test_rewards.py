@@ -251,7 +251,7 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
     def watched(label):
         game = new_game(label)
         played = game.played
-        game.played = lambda arm, outcome: (seen.append(outcome.seconds), played(arm, outcome))
+        game.played = lambda arm, outcome: (seen.append(outcome.seconds), played(arm, outcome))[1]
         return game
 
     controller.new_game = watched

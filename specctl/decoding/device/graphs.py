@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -75,8 +76,10 @@ class Graphs:
     """Plays rounds of a batch, functions of a span that read and write tensors which keep their places.
 
     Rounds depend on nothing that they change but `carried`: with those restored, a round can be run again. `answer` is
-    what a round says.
+    what a round says; `began`: when the last one did, without the capture that may have come before it.
     """
+
+    began: Moment
 
     def __init__(self, carried: list[Tensor], answer: Tensor):
         self.carried, self.answer = carried, answer
@@ -89,6 +92,7 @@ class Graphs:
 
         RuntimeError where a graph says something else than the round itself; besides whatever capturing raises.
         """
+        self.began = Moment(self.answer.device)
         if span in self.graphs:
             self.graphs[span].replay()
         elif self.seen[span] < WARM_UP:
@@ -107,6 +111,7 @@ class Graphs:
             tensor.copy_(value)
         self.answer.fill_(-1)  # a graph that does nothing must not find the answer there
         graph = capture(run, self.side, self.pool)
+        self.began = Moment(self.answer.device)
         graph.replay()
         if not torch.equal(self.answer, expected):
             raise RuntimeError("the graph of a round commits other tokens than the round itself")
@@ -114,20 +119,43 @@ class Graphs:
         return graph
 
 
-class Readback:
-    """A small tensor on its way to the host."""
+class Moment:
+    """A point in the work that a device was given; on a CPU, which works at once, a point in time."""
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, device: torch.device):
         self.event: torch.cuda.Event | None = None
-        on_gpu = tensor.device.type == "cuda"
-        self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self.at = time.perf_counter()
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Wait until the device has come so far."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds of work from another moment on; the device has passed both. Time in which it had nothing to do before
+        the first of it is not counted, time between two launches is."""
+        if self.event is None or earlier.event is None:
+            return self.at - earlier.at
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+class Readback:
+    """A small tensor on its way to the host, and the work from `began` until it was copied."""
+
+    def __init__(self, tensor: Tensor, began: Moment):
+        self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         self.copy.copy_(tensor, non_blocking=True)
-        if on_gpu:
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(tensor.device))
+        self.began, self.ended = began, Moment(tensor.device)
 
     def tolist(self) -> list[list[int]]:
         """Waits until it is there."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.ended.wait()
         return self.copy.tolist()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of that work, once it is there."""
+        return self.ended.since(self.began)

@@ -6,8 +6,9 @@ tells it in a small tensor what every round committed.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -81,21 +82,32 @@ class Resident:
         widest: most tokens that a round commits.
     """
 
-    def __init__(self, state: DecodeState, widest: int):
+    widest: int
+    record: Tensor
+
+    def __init__(self, state: DecodeState):
+        """`widest` and `record` come with the rounds that they are in (`recording`)."""
         batch, device = state.batch, state.device
-        self.batch, self.device, self.widest = batch, device, widest
+        self.batch, self.device = batch, device
         self.cache, self.features, self.taps, self.dtype = state.cache, state.features, state.taps, state.dtype
         self.hidden, self.best = state.hidden, state.best
         self.ids = torch.zeros(batch, state.capacity, dtype=torch.long, device=device)
         self.length, self.limit = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.record = torch.zeros(batch, HEAD + widest, dtype=torch.long, device=device)
+        self.one, self.none = torch.ones_like(self.length), torch.zeros_like(self.length)
         self.ends = widest_ends(state)
         self.eos = torch.zeros(batch, 1, self.ends, dtype=torch.long, device=device)
         self.sequences = torch.arange(batch, device=device).unsqueeze(1)
         self.draws = Draws([row.request.sampling for row in state.rows], [0] * batch, device)
         # A graph holds the path that was taken: greedy only where every text to come is.
         self.draws.greedy = not state.sampled
+
+    def recording(self, widest: int) -> Self:
+        """The same sequences in rounds that commit at most `widest` tokens: all tensors are shared but the record."""
+        own = copy.copy(self)
+        own.widest = widest
+        own.record = torch.zeros(self.batch, HEAD + widest, dtype=torch.long, device=self.device)
+        return own
 
     def load(self, state: DecodeState) -> None:
         """Take over what the host knows."""
@@ -136,13 +148,17 @@ class Resident:
         accepted: Tensor,
         bonus: Tensor,
         said: Said,
-        deep: Tensor,
+        deep: Tensor | None,
         usable: Tensor,
     ) -> None:
         """`DecodeState.commit` on the device: ids, cache rows and states of the accepted `path` [B, n], the record.
 
-        `deep` [B]: depth of each draft; `usable` [B]: see `Booking`. The other arguments are those of a verdict.
+        `deep` [B]: depth of each draft, None where there is none; `usable` [B]: see `Booking`. The other arguments are
+        those of a verdict.
         """
+        if deep is None:
+            self._commit_one(bonus, said, usable)
+            return
         place = torch.arange(self.widest, device=self.device)
         nodes = path[:, : self.widest - 1]
         taken = place[1:] <= accepted.unsqueeze(1)
@@ -159,11 +175,24 @@ class Resident:
             self.best[self.sequences, positions] = kernels.argmax(said.logits).gather(1, kept)
         tokens = torch.nn.functional.pad(draft.tokens.gather(1, source), (0, 1))
         tokens = torch.where(place == accepted.unsqueeze(1), bonus.unsqueeze(1), tokens)
-        last = source.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)) if draft.size else bonus.unsqueeze(1)
+        last = source.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1))
         last = torch.where(accepted.unsqueeze(1) > 0, last, -1)
         refused = (draft.parents == last).any(1)
         self.record.copy_(torch.cat((torch.stack((accepted + 1, deep, refused, usable), 1), tokens), 1))
         self._extend(tokens, accepted + 1)
+
+    def _commit_one(self, token: Tensor, said: Said, usable: Tensor) -> None:
+        """The same where nothing was drafted, in few operations: on a GPU each costs a launch. `token` [B]."""
+        for home, rows in ((self.features, said.tapped), (self.hidden, said.hidden)):
+            if home is not None and rows is not None:
+                home[self.sequences, self.length.unsqueeze(1) - 1] = rows
+        if self.best is not None:
+            self.best[self.sequences, self.length.unsqueeze(1) - 1] = kernels.argmax(said.logits)
+        torch.stack((self.one, self.none, self.none, usable.long(), token), 1, out=self.record)
+        self.ids[self.sequences, self.length.unsqueeze(1)] = token.unsqueeze(1)
+        self.length += ~self.finished
+        self.finished |= (token.unsqueeze(1) == self.eos[:, 0]).any(1)
+        self.finished |= self.length >= self.limit
 
     def _extend(self, tokens: Tensor, count: Tensor) -> None:
         """Append the first `count` [B] of `tokens` [B, widest], up to an end-of-sequence token or the limit."""

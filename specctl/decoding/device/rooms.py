@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from specctl.decoding.device.rounds import DeviceRounds
-from specctl.decoding.protocols import Proposer
+from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 
@@ -38,18 +38,18 @@ class Room(NamedTuple):
 
 
 class Rooms:
-    """The rooms of one drafter with one target, those of another take their place. Whoever decodes with it again and
-    again owns them."""
+    """The rooms of one drafter, or of one controller and its drafters, with one target; those of another take their
+    place. Whoever decodes with it again and again owns them."""
 
     def __init__(self) -> None:
-        self._of: tuple[Target, Proposer] | None = None
+        self._of: tuple[Target, Proposer | Controller] | None = None
         self._rooms: OrderedDict[RoomKey, Room] = OrderedDict()
 
-    def take(self, target: Target, drafter: Proposer, key: RoomKey) -> Room | None:
+    def take(self, target: Target, who: Proposer | Controller, key: RoomKey) -> Room | None:
         """A room for these texts, which is the caller's from now on; None where there is none."""
-        if self._of is None or self._of[0] is not target or self._of[1] is not drafter:
+        if self._of is None or self._of[0] is not target or self._of[1] is not who:
             self._rooms.clear()
-            self._of = target, drafter
+            self._of = target, who
         return self._rooms.pop(key, None)
 
     def keep(self, key: RoomKey, room: Room) -> None:

@@ -2,7 +2,7 @@
 
 Every shape is fixed and nothing is read back, so that a CUDA graph can replay a whole round (graphs.py). The host
 launches round r + 1 before it reads what round r committed: it learns of a finished text one round late, in which that
-text commits nothing more. Texts change places only when no round is under way.
+text commits nothing more. Texts change places, and drafters take turns, only when no round is under way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
 from specctl.decoding.device.resident import Resident, Said, ancestors, bookings, widest_ends
 from specctl.decoding.plan import plan_at
-from specctl.decoding.protocols import DeviceDraft, OnCommit, OnDevice, Proposer
-from specctl.decoding.records import PADDING, DraftTree
+from specctl.decoding.protocols import Controller, DeviceDraft, OnCommit, OnDevice, Proposer
+from specctl.decoding.records import PADDING, Counts, DraftTree, HeardRound
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.verify import judge, last_rows, not_finite, usable
@@ -31,125 +32,183 @@ def device_rounds(
     target: Target,
     state: DecodeState,
     drafter: Proposer,
-    budget: Callable[[], int],
+    budget: Callable[[Proposer], int],
+    controller: Controller | None = None,
     on_commit: OnCommit | None = None,
 ) -> DeviceRounds | None:
     """Rounds on the device where they are of use: on a GPU, for the lean step and a drafter that knows how.
 
-    `budget`: draft nodes of a sequence; it may change only with the size of the batch, as all shapes do. `on_commit` is
-    told when the host has read what a round committed.
+    `budget`: draft nodes of a sequence; it may change only with the size of the batch, as all shapes do. `controller`
+    hears of every round, and `on_commit` is told, when the host has read what the round committed.
 
     The environment variable SPECCTL_GRAPHS: `0` leaves every round to the host; `eager` runs the device's rounds
     without graphs, on any device.
     """
     mode = os.environ.get("SPECCTL_GRAPHS", "1")
-    if not isinstance(drafter, OnDevice):
-        return None
-    wanted = mode == "eager" or (mode != "0" and graphs.available(state.device, shape_of(drafter, state)))
-    if not wanted or target.path != "lean" or state.exact_rows:
+    if mode == "0" or target.path != "lean" or state.exact_rows:
         return None
     if state.catch_up != RECOMPUTE:  # the masks of plan_at know of no slots that were skipped
         return None
-    if _draft_for(state, drafter, budget()) is None:
-        return None
-    return DeviceRounds(target, state, drafter, budget, capture=mode != "eager", on_commit=on_commit)
+    rounds = DeviceRounds(target, state, drafter, budget, mode != "eager", controller, on_commit)
+    return rounds if rounds.able(drafter) else None
 
 
-def _draft_for(state: DecodeState, drafter: OnDevice, budget: int) -> DeviceDraft | None:
-    """The drafter's part of the rounds of a batch; None where it has none, or needs more slots than there are behind a
-    text."""
-    draft = drafter.on_device(state, budget)
-    return None if draft is None or draft.reach > state.spare else draft
-
-
-def shape_of(drafter: OnDevice, state: DecodeState) -> graphs.Shape:
+def shape_of(drafter: Proposer, batch: int) -> graphs.Shape:
     """A kind of rounds, by the batch that they begin with: what may be too much for a device."""
-    return type(drafter).__name__, state.batch
+    return getattr(drafter, "kind", type(drafter).__name__), batch
+
+
+@dataclass
+class Track:
+    """The tensors and graphs that rounds of one drafter are made of; `sequences` are those of all."""
+
+    draft: DeviceDraft
+    sequences: Resident
+    graphs: graphs.Graphs
 
 
 class DeviceRounds:
-    """Runs rounds ahead of the host's `state`, and keeps that up to date."""
+    """Runs rounds ahead of the host's `state`, and keeps that up to date.
 
-    sequences: Resident
-    draft: DeviceDraft
-    graphs: graphs.Graphs
+    One drafter at a time; what each has made stays for its next turn, and all share the state's cache and features.
+
+    Attributes:
+        playing: whose rounds are, or were last, under way.
+    """
 
     def __init__(
         self,
         target: Target,
         state: DecodeState,
-        drafter: OnDevice,
-        budget: Callable[[], int],
-        *,
+        drafter: Proposer,
+        budget: Callable[[Proposer], int],
         capture: bool,
+        controller: Controller | None = None,
         on_commit: OnCommit | None = None,
     ):
-        self.target, self.state, self.drafter, self.budget, self.capture = target, state, drafter, budget, capture
-        self.on_commit = on_commit
-        self.shape = shape_of(drafter, state)
+        self.target, self.state, self.budget, self.capture = target, state, budget, capture
+        self.controller, self.on_commit = controller, on_commit
+        self.playing, self.batch = drafter, state.batch
+        self.tracks: dict[Proposer, Track] = {}
+        self.refused: set[Proposer] = set()  # drafters whose rounds are the host's
+        self.resident: Resident | None = None
         self.store: Tensor | None = None  # the cache's, for which all was made
-        self.loaded = self.failed = False
+        self.loaded = False
+        self.current = False  # the device knows all that the host does
         self.under_way: deque[graphs.Readback] = deque()
 
-    def advance(self) -> bool:
-        """Launch a round and book the one before. False where this device cannot: this round and all others are the
-        host's. Where a text has finished, no round is under way afterwards and the host may change the batch.
-        """
-        if self.failed:
+    @property
+    def draft(self) -> DeviceDraft:
+        """The part of the drafter that is playing, whose the next two are, too."""
+        return self.tracks[self.playing].draft
+
+    @property
+    def sequences(self) -> Resident:
+        return self.tracks[self.playing].sequences
+
+    @property
+    def graphs(self) -> graphs.Graphs:
+        return self.tracks[self.playing].graphs
+
+    def able(self, drafter: Proposer) -> bool:
+        """Whether rounds of `drafter` can run here; those of others may all the same."""
+        if drafter in self.refused:
             return False
-        if self.state.draws.penalised:
+        if drafter not in self.tracks:
+            wanted = not self.capture or graphs.available(self.state.device, shape_of(drafter, self.batch))
+            if not wanted or self._draft_of(drafter) is None:
+                self.refused.add(drafter)
+        return drafter not in self.refused
+
+    def _draft_of(self, drafter: Proposer) -> DeviceDraft | None:
+        """The drafter's part of the rounds of a batch; None where it has none, or needs more slots than there are
+        behind a text."""
+        if not isinstance(drafter, OnDevice):
+            return None
+        draft = drafter.on_device(self.state, self.budget(drafter))
+        return None if draft is None or draft.reach > self.state.spare else draft
+
+    def advance(self, drafter: Proposer) -> bool:
+        """Launch a round of `drafter` and book the one before. False where that cannot be: nothing is under way then,
+        and this round is the host's, if a text is left. Where a text has finished, no round is under way afterwards and
+        the host may change the batch.
+        """
+        if self.state.draws.penalised or not self.able(drafter):
             self.settle()
             return False
-        try:
-            if not self.loaded and not self.load():
-                self.failed = True
+        live = len(self.state.live)
+        if self.loaded and drafter is not self.playing:
+            self._hand_back()
+            if not self.state.unfinished:
+                self.settle()
                 return False
+        try:
+            if not self.loaded:
+                self.playing = drafter
+                if self.controller is not None:
+                    self.controller.ready(self.state)
+                if not self.load():
+                    self.refused.add(drafter)
+                    return False
             self._launch()
         except Exception as error:  # whatever a driver raises: the host's rounds need nothing of this one
             if not self.capture:
                 raise
             self._give_up(error)
             return False
-        if len(self.under_way) > 1 and self._book():
+        if len(self.under_way) > 1:
+            self._book()
+        if len(self.state.live) < live:
             self.settle()
         return True
 
     def load(self) -> bool:
         """Begin where the host's state stands. False where the drafter cannot draft for this batch on the device: a
         smaller one has larger drafts."""
-        if not self._fits() and not self._place():
+        if not self._fits():
+            self.tracks.clear()
+            self.resident, self.store, self.current = None, self.state.cache.store, False
+        track = self.tracks.get(self.playing)
+        if (track is None or not track.draft.fits(self.state)) and not self._place():
             return False
-        self.sequences.load(self.state)
+        if not self.current:
+            self.sequences.load(self.state)
         self.draft.load(self.state)
-        self.loaded = True
+        self.loaded = self.current = True
         return True
 
     def _fits(self) -> bool:
         """Whether what was made is for the texts that there are: their caches, their ends and how they are drawn."""
-        if self.store is not self.state.cache.store or not self.draft.fits(self.state):
+        resident = self.resident
+        if resident is None or self.store is not self.state.cache.store:
             return False
-        sequences = self.sequences
-        return sequences.draws.greedy != self.state.sampled and sequences.ends >= widest_ends(self.state)
+        return resident.draws.greedy != self.state.sampled and resident.ends >= widest_ends(self.state)
 
     def _place(self) -> bool:
-        """Make everything anew, for a batch of another size or in another place; False where that cannot be."""
-        draft = _draft_for(self.state, self.drafter, self.budget())
+        """Make everything anew for the drafter that is playing, for a batch of another size or in another place; False
+        where that cannot be."""
+        draft = self._draft_of(self.playing)
         if draft is None:
+            self.tracks.pop(self.playing, None)
             return False
-        self.draft, self.store = draft, self.state.cache.store
-        self.sequences = Resident(self.state, draft.depth + 1)
-        carried = [self.sequences.length, self.sequences.finished, *draft.carried]
-        self.graphs = graphs.Graphs(carried, self.sequences.record)
+        if self.resident is None:
+            self.resident = Resident(self.state)
+        sequences = self.resident.recording(draft.depth + 1)
+        carried = [sequences.length, sequences.finished, *draft.carried]
+        self.tracks[self.playing] = Track(draft, sequences, graphs.Graphs(carried, sequences.record))
         return True
 
     def _launch(self) -> None:
         """Start a round."""
-        span = self._span()
+        span, state = self._span(), self.state
         if self.capture:
-            self.state.replays += self.graphs.play(self.round, span)
+            state.replays += self.graphs.play(self.round, span)
+            began = self.graphs.began
         else:
+            began = graphs.Moment(state.device)
             self.round(span)
-        self.under_way.append(graphs.Readback(self.sequences.record))
+        state.rounds, state.ahead = state.rounds + 1, state.ahead + 1
+        self.under_way.append(graphs.Readback(self.sequences.record, began))
 
     def _span(self) -> int:
         """Cache slots that attention reads: all there are where a kernel knows how long the texts are. The host knows
@@ -170,55 +229,81 @@ class DeviceRounds:
         sequences.commit(draft, path, accepted, bonus, said, deep, usable(last_rows(said.logits, path, accepted)))
         self.draft.advance(sequences, before, span)
 
-    def step(self, draft: DraftTree, span: int) -> tuple[Said, Tensor, Tensor]:
+    def step(self, draft: DraftTree, span: int) -> tuple[Said, Tensor, Tensor | None]:
         """The target over the last committed tokens and their drafts: what it says, the positions [B, 1+n] of these
-        tokens, and how deep each draft is [B]."""
+        tokens, and how deep each draft is [B], None where nothing is drafted."""
         sequences = self.sequences
         rows = torch.arange(draft.size + 1, device=sequences.device)
+        deep: Tensor | None
         if draft.chain:
             visible = (rows <= rows.unsqueeze(1)).expand(sequences.batch, -1, -1)
-            offset, deep = rows.expand(sequences.batch, -1), (draft.parents != PADDING).sum(1)
+            offset = rows.expand(sequences.batch, -1)
+            deep = (draft.parents != PADDING).sum(1) if draft.size else None
         else:
             tree = ancestors(draft.parents)
             visible = torch.nn.functional.pad(tree, (1, 0, 1, 0)) | (rows == 0)  # the root is everybody's ancestor
             offset = torch.nn.functional.pad(tree.sum(-1), (1, 0))
             deep = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
         plan = plan_at(sequences.length - 1, visible, offset, span=span, dtype=sequences.dtype, chain=draft.chain)
-        tokens = torch.cat((sequences.last, draft.tokens), 1)
+        tokens = torch.cat((sequences.last, draft.tokens), 1) if draft.size else sequences.last
         said = Said(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
         return said, plan.positions, deep
 
-    def _book(self) -> bool:
-        """Read what the oldest round under way committed; whether a text has finished with it."""
-        found = bookings(self.under_way.popleft().tolist())
-        live = self.state.live
-        for row, booking in zip(self.state.rows, found, strict=True):
+    def _book(self) -> None:
+        """Read what the oldest round under way committed, and tell it."""
+        round = self.under_way.popleft()
+        counts = {}
+        for b, (row, booking) in enumerate(zip(self.state.rows, bookings(round.tolist()), strict=True)):
             if row.stop is not None:
                 continue
+            before = len(row.ids)
             if booking.usable:
                 self.state.book(row, booking.committed, booking.depth, booking.rejected)
             else:
                 row.fail(not_finite(self.target))
+            kept = len(row.ids) - before
+            accepted = min(len(booking.committed) - 1, kept)
+            counts[b] = Counts(kept, accepted, booking.depth, kept == len(booking.committed))
+        if self.controller is not None:
+            self.controller.heard(self.state, HeardRound(counts, round.seconds))
         if self.on_commit is not None:
             self.on_commit(self.state)
-        return len(self.state.live) < len(live)
+
+    def wait(self) -> None:
+        """Book all rounds under way. Where a text has finished, the host may change the batch afterwards."""
+        live = len(self.state.live)
+        self._hand_back()
+        if len(self.state.live) < live:
+            self.settle()
 
     def settle(self) -> None:
         """Wait for all rounds, and hand the drafter's memory back: the host may do as it likes."""
+        self._hand_back()
+        self.current = False
+
+    def _hand_back(self) -> None:
+        """The same, where texts stay as they are."""
         if not self.loaded:
             return
         while self.under_way:
             self._book()
         self.draft.store(self.state)
         self.loaded = False
+        if self.controller is not None:
+            self.controller.settled(self.state)
 
     def _give_up(self, error: Exception) -> None:
-        """Leave the rest to the host. What a round that failed has changed lies behind the committed text, except in
-        the drafter's memory, which is made anew."""
+        """Leave the drafter's rounds to the host. What a round that failed has changed lies behind the committed text,
+        except in the drafter's memory, which is made anew."""
         while self.under_way:
             self._book()
-        self.drafter.invalidate(self.state)
-        self.failed, self.loaded = True, False
-        graphs.refuse(self.state.device, self.shape)
+        assert isinstance(self.playing, OnDevice)
+        self.playing.invalidate(self.state)
+        self.loaded = self.current = False
+        self.refused.add(self.playing)
+        self.tracks.pop(self.playing, None)
+        if self.controller is not None:
+            self.controller.settled(self.state)
+        graphs.refuse(self.state.device, shape_of(self.playing, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
         warnings.warn(f"decoding on {self.state.device} runs without CUDA graphs: {reason}", stacklevel=2)

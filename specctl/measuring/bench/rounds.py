@@ -72,7 +72,7 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
     request = Request(prompt, filters(recipe.sampling), NEW, recipe.data.seed)
     state = DecodeState(target, taps=drafter.taps, spare=MAX_NODES)
     state.place([state.sequence(request)])
-    rounds = device_rounds(target, state, drafter, lambda: MAX_NODES - 1)
+    rounds = device_rounds(target, state, drafter, lambda _: MAX_NODES - 1)
     if rounds is not None:
         logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
         state.begin([0], logits.argmax(-1).tolist(), tapped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from math import isfinite
 from time import perf_counter_ns
@@ -46,7 +47,8 @@ class Round:
 class Game:
     """One policy against the rounds of decoding until its reset.
 
-    A round is `choose`, `played`, then `scored` with the tokens that `due` asks for; `ended` closes a text.
+    A round is `choose`, `played`, then `scored` with the tokens that `due` asks for; `ended` closes a text. Rounds may
+    be chosen before those that were chosen before them are over: they are played in the same order, or `withdrawn`.
     """
 
     def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: ArmClock | None = None):
@@ -57,6 +59,8 @@ class Game:
         self.rules = rules
         self.arms = arms
         self.log: list[Round] = []
+        self._open: deque[Round] = deque()  # rounds that were chosen and are not over, the last ones of the log
+        self._over: Round | None = None  # the last round that is
         self.dropped = 0  # rewards, and vectors of losses, that were not finite throughout
         self.unscored = 0  # committed tokens that no `scored` has covered
         self._schedule = ScoringSchedule(rules)
@@ -76,18 +80,36 @@ class Game:
         return self.policy.weights()
 
     def choose(self) -> int:
-        """The arm of the round that begins; opens its entry in the log."""
+        """The arm of the round that begins, the last one to be told; opens its entry in the log."""
         began = perf_counter_ns()
         weights = self.policy.weights()
         arm = self.policy.choose()
-        regret = self.log[-1].regret if self.log else 0.0
+        regret = self._over.regret if self._over is not None else 0.0
         self.log.append(Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000))
+        self._open.append(self.log[-1])
         return arm
 
-    def played(self, arm: int, outcome: Outcome) -> None:
-        """A round of this arm is over."""
+    def withdraw(self) -> None:
+        """Strike the last choice out: there was no round."""
+        self._open.pop()
+        self.log.pop()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return len(self.log) - len(self._open)
+
+    @property
+    def curious(self) -> bool:
+        """Whether a round is under way of an arm whose reward was never told: a bandit that chooses without it would
+        try the arm once more."""
+        return self.policy.learns == "reward" and any(not self._played[entry.arm] for entry in self._open)
+
+    def played(self, arm: int, outcome: Outcome) -> Round:
+        """The oldest round that was chosen, which was of this arm, is over; returns its entry in the log."""
         self._schedule.rounds += 1
-        entry = self.log[-1]
+        entry = self._over = self._open.popleft()
+        self._played[arm] += 1
         entry.committed = outcome.committed
         began = perf_counter_ns()
         rate = self.clock.rate
@@ -103,6 +125,7 @@ class Game:
             entry.reward = unit if self.policy.scale == "unit" else 1 + self.rules.depth * unit
             self.policy.reward(arm, entry.reward)
         entry.decide_us += (perf_counter_ns() - began) / 1000
+        return entry
 
     def _committed(self, arm: int, outcome: Outcome) -> None:
         """Note all that a round shows before its tokens are scored."""
@@ -111,7 +134,6 @@ class Game:
         self._owners += [arm] * vectors
         if self._drift and self._drift.seen(arm, outcome.accepted if outcome.complete else None, vectors):
             self._begin_again(self._drift)
-        self._played[arm] += 1
         self._kept[arm] += (1 - outcome.failed - self._kept[arm]) / min(self._played[arm], RECENT)
         if outcome.failed:
             self._schedule.hurry()  # until something is learnt, it is played on
@@ -139,8 +161,8 @@ class Game:
         if tokens > self.unscored:
             raise ValueError(f"{tokens} tokens are scored, {self.unscored} were committed")
         self.unscored -= tokens
-        if self.log:
-            self.log[-1].scored += tokens
+        if self._over is not None:
+            self._over.scored += tokens
         self._feed(self._delay.scored(gamma, hit))
 
     def _feed(self, losses: Array) -> None:
@@ -161,9 +183,9 @@ class Game:
         self._own_cost += float(losses[np.arange(len(owners)), owners].sum())
         self._update += losses[stale:].tolist()
         self._learn(1 if self._schedule.warm else self.rules.tokens_per_update)
-        if self.log:
-            self.log[-1].losses.append(losses)
-            self.log[-1].regret = self._own_cost - float(self._cost.min())
+        if self._over is not None:
+            self._over.losses.append(losses)
+            self._over.regret = self._own_cost - float(self._cost.min())
 
     def _costly(self, losses: Array) -> Array:
         """[M, N] losses that count a round's seconds (throughput) and the share of rounds in which the arm failed."""
@@ -178,8 +200,8 @@ class Game:
         while len(self._update) >= size:
             together, self._update = self._update[:size], self._update[size:]
             self.policy.losses(together[0] if size == 1 else [sum(ones) / size for ones in zip(*together, strict=True)])
-        if self.log:
-            self.log[-1].decide_us += (perf_counter_ns() - began) / 1000
+        if self._over is not None:
+            self._over.decide_us += (perf_counter_ns() - began) / 1000
 
     def ended(self) -> None:
         """The text is over: nothing is accepted beyond its end, so the vectors that wait are complete; all are fed.

@@ -1,0 +1,380 @@
+"""Rounds on the device where somebody chooses: the texts are the host's, and every round is heard of once, if late.
+
+Nothing here needs a GPU: as in tests/decoding/test_device_round.py, which the drafters are of.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from specctl.decoding.controllers import PerSequence
+from specctl.decoding.device import graphs
+from specctl.decoding.device import rounds as device_round
+from specctl.decoding.device.rooms import Rooms
+from specctl.decoding.plain import PLAIN
+from specctl.decoding.records import Label
+from specctl.decoding.sampling import GREEDY
+from specctl.drafters.text.lookup import Lookup
+from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection.assembly import make_batch_selector, make_selector
+from specctl.selection.batched import BatchSelector
+from specctl.selection.controller import Selector
+from specctl.selection.feedback import Scorer, table
+from specctl.selection.game.game import Game
+from specctl.selection.guarded import Guarded
+from specctl.selection.policies import registry
+from specctl.selection.policies.contextual import ContextualUcb
+from tests.decoding.test_device_round import (  # noqa: F401 - fixtures are asked for by name
+    EACH,
+    MIXED,
+    PROMPTS,
+    NoHost,
+    decode,
+    drafters,
+    graphs_on,
+    loaded,
+    on_device,
+    tiny,
+)
+
+POOL = [*EACH, "eagle3 chain", "eagle"]
+BANDITS = ["cgp-ucb", "ucbspec", "exp3spec", "metasd-ucb", "metasd-sh", "random"]
+
+
+@pytest.fixture
+def pool(drafters):  # noqa: F811
+    """Arms by name; rewards are the accepted tokens, so that no clock decides."""
+    return lambda names: [Guarded(name, drafters(name) or PLAIN) for name in names]
+
+
+def selector(target, arms, algo, log=None, reward="be", together=False, **options):
+    log = [] if log is None else log
+    how = dict(step=lambda: 0.01, seed=0, on_round=log.append)
+    new_policy = lambda own, text: registry.build(algo, own, PolicyRecipe(**options))  # noqa: E731
+    if together:
+        return make_batch_selector(arms, algo, GameRecipe(reward=reward), new_policy, **how)
+    return make_selector(target, arms, algo, GameRecipe(reward=reward), new_policy, within_query=True, **how)
+
+
+def played(target, controller, count=5, **more):
+    labels = [Label(f"q{n}") for n in range(count)]
+    options = dict(sampling=MIXED, slots=2) | more
+    return decode(target, PROMPTS[:count], controller=controller, taps=controller.taps, labels=labels, **options)
+
+
+def lines(log):
+    """What is told of rounds, less what is measured; in the order of texts."""
+    return sorted((replace(line, decide_us=0.0) for line in log), key=lambda line: (line.query, line.round))
+
+
+@pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (MIXED, 2)], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("name", POOL)
+def test_same_texts_counts_and_lines(tiny, pool, on_device, name, sampling, slots):  # noqa: F811
+    """Of who always plays one arm, which of the others has read nothing."""
+    host, device = [], []
+    names = [name, *(other for other in ("plain", "eagle3 tree") if other != name)]
+    how = dict(sampling=sampling, slots=slots)
+    expected = played(tiny, selector(tiny, pool(names), "fixed", host, arm=0), **how)
+    on_device()
+    assert played(tiny, selector(tiny, pool(names), "fixed", device, arm=0), **how) == expected
+    assert lines(device) == lines(host) and len(host) == sum(one.target_passes for one in expected)
+
+
+@pytest.mark.parametrize(
+    ("algo", "together"),
+    [*((algo, False) for algo in BANDITS), *((algo, True) for algo in BANDITS if algo != "cgp-ucb")],
+)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_whoever_is_chosen_the_text_is_the_same(tiny, pool, on_device, algo, slots, together):  # noqa: F811
+    """Of arms of every kind that take turns, each behind a text of which others have written a part. Every round is
+    a pull of one arm, those that were chosen behind an end are none."""
+    texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    log = []
+    controller = selector(tiny, pool(POOL), algo, log, together=together)
+    on_device()
+    found = played(tiny, controller, slots=slots)
+    assert [one.output_ids for one in found] == texts
+    assert len(log) == sum(controller.tally.pulls.values()) and controller.tally.switches > 0
+    assert sum(line.committed for line in log) == sum(one.decoded_tokens for one in found)
+    assert sum(line.accepted for line in log) == sum(one.accepted for one in found)
+    if together:
+        assert sum(len(game.log) for game in controller.games.values()) == len(log) and not controller._chosen
+    else:
+        assert Counter(line.query for line in log) == Counter({f"q{one.index}": one.target_passes for one in found})
+
+
+class Curious(ContextualUcb):
+    """Notes what it is asked and told, and plays as it is told beforehand."""
+
+    script: ClassVar[list[int]] = []
+
+    def __init__(self, arms, options):
+        super().__init__(arms, options)
+        self.story = []
+
+    def choose(self):
+        arm = self.script[sum(word == "chose" for word, *_ in self.story) % len(self.script)]
+        self.story.append(("chose", arm))
+        return arm
+
+    def reward(self, arm, reward):
+        self.story.append(("heard", arm, reward))
+        super().reward(arm, reward)
+
+
+@pytest.fixture
+def stories(tiny, pool, monkeypatch):  # noqa: F811
+    """`stories(script, **options)`: what a policy with this script went through in every text, by its lines."""
+
+    def run(script, names=("plain", "eagle3 tree", "lm"), **more):
+        log, policies = [], {}
+        monkeypatch.setattr(Curious, "script", list(script))
+        controller = selector(tiny, pool(names), "cgp-ucb", log)
+        new_game = controller.new_game
+
+        def watched(label):
+            game = new_game(label)
+            game.policy = policies[label.query] = Curious(game.arms, PolicyRecipe())
+            return game
+
+        controller.new_game, controller.memory = watched, None
+        found = played(tiny, controller, **more)
+        return controller, found, log, {query: policy.story for query, policy in policies.items()}
+
+    return run
+
+
+@pytest.mark.parametrize("script", [[0], [1], [0, 0, 1, 1, 1, 2]])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_every_round_is_heard_of_once_in_the_order_of_choices(stories, on_device, script, slots):  # noqa: F811
+    """One round late, but for the first of an arm; and rounds behind the end of a text are nobody's."""
+    host_controller, host, host_log, _ = stories(script, slots=slots)
+    on_device()
+    controller, found, log, told = stories(script, slots=slots)
+    assert found == host and lines(log) == lines(host_log)
+    assert controller.tally.pulls == host_controller.tally.pulls
+    assert sum(controller.tally.pulls.values()) == sum(one.target_passes for one in found)
+    late = void = 0
+    for one in found:
+        story = told.get(f"q{one.index}", [])
+        chosen = [arm for word, arm, *_ in story if word == "chose"]
+        heard = [arm for word, arm, *_ in story if word == "heard"]
+        cut = one.target_passes - len(heard)  # of a round that was cut off at the end a bandit is told nothing
+        assert cut in (0, 1) and heard == chosen[: len(heard)]
+        void += len(chosen) - one.target_passes
+        rewards = [line.learnt for line in log if line.query == f"q{one.index}" and line.learnt is not None]
+        assert rewards == [reward for word, *rest in story if word == "heard" for reward in rest[1:]]
+        for before, after in itertools.pairwise(story):
+            late += before[0] == after[0] == "chose"
+        seen = set()
+        for place, (word, arm, *_) in enumerate(story):
+            if word == "heard":
+                seen.add(arm)
+            elif arm not in seen and place + 1 < len(story):
+                assert story[place + 1][0] == "heard", "the first round of an arm is waited for"
+    assert late and void
+    assert not controller.plays
+
+
+def test_an_end_leaves_nothing_open(tiny, pool, on_device):  # noqa: F811
+    """Also of games that go on: the next text of a session would else be told of the last one's round."""
+    on_device()
+    log = []
+    controller = selector(tiny, pool(("plain", "eagle3 chain")), "ucbspec", log)
+    labels = [Label(f"q{n}", key="session") for n in range(5)]
+    how = dict(controller=controller, taps=controller.taps, labels=labels, sampling=MIXED, slots=1)
+    found = decode(tiny, PROMPTS, **how)
+    (game,) = controller.games.values()
+    assert game.rounds == len(game.log) == len(log) == sum(one.target_passes for one in found)
+    assert [entry.committed for entry in game.log] == [line.committed for line in log]
+
+
+def test_texts_with_other_arms_have_the_hosts_rounds(tiny, pool, on_device, stories, monkeypatch):  # noqa: F811
+    """And the device's again when all are given one."""
+    kinds = []
+    advance = device_round.DeviceRounds.advance
+
+    def watched(self, drafter):
+        ran = advance(self, drafter)
+        kinds.append((isinstance(drafter, PerSequence), ran))
+        return ran
+
+    monkeypatch.setattr(device_round.DeviceRounds, "advance", watched)
+    on_device()
+    texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    kinds.clear()
+    controller = selector(tiny, pool(("plain", "eagle3 tree")), "random")
+    found = played(tiny, controller, slots=2)
+    assert [one.output_ids for one in found] == texts
+    assert {(True, False), (False, True)} <= set(kinds)
+    assert (True, True) not in kinds
+    assert found[-1].rounds > found[-1].ahead > 0
+
+
+def test_an_arm_without_rounds_there_has_the_hosts(tiny, pool, on_device):  # noqa: F811
+    """The others keep theirs, behind texts that it has written parts of."""
+    on_device()
+    log = []
+    arms = [*pool(("eagle3 tree", "lm")), Guarded("lookup", Lookup(3))]
+    controller = selector(tiny, arms, "random", log)
+    found = played(tiny, controller, slots=1)
+    assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    hosted = sum(line.arm == "lookup" for line in log)
+    assert found[-1].rounds - found[-1].ahead == hosted > 0 and found[-1].ahead > 0
+
+
+def test_arms_of_one_drafter_share_its_memory(tiny, drafters, on_device):  # noqa: F811
+    """Drafts of other sizes behind keys and values that the other arm has made."""
+    on_device()
+    head = drafters("eagle3 tree")
+    arms = [Guarded("all", head), Guarded("×4", head, 4), Guarded("×1", head, 1)]
+    log = []
+    found = played(tiny, selector(tiny, arms, "random", log), slots=1)
+    assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    assert max(line.drafted for line in log if line.arm == "×1") == 1
+    alone = played(tiny, selector(tiny, arms[1:2], "fixed", arm=0), slots=1)
+    assert sum(one.accepted for one in alone) > 0
+
+
+@pytest.mark.parametrize("sampling", [MIXED, GREEDY], ids=["mixed", "greedy"])
+@pytest.mark.parametrize("together", [False, True], ids=["text", "batch"])
+def test_a_round_of_every_arm_can_be_captured(tiny, pool, monkeypatch, sampling, together):  # noqa: F811
+    """Where somebody chooses, too, a round asks the host nothing, whoever has played before."""
+    arms = pool(POOL)
+    controller = selector(tiny, arms, "ucbspec", together=together)
+    taps = tuple(range(tiny.num_layers + 1))
+    rounds = loaded(tiny, None, sampling, monkeypatch, controller=controller, taps=taps, slots=1 + together)
+    for arm in arms:
+        with torch.inference_mode():
+            rounds._hand_back()
+            rounds.playing = arm
+            assert rounds.load()
+        with torch.inference_mode(), NoHost(monkeypatch):
+            rounds.round(rounds.state.capacity)
+    assert len(rounds.tracks) == len(arms)
+
+
+def test_graphs_of_all_arms_serve_the_next_text(tiny, pool, graphs_on, monkeypatch):  # noqa: F811
+    """Each arm has its own, captured behind a few rounds of it, whoever plays between them."""
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    texts = [one.output_ids for one in decode(tiny, sampling=MIXED, max_new_tokens=16)]
+    monkeypatch.delenv("SPECCTL_GRAPHS")
+    captured, rooms = graphs_on(), Rooms()
+    controller = selector(tiny, pool(("eagle3 chain", "eagle3 tree", "plain")), "metasd-sh", period=2)
+    for _ in range(2):
+        before = len(captured)
+        found = played(tiny, controller, slots=1, rooms=rooms, max_new_tokens=16)
+        assert [one.output_ids for one in found] == texts
+    assert before == 3 == len(captured)
+
+
+def test_an_arm_that_cannot_be_captured_leaves_the_others_theirs(tiny, pool, graphs_on, monkeypatch):  # noqa: F811
+    texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    graphs_on(lambda run: (replayed.append(run.func.__self__), run()))
+    replayed, capture = [], graphs.capture
+
+    def picky(run, side, pool):
+        if run.func.__self__.playing.name == "lm":
+            raise RuntimeError("out of memory")
+        return capture(run, side, pool)
+
+    monkeypatch.setattr(graphs, "capture", picky)
+    log = []
+    controller = selector(tiny, pool(("lm", "eagle3 tree")), "random", log)
+    with pytest.warns(UserWarning, match="without CUDA graphs: out of memory") as noticed:
+        found = played(tiny, controller, slots=1)
+    assert [one.output_ids for one in found] == texts
+    assert len(noticed) == 1 and len(log) == sum(one.target_passes for one in found)
+    assert {rounds.playing.name for rounds in replayed} == {"eagle3 tree"} and 0 < found[-1].ahead < found[-1].rounds
+
+
+def test_block_divergence_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa: F811
+    """It looks at the draft; and scores need what the target said, which is only kept where that is asked for."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    for algo, keeps in (("metasd-ucb", False), ("metasd-ucb", True), ("hedgespec", False)):
+        controller = selector(tiny, pool(("plain", "eagle3 chain")), algo, reward="bd")
+        assert controller.late == (algo == "hedgespec")
+        assert played(tiny, controller, slots=1, keeps=keeps)[-1].ahead == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("algo", ["hedgespec", "normalhedge", "ftl"])
+def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, algo, slots):  # noqa: F811
+    """Every token is scored once, of whichever rounds it is, as in a table of the whole text; the last ones, too."""
+    arms = pool(("plain", "eagle3 tree", "medusa tree", "lm"))
+    log, feedback = [], {}
+    new_policy = lambda own, text: registry.build(algo, own, PolicyRecipe())  # noqa: E731
+    rules = GameRecipe(loss="length", depth=2, score_ends=True, warmup_rounds=2, batch_rounds=3, batch_growth=1.0)
+    how = dict(step=lambda: 0.01, seed=0, on_round=log.append)
+    controller = make_selector(tiny, arms, algo, rules, new_policy, within_query=False, **how)
+    score, scorer = Scorer.score, controller.scorer
+
+    def noted(self, state, counts):
+        ends = [len(row.ids) for row in state.rows]
+        assert not any(count > end for count, end in zip(counts, ends, strict=True))
+        found = score(self, state, counts)
+        for row, part in zip(state.rows, found, strict=True):
+            feedback.setdefault(row.index, []).append(part)
+        return found
+
+    monkeypatch.setattr(Scorer, "score", noted)
+    texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
+    on_device()
+    found = played(tiny, controller, slots=slots, keeps=True)
+    assert [one.output_ids for one in found] == texts and found[-1].ahead > 0
+    tokens = sum(one.decoded_tokens for one in found)
+    assert sum(line.scored for line in log) == tokens == controller.tally.scored
+    assert len(log) == sum(one.target_passes for one in found) == sum(controller.tally.pulls.values())
+    assert any(line.learnt for line in log) and controller.failures == 0
+    for own in ([line for line in log if line.query == f"q{one.index}"] for one in found if slots == 1):
+        gaps = [[line.scored for line in own[place : place + 5]] for place in range(len(own) - 4)]
+        assert all(map(any, gaps)), "every third round is scored, behind at most one more that was under way"
+    monkeypatch.undo()
+    for one in found:
+        if one.decoded_tokens:
+            alone, law = Scorer(tiny, scorer.drafters, scorer.depth), MIXED[one.index]
+            whole = table(alone, one.prompt_ids, one.output_ids, law, seed=one.index + 1)
+            for name in ("gamma", "hit"):
+                parts = np.concatenate([getattr(part, name) for part in feedback[one.index]], 1)
+                np.testing.assert_allclose(parts, getattr(whole, name), atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["text", "batch"])
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_seconds_are_those_of_rounds(tiny, pool, graphs_on, monkeypatch, mode, together):  # noqa: F811
+    """Neither a capture nor the host's choosing makes an arm look slow; texts of a batch share a round."""
+    now = [0.0]
+
+    def passing(seconds, function):
+        def slow(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return slow
+
+    monkeypatch.setattr(graphs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    monkeypatch.setattr(device_round.DeviceRounds, "round", passing(1, device_round.DeviceRounds.round))
+    for kind in (Selector, BatchSelector):
+        monkeypatch.setattr(kind, "choose", passing(10, kind.choose))
+    if mode == "eager":
+        monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    else:
+        graphs_on()
+        monkeypatch.setattr(graphs, "capture", passing(100, graphs.capture))
+    seen, told = [], Game.played
+    monkeypatch.setattr(Game, "played", lambda *args: (seen.append(args[2].seconds), told(*args))[1])
+    arms = pool(("eagle3 chain", "plain"))
+    controller = selector(tiny, arms, "random", together=True) if together else selector(tiny, arms, "fixed", arm=0)
+    found = played(tiny, controller)
+    assert found[-1].ahead == found[-1].rounds and len(seen) > 10
+    assert set(seen) == ({1.0} if together else {1.0, 0.5})
+    assert mode == "eager" or now[0] > 100
