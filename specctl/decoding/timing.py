@@ -45,6 +45,12 @@ def cold_medians(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock of the work that this thread gives a device, in seconds: what other processes take of a core is no cost
+    of ours; a GPU's work takes no time of this thread, so there it is a clock on the wall."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
 def synchronise(device: torch.device) -> None:
     """Wait for a GPU to finish what was asked of it."""
     if device.type == "cuda":

@@ -17,6 +17,7 @@ from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.records import Counts, DraftTree, HeardRound, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
+from specctl.decoding.timing import clock_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
@@ -203,10 +204,10 @@ class Selector(Controller):
         for arm in sorted(new):
             self.tally.switch_s.append(self.arms[arm].catch_up(state))
             self.moves.took(arm, self.tally.switch_s[-1])
-        self._began = time.perf_counter()  # that they had been idle is not what a round of theirs costs
+        self._began = clock_of(state.device)()  # that they had been idle is not what a round of theirs costs
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = self._seconds(state, processes.agree(time.perf_counter() - self._began))
+        seconds = self._seconds(state, processes.agree(clock_of(state.device)() - self._began))
         if self.scorer is not None:
             self.scorer.keep(state, verdict, self._live)
         counts, entries = {}, {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import DeviceDraft, Drafter, OnDevice
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
-from specctl.decoding.timing import synchronise
+from specctl.decoding.timing import clock_of, synchronise
 from specctl.drafters.feature.layer import own_features
 from specctl.errors import SpecctlError
 
@@ -60,7 +59,8 @@ class Guarded:
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         failed = False
-        began = time.perf_counter()
+        clock = clock_of(state.device)
+        began = clock()
         try:
             draft = self.drafter.propose(state, self._within(budget))
         except SpecctlError:  # says what the user can do: not an accident
@@ -69,7 +69,7 @@ class Guarded:
             self._failed(state, error)
             draft, failed = empty_draft(state.batch, state.device), True
         synchronise(state.device)
-        self.made, self.budget = Made(draft, processes.agree(time.perf_counter() - began), failed), budget
+        self.made, self.budget = Made(draft, processes.agree(clock() - began), failed), budget
         return draft
 
     def advance(self, state: DecodeState) -> None:
@@ -83,10 +83,11 @@ class Guarded:
 
     def catch_up(self, state: DecodeState) -> float:
         """Read what the drafter has missed of the texts: seconds."""
-        began = time.perf_counter()
+        clock = clock_of(state.device)
+        began = clock()
         self.advance(state)
         synchronise(state.device)
-        return processes.agree(time.perf_counter() - began)
+        return processes.agree(clock() - began)
 
     @property
     def kind(self) -> str:

@@ -42,7 +42,8 @@ def test_rewards_by_hand():
 def ticking(monkeypatch):
     """A clock that only drafters and the target move: drafts of `Slow` take what they say, a target step takes STEP."""
     now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
 
     def verified(*asked):
         now[0] += STEP

@@ -27,7 +27,7 @@ from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.timing import synchronise
+from specctl.decoding.timing import clock_of, synchronise
 from specctl.decoding.verify import verify
 from specctl.runs import atomic_write
 
@@ -247,8 +247,7 @@ def _commit_a_round(target: Target, state: DecodeState) -> None:
 
 def _seconds(target: Target, function: Callable[[], object]) -> float:
     synchronise(target.device)
-    # What other processes take of a core is no cost of ours; a GPU's work takes no time of this thread.
-    clock = time.thread_time if target.device.type == "cpu" else time.perf_counter
+    clock = clock_of(target.device)
     started = clock()
     function()
     synchronise(target.device)

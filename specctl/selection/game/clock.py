@@ -9,6 +9,9 @@ from specctl.selection.policies.policy import Numbers
 
 RATE_MEMORY = 2048  # rounds, about, that the rate of all remembers
 MEMORY = 64  # rounds of an arm, about, that its mean remembers: the first are slow, and machines are shared
+# A round counts at most so many times its arm's mean: what takes longer was held up. In replays where one round of
+# fifty takes 2 to 6 times as long, `cgp-ucb` falls from 0.91 to 0.86 of each text's fastest arm without, to 0.90 with.
+LONGEST = 2.0
 
 
 @dataclass
@@ -41,12 +44,15 @@ class ArmClock:
         """Tokens a second of all rounds; 0 before there was one."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def took(self, arm: int, seconds: float, tokens: float = 0.0) -> None:
-        """A round of `arm`."""
+    def took(self, arm: int, seconds: float, tokens: float = 0.0) -> float:
+        """A round of `arm`; returns the seconds of it that count."""
+        if self.n[arm] and seconds > 0:
+            seconds = min(seconds, LONGEST * self.mean[arm])
         self.tokens += tokens - self.tokens / RATE_MEMORY
         self.seconds += seconds - self.seconds / RATE_MEMORY
         self.n[arm] += 1
         self.mean[arm] += (seconds - self.mean[arm]) / min(self.n[arm], MEMORY)
+        return seconds
 
     def costs(self) -> Numbers:
         """[N] seconds; an arm that has not played is thought as cheap as the cheapest, so that it is tried."""

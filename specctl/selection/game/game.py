@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from time import perf_counter_ns
 
@@ -114,7 +114,8 @@ class Game:
         began = perf_counter_ns()
         rate = self.clock.rate
         if outcome.seconds is not None:
-            self.clock.took(arm, outcome.seconds / outcome.texts, outcome.committed / outcome.texts)
+            seconds = self.clock.took(arm, outcome.seconds / outcome.texts, outcome.committed / outcome.texts)
+            outcome = replace(outcome, seconds=seconds * outcome.texts)
         if self.policy.learns == "losses":
             self._committed(arm, outcome)
         elif self.policy.learns == "reward" and outcome.complete:
