@@ -92,6 +92,7 @@ class DecodeState:
         self.taps, self.spare, self.exact_rows, self.catch_up = taps, spare, exact_rows, catch_up
         self.capacity = capacity
         self.keeps = keeps
+        self.pool = None if exact_rows else target.pool()  # there a failed row becomes a copy of a sound one
         self.sampled = False
         self.replays = 0
         self.clear()
@@ -99,11 +100,14 @@ class DecodeState:
     def clear(self) -> None:
         """Forget all sequences, and what is kept for them."""
         self.rows: list[Sequence] = []
-        self.cache: KVCache = self.target.model.new_cache(0, self.capacity)
+        self.cache: KVCache = self._new_cache(0)
         self.features: Tensor | None = None
         self.hidden: Tensor | None = None
         self.best: Tensor | None = None
         self.memory: dict[Any, Any] = {}  # drafter → Memory
+
+    def _new_cache(self, batch: int) -> KVCache:
+        return self.target.new_cache(batch, self.capacity, self.pool)
 
     @property
     def batch(self) -> int:
@@ -137,35 +141,61 @@ class DecodeState:
         self.rows += sequences[len(slots) :]
         slots += range(before, self.batch)
         self.sampled = self.sampled or any(row.request.sampling.temperature > 0 for row in sequences)
-        self.reserve(ROOM)
+        if self._needed(ROOM) > self.capacity:
+            self._make_room(ROOM)
         if not before:
-            self.cache = self.target.model.new_cache(self.batch, self.capacity)
+            self.cache = self._new_cache(self.batch)
         elif self.batch > before:  # a new slot is a copy of another one until its prompt is read
             self._select([*range(before), *[0] * (self.batch - before)])
-        for memory in self.memory.values():
-            for b in slots:
+        for b in slots:
+            self.cache.let(b, self._slots(self.rows[b]))
+            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
+            for memory in self.memory.values():
                 memory.renew(b)
         self._draw_for_rows()
         return slots
 
     def lacks(self, ahead: int) -> bool:
         """Whether some sequence has no room for `ahead` more tokens, of those that it may have."""
-        return self._needed(ahead) > self.capacity
+        if self._needed(ahead) > self.capacity:
+            return True
+        return any(self.cache.lacks(b, self._slots(self.rows[b], ahead)) for b in self.live)
 
     def _needed(self, ahead: int) -> int:
-        return 1 + self.spare + max((min(len(row.ids) + ahead, row.limit) for row in self.rows), default=0)
+        return max((self._slots(row, ahead) for row in self.rows), default=1 + self.spare)
+
+    def _slots(self, row: Sequence, ahead: int | None = None) -> int:
+        """Cache slots that a text needs for `ahead` more tokens, or as many as it may have."""
+        return 1 + self.spare + (row.limit if ahead is None else min(len(row.ids) + ahead, row.limit))
+
+    def fitting(self, texts: list[Sequence]) -> int:
+        """How many of these texts there is room for, from the first on."""
+        return self.cache.fitting([self._slots(text) for text in texts])
+
+    def holds(self, text: Sequence) -> bool:
+        """Whether there is room for this text where there is no other."""
+        return self.cache.holds(self._slots(text))
+
+    def release(self, slots: list[int]) -> None:
+        """Give back the room of texts that have ended."""
+        for b in slots:
+            self.cache.release(b, wipe=self.rows[b].stop == "failed")
 
     def reserve(self, ahead: int) -> None:
         """Make room for `ahead` more tokens of every sequence, or as many as it may have."""
-        if not self.lacks(ahead):
-            return
+        if self._needed(ahead) > self.capacity:
+            self._make_room(ahead)
+        for b in self.live:
+            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
+
+    def _make_room(self, ahead: int) -> None:
         longest = 1 + self.spare + max(row.limit for row in self.rows)
         wanted = max(self._needed(ahead), min(2 * self.capacity, longest))
         # On a GPU graphs are made for a capacity: a text that is a little longer should find them, too.
         grain = ROOM if self.device.type == "cuda" else 1
         self.capacity = -(-wanted // grain) * grain
         if self.cache.batch:
-            self.cache = self.cache.moved_to(self.target.model.new_cache(self.cache.batch, self.capacity))
+            self.cache = self.cache.moved_to(self._new_cache(self.cache.batch))
         for name, kept in self._by_position.items():
             room = kept.new_zeros(len(kept), self.capacity - kept.shape[1], *kept.shape[2:])
             setattr(self, name, torch.cat((kept, room), 1))
@@ -213,7 +243,7 @@ class DecodeState:
     @property
     def nbytes(self) -> int:
         """Bytes of the target's cache and of what is kept by position."""
-        return self.cache.store.nbytes + sum(kept.nbytes for kept in self._by_position.values())
+        return self.cache.nbytes + sum(kept.nbytes for kept in self._by_position.values())
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]

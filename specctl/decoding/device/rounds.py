@@ -126,7 +126,7 @@ class DeviceRounds:
 
     def _fits(self) -> bool:
         """Whether what was made is for the texts that there are: their caches, their ends and how they are drawn."""
-        if self.store is not self.state.cache.store or not self.draft.fits(self.state):
+        if self.store is not self.state.cache.place or not self.draft.fits(self.state):
             return False
         sequences = self.sequences
         return sequences.draws.greedy != self.state.sampled and sequences.ends >= widest_ends(self.state)
@@ -136,7 +136,7 @@ class DeviceRounds:
         draft = _draft_for(self.state, self.drafter, self.budget())
         if draft is None:
             return False
-        self.draft, self.store = draft, self.state.cache.store
+        self.draft, self.store = draft, self.state.cache.place
         self.sequences = Resident(self.state, draft.depth + 1)
         carried = [self.sequences.length, self.sequences.finished, *draft.carried]
         self.graphs = graphs.Graphs(carried, self.sequences.record)
