@@ -264,7 +264,7 @@ class Engine:
         if self.rooms is None or not self._ahead:
             return
         assert isinstance(self.controller, Fixed)
-        room = self.rooms.take(self.target, self.controller.drafter, self._room_key(count))
+        room = self.rooms.take(self.target, self.controller.drafter, self._room_key(self.state.width(count)))
         if room is not None:
             room.state.sampled, room.state.replays = self.state.sampled, 0
             room.rounds.on_commit = self.on_commit

@@ -58,6 +58,9 @@ class PerText(Generic[T]):
 class DecodeState:
     """A batch of B sequences; it grows and shrinks, and so does the room that each of them has.
 
+    With pages B is a power of two, filled up with idle rows: what rounds on the device are made for, graphs among it,
+    stays where texts come and go within such a size.
+
     Attributes:
         rows: the sequences, in batch order. Finished ones may stay a while as idle rows.
         cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
@@ -140,6 +143,8 @@ class DecodeState:
             self.rows[b] = sequence
         self.rows += sequences[len(slots) :]
         slots += range(before, self.batch)
+        idle = range(self.batch, self.width(self.batch))
+        self.rows += [Sequence.idle(self.target.eos_ids) for _ in idle]
         self.sampled = self.sampled or any(row.request.sampling.temperature > 0 for row in sequences)
         if self._needed(ROOM) > self.capacity:
             self._make_room(ROOM)
@@ -150,7 +155,8 @@ class DecodeState:
         for b in slots:
             self.cache.let(b, self._slots(self.rows[b]))
             self.cache.ensure(b, self._slots(self.rows[b], ROOM))
-            for memory in self.memory.values():
+        for memory in self.memory.values():
+            for b in (*slots, *idle):
                 memory.renew(b)
         self._draw_for_rows()
         return slots
@@ -202,13 +208,21 @@ class DecodeState:
 
     @property
     def thin(self) -> bool:
-        """Whether a quarter of the batch or more are finished rows, which cost as much as live ones."""
+        """Whether a quarter of the batch or more are finished rows, which cost as much as live ones; with pages, as
+        many as the next smaller size lacks."""
+        if self.pool is not None:
+            return len(self.live) > 0 and self.width(len(self.live)) < self.batch
         return not self.exact_rows and 0 < len(self.live) <= 0.75 * self.batch
 
     def shrink(self) -> None:
-        """Drop finished rows."""
-        if self.live:
-            self._keep(self.live)
+        """Drop finished rows, but for those that fill up the batch."""
+        if live := self.live:
+            idle = [b for b in range(self.batch) if b not in live]
+            self._keep(sorted([*live, *idle[: self.width(len(live)) - len(live)]]))
+
+    def width(self, count: int) -> int:
+        """Rows of a batch of so many texts."""
+        return count if self.pool is None else 1 << (count - 1).bit_length()
 
     def discard(self, slots: list[int]) -> None:
         """Let go of what failed sequences have left: a NaN among keys is one everywhere, masked or not."""
@@ -265,6 +279,8 @@ class DecodeState:
         if tapped is not None:
             if self.features is None:
                 self.features = tapped.new_empty(self.batch, self.capacity, tapped.shape[-1])
+                if self.pool is not None:
+                    self.features.zero_()  # drafters read those of idle rows, too
             self.features[torch.tensor(slots, device=tapped.device), : tapped.shape[1]] = tapped
         if self.keeps and self.hidden is None:
             shape = self.batch, self.capacity

@@ -8,6 +8,7 @@ import torch
 
 from specctl.decoding import state as state_module
 from specctl.decoding.cache import KVCache
+from specctl.decoding.device import rounds as device_round
 from specctl.decoding.engine import Engine
 from specctl.decoding.models import lean, linear
 from specctl.decoding.paged import PagedCache
@@ -18,7 +19,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.errors import DataError, UsageError
 from specctl.kernels import PAGE
-from tests.decoding.test_device_round import SHAPES, WORDS, NoHost, eagle3, loaded
+from tests.decoding.test_device_round import SHAPES, WORDS, NoHost, depth_heads, eagle3, loaded
 
 CPU = torch.device("cpu")
 FORM = Form(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
@@ -58,6 +59,7 @@ MADE = {
     "plain": lambda target: None,
     "chain": lambda target: eagle3(target, SHAPES["chain"]),
     "tree": lambda target: eagle3(target, SHAPES["tree"]),
+    "heads": lambda target: depth_heads(target, "medusa", SHAPES["tree"]),
 }
 
 
@@ -73,7 +75,7 @@ def requests(count, seed=0, longest=150):
 
 
 def texts(target, asked, watch=None, **options):
-    """Texts that come while others are decoded, by id."""
+    """Texts that come while others are decoded, by id, and how many drafted tokens each has taken."""
     engine, ended, coming = Engine(target, **options), {}, list(asked)
     while engine.busy or coming:
         for _ in range(2):
@@ -82,7 +84,7 @@ def texts(target, asked, watch=None, **options):
         for event in engine.step():
             if event.ended is not None:
                 assert event.error is None, event.error
-                ended[event.id] = event.ended.output_ids
+                ended[event.id] = event.ended.output_ids, event.ended.accepted
         if watch is not None:
             watch(engine)
     return ended
@@ -112,7 +114,40 @@ def test_texts_are_those_of_contiguous_ones(tiny, pages, monkeypatch, name, mode
     expected = texts(tiny, asked, drafter=drafter, slots=3)
     pages(attention=attention)
     assert texts(tiny, asked, no_page_is_two_texts, drafter=drafter, slots=3) == expected
-    assert max(map(len, expected.values())) > PAGE
+    assert max(len(ids) for ids, _ in expected.values()) > PAGE
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_batches_have_few_sizes(tiny, pages, monkeypatch, name):
+    """Graphs are made for a power of two, and stay where texts end within it; idle rows change no text."""
+    asked = [Request([WORDS[1 + n % 6], 5 + n], GREEDY, 9 + 14 * n, n) for n in range(7)]
+    drafter = MADE[name](tiny)
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    placed = []
+    place = device_round.DeviceRounds._place
+    monkeypatch.setattr(
+        device_round.DeviceRounds,
+        "_place",
+        lambda self: (placed.append((self.state.batch, self.state.capacity)), place(self))[1],
+    )
+
+    def batches(kept):
+        placed.clear()
+        monkeypatch.setenv("SPECCTL_KV", kept)
+        engine = Engine(tiny, drafter=drafter, share_rows=False)
+        for one in asked:
+            engine.add(one)
+        ended = {}
+        while engine.busy:
+            ended |= {event.id: event.ended for event in engine.step() if event.ended is not None}
+        return {id: (text.output_ids, text.accepted) for id, text in ended.items()}, [batch for batch, _ in placed]
+
+    expected, control = batches("contiguous")
+    pages()
+    found, sizes = batches("paged")
+    assert found == expected
+    assert sizes == sorted({*sizes}, reverse=True) and {*sizes} <= {8, 4, 2, 1}
+    assert not {*control} <= {8, 4, 2, 1}
 
 
 def test_texts_wait_for_pages(tiny, pages):
@@ -252,13 +287,13 @@ def test_shrinking_and_growing_move_nothing(tiny, monkeypatch, largest_tensor, k
     for b in (0, 2):
         state.rows[b].stop = "cancelled"
     tiny.model.new_cache(1, 2000)  # whose rotary table serves the others
-    place, narrow = state.cache.store.data_ptr(), state.capacity
+    store, narrow = state.cache.store, state.capacity
     with torch.inference_mode(), largest_tensor() as made:
         state.shrink()
         state.reserve(180)
     assert state.batch == 2 and state.capacity > 300 > narrow
     small = made.elements <= state.batch * 2 * pages_for(state.capacity)
-    assert small == (kept == "paged") == (state.cache.store.data_ptr() == place)
+    assert small == (kept == "paged") == (state.cache.store.data_ptr() == store.data_ptr())
 
 
 @pytest.mark.parametrize("name", MADE)
