@@ -56,8 +56,8 @@ class KVCache:
         """Whether one text of so many slots could be let in at all."""
         return True
 
-    def let(self, b: int, most: int) -> None:
-        """Row b is another text from now on, of at most so many slots."""
+    def let(self, b: int, most: int, names: list[bytes]) -> None:
+        """Row b is another text from now on, of at most so many slots, which `share` will be asked for these names."""
 
     def lacks(self, b: int, slots: int) -> bool:
         """Whether text b has no room for so many slots, of those that it was let."""
@@ -65,6 +65,14 @@ class KVCache:
 
     def ensure(self, b: int, slots: int) -> None:
         """Make room for so many slots of text b, of those that it was let."""
+
+    def share(self, b: int, names: list[bytes]) -> int:
+        """The slots of text b, from the first on, that others have filled: those of pages with these `names`
+        (`pages.beginnings`)."""
+        return 0
+
+    def publish(self, b: int, names: list[bytes]) -> None:
+        """Let other texts read the first pages of text b, which have been filled and have these `names`."""
 
     def release(self, b: int, wipe: bool = False) -> None:
         """Row b has no text any more; with `wipe` what that has left is not finite."""

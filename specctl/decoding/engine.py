@@ -246,7 +246,12 @@ class Engine:
         self.clock.decoded()  # that somebody chooses is no cost of the prompts
         self.clock.start()
         taken = [text for text in texts if text.stop is None]
-        return self.state.place(taken) if taken else []
+        return self.state.place(taken, self._shares) if taken else []
+
+    @property
+    def _shares(self) -> bool:
+        """Whether texts share the pages they begin with: features, where some are kept, are kept by text."""
+        return self.state.pool is not None and not self.state.taps and self.prefixes is None
 
     def _fitting(self, count: int) -> int:
         """How many of the first `count` waiting texts there is room for. The first one fails where that is none though
@@ -287,7 +292,9 @@ class Engine:
         target, state = self.target, self.state
         prompts = [state.rows[b].ids for b in slots]
         with threads.suited(target.row_flops * sum(map(len, prompts))):
-            if self.prefixes is None:
+            if self._shares:
+                logits, tapped = target.prefill_shared(prompts, state.cache, slots), None
+            elif self.prefixes is None:
                 logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
             else:
                 logits, tapped = self.prefixes.prefill(target, prompts, state.cache, state.taps, slots)

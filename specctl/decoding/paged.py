@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.pages import IDLE, Lease, PagePool, new_table, pages_for
+from specctl.decoding.pages import IDLE, PAGE, Lease, PagePool, new_table, pages_for
 from specctl.decoding.plan import NOTHING, Plan
 from specctl.errors import UsageError
 from specctl.kernels import gathered, slots_of
@@ -64,10 +64,11 @@ class PagedCache(KVCache):
     def holds(self, slots: int) -> bool:
         return pages_for(slots) <= self.pool.size
 
-    def let(self, b: int, most: int) -> None:
-        """Promise pages. DataError where they are not there."""
+    def let(self, b: int, most: int, names: list[bytes]) -> None:
+        """Promise pages, and hold those that are shared before others are taken. DataError where they are not there."""
         self.release(b)
-        self.leases[b] = self.pool.lease(pages_for(most))
+        lease = self.leases[b] = self.pool.lease(pages_for(most))
+        lease.share(names)
 
     def lacks(self, b: int, slots: int) -> bool:
         lease = self.leases[b]
@@ -78,6 +79,18 @@ class PagedCache(KVCache):
         if lease is not None and self.lacks(b, slots):
             lease.grow(pages_for(slots))
             self.table[b, : len(lease.pages)] = torch.tensor(lease.pages, device=self.table.device)
+
+    def share(self, b: int, names: list[bytes]) -> int:
+        lease = self.leases[b]
+        count = 0 if lease is None else lease.share(names)
+        if lease is not None and count:
+            self.table[b, :count] = torch.tensor(lease.pages[:count], device=self.table.device)
+        return count * PAGE
+
+    def publish(self, b: int, names: list[bytes]) -> None:
+        lease = self.leases[b]
+        for page, name in zip([] if lease is None else lease.pages, names, strict=False):
+            self.pool.publish(page, name)
 
     def release(self, b: int, wipe: bool = False) -> None:
         lease = self.leases[b]

@@ -2,13 +2,18 @@
 
 A text is promised as many pages as it may ever need, and gets them as it grows: what has begun never waits for room.
 Which memory a text has is a row of a table on the device, so texts come, grow and go without a copy.
+
+Texts share the full pages that their prompts begin with alike: whoever decodes writes behind those. A page is found by
+a name that stands for all tokens up to its end, as in vLLM (Kwon et al. 2023), and keeps it, when its texts have ended,
+until no other page is free.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
-from collections.abc import Iterable
+from array import array
+from collections import Counter, OrderedDict
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -40,6 +45,15 @@ class Form(NamedTuple):
 def pages_for(slots: int) -> int:
     """Pages that so many slots take."""
     return -(-slots // PAGE)
+
+
+def beginnings(ids: list[int]) -> list[bytes]:
+    """The names of the full pages of a text: equal where all ids up to the page's end are."""
+    names, name = [], b""
+    for end in range(PAGE, len(ids) + 1, PAGE):
+        name = blake2b(name + array("q", ids[end - PAGE : end]).tobytes(), digest_size=16).digest()
+        names.append(name)
+    return names
 
 
 def budget(device: torch.device) -> int:
@@ -84,12 +98,16 @@ class PagePool:
         with torch.inference_mode(False):  # it may live longer than the mode that it was made in
             self.store = torch.zeros(shape, dtype=form.dtype, device=form.device)
         self.rows = list(self.store)
-        self._free = list(range(1, 1 + pages))  # a heap: the lowest first, so that a CPU touches few
+        self._free = OrderedDict.fromkeys(range(1, 1 + pages))  # without a name
+        self._kept: OrderedDict[int, None] = OrderedDict()  # free, too, but taken last, those of the oldest texts first
+        self._texts: Counter[int] = Counter()  # that have a page
+        self._named: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
 
     @property
     def available(self) -> int:
         """Pages that are neither taken nor promised."""
-        return len(self._free) - self.promised
+        return len(self._free) + len(self._kept) - self.promised
 
     def lease(self, pages: int) -> Lease:
         """Promise so many pages. DataError where they are not there."""
@@ -105,16 +123,44 @@ class PagePool:
     def take(self) -> int:
         """A page that was promised."""
         self.promised -= 1
-        return heapq.heappop(self._free)
+        page, _ = (self._free or self._kept).popitem(last=False)
+        self._forget(page)
+        self._texts[page] = 1
+        return page
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            heapq.heappush(self._free, page)
+    def named(self, name: bytes) -> int | None:
+        """The page of that name, for one text more; None where there is none."""
+        page = self._named.get(name)
+        if page is not None:
+            self._kept.pop(page, None)
+            self._texts[page] += 1
+        return page
+
+    def publish(self, page: int, name: bytes) -> None:
+        """Others may read the page, which nobody writes to any more; the first of a name has it."""
+        if name not in self._named and page not in self._names:
+            self._named[name], self._names[page] = page, name
+
+    def give_back(self, pages: list[int]) -> None:
+        for page in reversed(pages):  # without its first page a beginning is none: that goes last
+            self._texts[page] -= 1
+            if not self._texts[page]:
+                del self._texts[page]
+                (self._kept if page in self._names else self._free)[page] = None
 
     def wipe(self, pages: list[int]) -> None:
-        """Make zeros of what a text has left that was not finite."""
+        """Make zeros of what a failed text has left: it may not be finite. What another one reads, which would have
+        failed then as well, is left to the last of them."""
+        for page in pages:
+            self._forget(page)
+        alone = [page for page in pages if self._texts[page] == 1]
         whole = self.store.unflatten(1, (-1, PAGE))
-        whole[:, torch.tensor(pages, dtype=torch.long, device=whole.device)] = 0
+        whole[:, torch.tensor(alone, dtype=torch.long, device=whole.device)] = 0
+
+    def _forget(self, page: int) -> None:
+        name = self._names.pop(page, None)
+        if name is not None:
+            del self._named[name]
 
 
 class Lease:
@@ -129,6 +175,21 @@ class Lease:
         while len(self.pages) < pages:
             self.pages.append(self.pool.take())
             self.promised -= 1
+
+    def share(self, names: list[bytes]) -> int:
+        """Have the pages of these names in the place of the own ones, up to the first that is nowhere; how many."""
+        for place, name in enumerate(names):
+            page = self.pool.named(name)
+            if page is None:
+                return place
+            if place < len(self.pages):
+                self.pool.give_back([self.pages[place]])
+                self.pages[place] = page
+            else:
+                self.pages.append(page)
+                self.promised -= 1
+                self.pool.promised -= 1
+        return len(names)
 
     def end(self) -> None:
         self.pool.give_back(self.pages)

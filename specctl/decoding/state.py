@@ -12,6 +12,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.pages import beginnings
 from specctl.decoding.records import Request, Sequence, Verdict
 from specctl.decoding.sampling import Draws
 from specctl.decoding.target import Target
@@ -134,9 +135,9 @@ class DecodeState:
         """The sequence that a request begins with."""
         return Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
 
-    def place(self, sequences: list[Sequence]) -> list[int]:
+    def place(self, sequences: list[Sequence], share: bool = False) -> list[int]:
         """Give each a slot, that of a finished sequence or a new one; returns the slots, whose prompts are to be
-        read."""
+        read. `share`: by `prefill_shared`."""
         before = self.batch
         slots = [b for b, row in enumerate(self.rows) if row.stop is not None][: len(sequences)]
         for b, sequence in zip(slots, sequences, strict=False):
@@ -153,7 +154,8 @@ class DecodeState:
         elif self.batch > before:  # a new slot is a copy of another one until its prompt is read
             self._select([*range(before), *[0] * (self.batch - before)])
         for b in slots:
-            self.cache.let(b, self._slots(self.rows[b]))
+            names = beginnings(self.rows[b].ids[:-1]) if share else []
+            self.cache.let(b, self._slots(self.rows[b]), names)
             self.cache.ensure(b, self._slots(self.rows[b], ROOM))
         for memory in self.memory.values():
             for b in (*slots, *idle):

@@ -27,7 +27,7 @@ from specctl.decoding.models.parallel import WHOLE, Slice, load_slice
 from specctl.decoding.models.supported import unusable, why_unusable
 from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
-from specctl.decoding.prefill import prefill
+from specctl.decoding.prefill import prefill, prefill_shared
 from specctl.decoding.target_text import TargetText
 from specctl.errors import CheckpointError, UsageError
 from specctl.kernels.distill import Squash
@@ -134,6 +134,11 @@ class Target(TargetText):
         Returns (logits of each last row [n, V], h [n, P, H], taps [n, P, F]), padded at the right.
         """
         return prefill(self.model, prompts, cache, taps, [*range(len(prompts))] if slots is None else slots)
+
+    @torch.inference_mode()
+    def prefill_shared(self, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> Tensor:
+        """Logits of each last row [n, V] of prompts that share the pages they begin with (`prefill.prefill_shared`)."""
+        return prefill_shared(self.model, prompts, cache, slots)
 
     @torch.inference_mode()
     def step(

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def pages(monkeypatch, tiny):
     yield start
     assert pools, "nothing was in pages"
     for pool in pools:
-        assert (pool.promised, sorted(pool._free)) == (0, list(range(1, 1 + pool.size)))
+        assert (pool.promised, sorted([*pool._free, *pool._kept])) == (0, list(range(1, 1 + pool.size)))
 
 
 MADE = {
@@ -194,6 +195,78 @@ def test_a_text_does_not_wait_for_those_of_others_for_ever(tiny, pages):
     assert sum(len(event.tokens) for _ in range(30) for event in engine.step()) == 20
 
 
+@pytest.fixture
+def rows_read(monkeypatch, tiny):
+    """The numbers of rows of forwards that read prompts."""
+    read = []
+    forward = tiny.model.forward
+
+    def counted(tokens, *rest):
+        if tokens.shape[1] > 8:
+            read.append(tokens.shape[1])
+        return forward(tokens, *rest)
+
+    monkeypatch.setattr(tiny.model, "forward", counted)
+    return read
+
+
+SYSTEM = [WORDS[1 + n % 5] for n in range(150)]
+
+
+@pytest.mark.parametrize("mode", ["0", "eager"], ids=["host", "device"])
+def test_prompts_that_begin_alike_are_read_once(tiny, pages, monkeypatch, rows_read, mode):
+    """In one call, behind texts under way and behind texts that have ended; by pages, and never the last token."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+    prompts = [SYSTEM, [*SYSTEM[:130], *[9] * 40], [7] * 30, SYSTEM[:128], SYSTEM[:129], [9, *SYSTEM], SYSTEM]
+    asked = [Request(prompt, GREEDY, 30, 0) for prompt in prompts]
+    expected = texts(tiny, asked, slots=3)
+    assert rows_read == [len(prompt) for prompt in prompts]
+    rows_read.clear()
+    pools = pages()
+    shared = []
+
+    def watch(engine):
+        held = [page for lease in engine.state.cache.leases if lease is not None for page in lease.pages]
+        shared.append(len(held) - len({*held}))
+        for row, lease in zip(engine.state.rows, engine.state.cache.leases, strict=True):
+            for page in [] if lease is None else lease.pages[(row.prompt_length - 1) // PAGE :]:
+                assert held.count(page) == 1, "nobody writes to a page that others read"
+
+    assert texts(tiny, asked, watch, slots=3) == expected
+    assert max(shared) > 0 and len(pools) == 1
+    assert sorted(rows_read) == sorted([150, 42, 30, 64, 151, 22])  # and one of a row
+    rows_read.clear()
+    assert texts(tiny, asked[:1], watch) == {0: expected[0]} and rows_read == [22], "in a later call, too"
+
+
+def test_a_page_that_is_taken_anew_is_no_beginning_any_more(tiny, pages, rows_read):
+    """Texts fill the pool, and the beginning of one that has ended with others."""
+    pages(6)
+    engine = Engine(tiny)
+
+    def answer(prompt):
+        engine.add(Request(prompt, GREEDY, 20, 0))
+        ended = []
+        while engine.busy:
+            ended += [event.ended for event in engine.step() if event.ended is not None]
+        return ended[0].output_ids
+
+    first = answer(SYSTEM[:140])
+    assert answer(SYSTEM[:140]) == first and rows_read == [140, 12]
+    for n in range(3):
+        answer([*[9] * (n + 1), *SYSTEM[:80]])
+    rows_read.clear()
+    assert answer(SYSTEM[:140]) == first and rows_read == [76], "its second page has gone, its first has not"
+
+
+def test_drafters_that_read_features_read_whole_prompts(tiny, pages, rows_read):
+    drafter = MADE["chain"](tiny)
+    asked = [Request(SYSTEM, GREEDY, 20, 0) for _ in range(3)]
+    expected = texts(tiny, asked, drafter=drafter)
+    pages()
+    assert texts(tiny, asked, drafter=drafter) == expected and rows_read == [150] * 6
+
+
 def test_what_is_cancelled_gives_its_pages_back(tiny, pages):
     pages(4)
     engine = Engine(tiny)
@@ -226,12 +299,12 @@ def test_it_is_the_cache_of_slots(pages):
     torch.manual_seed(0)
     batch, capacity = 3, 150
     pool = PagePool(FORM, 20)
-    pool._free = [7, 3, 12, 1, 9, 15, 2, 11, 5, 20, 4, 6, 8, 10, 13, 14, 16, 17, 18, 19]  # no heap: any order
+    pool._free = OrderedDict.fromkeys([7, 3, 12, 1, 9, 15, 2, 11, 5, 20, 4, 6, 8, 10, 13, 14, 16, 17, 18, 19])
     paged = PagedCache(pool, batch, capacity)
     plain = KVCache(2, batch, 2, capacity, 4, dtype=torch.float32, device=CPU)
     for b, slots in ((1, 70), (0, 150), (2, 130), (1, 150)):
         if paged.leases[b] is None:
-            paged.let(b, capacity)
+            paged.let(b, capacity, [])
         paged.ensure(b, slots)
 
     def same():
@@ -260,13 +333,12 @@ def test_it_is_the_cache_of_slots(pages):
         cache.select(torch.tensor([2, 0]))
     same_rows = paged.read(0, capacity)[1], plain.read(0, capacity)[1]
     assert torch.equal(*same_rows)
-    pool._free.sort()
 
 
 def test_a_row_that_is_named_twice_has_no_pages_the_second_time(pages):
     pages()
     cache = PagedCache(pool := PagePool(FORM, 4), 1, 100)
-    cache.let(0, 100)
+    cache.let(0, 100, [])
     cache.ensure(0, 100)
     cache.select(torch.tensor([0, 0, 0]))
     assert cache.table.tolist() == [[1, 2], [IDLE, IDLE], [IDLE, IDLE]] and pool.available == 2
