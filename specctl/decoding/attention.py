@@ -33,11 +33,11 @@ def by_kernel(device: torch.device | str) -> bool:
 
 
 def served(q: Tensor, rows: Tensor) -> bool:
-    """Whether the kernel answers queries [B, T, Hq, D] over `rows` [B, capacity, 2·Hkv, D] as the reference does. It
+    """Whether the kernel answers queries [B, T, Hq, D] over `rows` [.., 2·Hkv, D] as the reference does. It
     is tried once for each such model; where it fails, with one warning, all attention there is PyTorch's."""
     if os.environ.get("SPECCTL_ATTENTION") == "kernel":  # who asks for it by name sees it fail
         return True
-    return _tried(q.device, q.dtype, q.shape[2], rows.shape[2] // 2, q.shape[3])
+    return _tried(q.device, q.dtype, q.shape[2], rows.shape[-2] // 2, q.shape[3])
 
 
 @functools.cache
@@ -51,3 +51,15 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     _refused.add(device)
     warnings.warn(f"attention on {device} is PyTorch's: {reason}", stacklevel=2)
     return False
+
+
+@functools.cache
+def serves_pages(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether the kernel reads pages as the reference does. It is tried once for each such model; where it fails, one
+    warning is given."""
+    if kernels.chosen(device) != "triton":  # that has been told
+        return False
+    reason = trial.attention_shortcoming(kernels.attention, device, dtype, heads, kv_heads, dim, paged=True)
+    if reason is not None:
+        warnings.warn(f"keys and values on {device} are contiguous: {reason}", stacklevel=2)
+    return reason is None

@@ -24,6 +24,7 @@ class KVCache:
     """
 
     rope: Rope | None = None
+    table: Tensor | None = None  # of pages (paged.py)
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
         self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)
@@ -37,6 +38,44 @@ class KVCache:
         self.values = [rows[:, :, self.heads :].transpose(1, 2) for rows in self.rows]
         self.batch, self.capacity = self.store.shape[1:3]
         self._sequences = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
+
+    @property
+    def place(self) -> Tensor:
+        """What a graph over this cache reads: as long as it is the same tensor, all of it is where it was."""
+        return self.store
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+    def fitting(self, texts: list[int]) -> int:
+        """How many texts of at most so many slots can be let in, from the first on: here all, as room is made."""
+        return len(texts)
+
+    def holds(self, slots: int) -> bool:
+        """Whether one text of so many slots could be let in at all."""
+        return True
+
+    def let(self, b: int, most: int, names: list[bytes]) -> None:
+        """Row b is another text from now on, of at most so many slots, which `share` will be asked for these names."""
+
+    def lacks(self, b: int, slots: int) -> bool:
+        """Whether text b has no room for so many slots, of those that it was let."""
+        return False
+
+    def ensure(self, b: int, slots: int) -> None:
+        """Make room for so many slots of text b, of those that it was let."""
+
+    def share(self, b: int, names: list[bytes]) -> int:
+        """The slots of text b, from the first on, that others have filled: those of pages with these `names`
+        (`pages.beginnings`)."""
+        return 0
+
+    def publish(self, b: int, names: list[bytes]) -> None:
+        """Let other texts read the first pages of text b, which have been filled and have these `names`."""
+
+    def release(self, b: int, wipe: bool = False) -> None:
+        """Row b has no text any more; with `wipe` what that has left is not finite."""
 
     def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
         """Store keys and values [B·T, 2·Hkv, D] at slots base .. base+T−1 of each sequence or the plan's `slots`."""
@@ -56,6 +95,18 @@ class KVCache:
             return torch.arange(plan.base[0], plan.base[0] + count, device=self.store.device).unsqueeze(0)
         starts = torch.tensor(plan.base, device=self.store.device).unsqueeze(1)
         return starts + torch.arange(count, device=self.store.device)
+
+    def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, span or more, D] of the first `span` slots."""
+        return self.keys[layer], self.values[layer]
+
+    def held(self, sequence: int, count: int) -> Tensor:
+        """The first rows of a sequence [L, count, 2·Hkv, D]."""
+        return self.store[:, sequence, :count]
+
+    def put(self, sequence: int, rows: Tensor) -> None:
+        """Begin a sequence with `rows` [L, n, 2·Hkv, D]."""
+        self.store[:, sequence, : rows.shape[1]] = rows
 
     def compact(self, sequence: int, start: int, path: list[int]) -> None:
         """Move rows `start + 1 + path[i]` to `start + 1 + i`: keep the accepted path of a draft tree.

@@ -127,6 +127,11 @@ class Engine:
         sequence = self.state.sequence(request, self._added)
         if self.state.exact_rows and sequence.limit + self.state.spare >= self.state.capacity:
             raise DataError(f"a text of up to {sequence.limit} tokens; in exact mode `longest` bounds all")
+        if not self.state.holds(sequence):
+            raise DataError(
+                f"a text of up to {sequence.limit} tokens has more keys and values than there is memory for",
+                "fewer new tokens, a shorter prompt, or SPECCTL_KV_GIB",
+            )
         self._added += 1
         self.state.sampled |= request.sampling.temperature > 0
         self.waiting[sequence.index] = sequence
@@ -233,6 +238,7 @@ class Engine:
         count = len(self.waiting)
         if self.slots is not None:
             count = min(count, self.slots - len(self.state.live))
+        count = self._fitting(count)
         if count <= 0:
             return []
         self._settle()
@@ -249,14 +255,30 @@ class Engine:
         self.clock.decoded()  # that somebody chooses is no cost of the prompts
         self.clock.start()
         taken = [text for text in texts if text.stop is None]
-        return self.state.place(taken) if taken else []
+        return self.state.place(taken, self._shares) if taken else []
+
+    @property
+    def _shares(self) -> bool:
+        """Whether texts share the pages they begin with: features, where some are kept, are kept by text."""
+        return self.state.pool is not None and not self.state.taps and self.prefixes is None
+
+    def _fitting(self, count: int) -> int:
+        """How many of the first `count` waiting texts there is room for. The first one fails where that is none though
+        nothing here has any: others hold it, and nobody would give it back while this waits."""
+        texts = list(islice(self.waiting.values(), max(count, 0)))
+        fitting = self.state.fitting(texts)
+        if texts and not fitting and not self.texts:
+            text = self.waiting.pop(texts[0].index)
+            self.texts[text.index] = text
+            text.fail(DataError(f"no room for the keys and values of a text of {text.limit} tokens: others hold it"))
+        return fitting
 
     def _move_in(self, count: int) -> None:
         """Go on in the caches of an earlier call of as many texts, where there are some."""
         if self.rooms is None or not self._ahead:
             return
         who = self.controller.owner if isinstance(self.controller, Fixed) else self.controller
-        room = self.rooms.take(self.target, who, self._room_key(count))
+        room = self.rooms.take(self.target, who, self._room_key(self.state.width(count)))
         if room is not None:
             room.state.sampled = self.state.sampled
             room.state.rounds = room.state.ahead = room.state.replays = 0
@@ -280,7 +302,9 @@ class Engine:
         target, state = self.target, self.state
         prompts = [state.rows[b].ids for b in slots]
         with threads.suited(target.row_flops * sum(map(len, prompts))):
-            if self.prefixes is None:
+            if self._shares:
+                logits, tapped = target.prefill_shared(prompts, state.cache, slots), None
+            elif self.prefixes is None:
                 logits, _, tapped = target.prefill(prompts, state.cache, state.taps, slots)
             else:
                 logits, tapped = self.prefixes.prefill(target, prompts, state.cache, state.taps, slots)
@@ -336,6 +360,7 @@ class Engine:
         failed = [b for b in ended if state.rows[b].stop == "failed"]
         if self.prefixes is not None:
             self.prefixes.keep(state, [b for b in ended if b not in failed])
+        state.release(ended)
         if failed:
             state.discard(failed)
         if thin:

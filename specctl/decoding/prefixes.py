@@ -52,7 +52,7 @@ class Prefixes:
             alone = cache.sequence(slot)
             start, line = self._longest(prompt, [*self.lines, *here], bool(taps))
             if line is not None:
-                alone.store[:, 0, :start] = line.rows[:, :start]
+                alone.put(0, line.rows[:, :start])
             plan = plan_rows([start], len(prompt) - start, device=target.device, dtype=target.dtype)
             tokens = torch.tensor([prompt[start:]], device=target.device)
             hidden, tapped = target.model.forward(tokens, alone, plan, taps)
@@ -62,7 +62,7 @@ class Prefixes:
                 features = (
                     tapped[0] if line is None or line.tapped is None else torch.cat((line.tapped[:start], tapped[0]))
                 )
-            here.append(Line(prompt, alone.store[:, 0], features))
+            here.append(Line(prompt, alone.held(0, len(prompt)), features))
             logits.append(target.model.logits(hidden[:, -1]))
         kept = [line.tapped for line in here if line.tapped is not None]
         return torch.cat(logits), pad_sequence(kept, batch_first=True) if kept else None
@@ -74,7 +74,7 @@ class Prefixes:
             count = len(row.ids) - 1
             if all(line.ids != row.ids[:count] for line in self.lines):
                 features = None if state.features is None else state.features[b, :count].clone()
-                self.lines.append(Line(row.ids[:count], state.cache.store[:, b, :count].clone(), features))
+                self.lines.append(Line(row.ids[:count], state.cache.held(b, count).clone(), features))
 
     @staticmethod
     def _longest(prompt: list[int], lines: list[Line], tapped: bool) -> tuple[int, Line | None]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specctl.decoding.sampling import Sampling
+from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.kernels import Rows
 
 PADDING = -2  # parent of a slot that holds no node
@@ -77,6 +77,11 @@ class Sequence:
         size, ends = len(request.prompt), eos_ids | request.ends
         limit = min(size + request.max_new_tokens, context_length)
         return cls(index, request, list(request.prompt), size, limit, ends, told=size)
+
+    @classmethod
+    def idle(cls, eos_ids: frozenset[int]) -> Sequence:
+        """What stands in a row that is no text's: it has ended, behind a first token that was no round's."""
+        return cls(-1, Request([0], GREEDY, 1), [0, 0], 1, 2, eos_ids, "cancelled", told=2)
 
     def fail(self, error: Exception) -> None:
         """End it for a reason that is not the text's."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
+from specctl.decoding.pages import beginnings
 from specctl.decoding.records import Request, Sequence, Verdict
 from specctl.decoding.sampling import Draws
 from specctl.decoding.target import Target
@@ -58,6 +59,9 @@ class PerText(Generic[T]):
 class DecodeState:
     """A batch of B sequences; it grows and shrinks, and so does the room that each of them has.
 
+    With pages B is a power of two, filled up with idle rows: what rounds on the device are made for, graphs among it,
+    stays where texts come and go within such a size.
+
     Attributes:
         rows: the sequences, in batch order. Finished ones may stay a while as idle rows.
         cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
@@ -93,6 +97,7 @@ class DecodeState:
         self.taps, self.spare, self.exact_rows, self.catch_up = taps, spare, exact_rows, catch_up
         self.capacity = capacity
         self.keeps = keeps
+        self.pool = None if exact_rows else target.pool()  # there a failed row becomes a copy of a sound one
         self.sampled = False
         self.rounds = self.ahead = self.replays = 0
         self.clear()
@@ -100,11 +105,14 @@ class DecodeState:
     def clear(self) -> None:
         """Forget all sequences, and what is kept for them."""
         self.rows: list[Sequence] = []
-        self.cache: KVCache = self.target.model.new_cache(0, self.capacity)
+        self.cache: KVCache = self._new_cache(0)
         self.features: Tensor | None = None
         self.hidden: Tensor | None = None
         self.best: Tensor | None = None
         self.memory: dict[Any, Any] = {}  # drafter → Memory
+
+    def _new_cache(self, batch: int) -> KVCache:
+        return self.target.new_cache(batch, self.capacity, self.pool)
 
     @property
     def batch(self) -> int:
@@ -128,58 +136,96 @@ class DecodeState:
         """The sequence that a request begins with."""
         return Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
 
-    def place(self, sequences: list[Sequence]) -> list[int]:
+    def place(self, sequences: list[Sequence], share: bool = False) -> list[int]:
         """Give each a slot, that of a finished sequence or a new one; returns the slots, whose prompts are to be
-        read."""
+        read. `share`: by `prefill_shared`."""
         before = self.batch
         slots = [b for b, row in enumerate(self.rows) if row.stop is not None][: len(sequences)]
         for b, sequence in zip(slots, sequences, strict=False):
             self.rows[b] = sequence
         self.rows += sequences[len(slots) :]
         slots += range(before, self.batch)
+        idle = range(self.batch, self.width(self.batch))
+        self.rows += [Sequence.idle(self.target.eos_ids) for _ in idle]
         self.sampled = self.sampled or any(row.request.sampling.temperature > 0 for row in sequences)
-        self.reserve(ROOM)
+        if self._needed(ROOM) > self.capacity:
+            self._make_room(ROOM)
         if not before:
-            self.cache = self.target.model.new_cache(self.batch, self.capacity)
+            self.cache = self._new_cache(self.batch)
         elif self.batch > before:  # a new slot is a copy of another one until its prompt is read
             self._select([*range(before), *[0] * (self.batch - before)])
+        for b in slots:
+            names = beginnings(self.rows[b].ids[:-1]) if share else []
+            self.cache.let(b, self._slots(self.rows[b]), names)
+            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
         for memory in self.memory.values():
-            for b in slots:
+            for b in (*slots, *idle):
                 memory.renew(b)
         self._draw_for_rows()
         return slots
 
     def lacks(self, ahead: int) -> bool:
         """Whether some sequence has no room for `ahead` more tokens, of those that it may have."""
-        return self._needed(ahead) > self.capacity
+        if self._needed(ahead) > self.capacity:
+            return True
+        return any(self.cache.lacks(b, self._slots(self.rows[b], ahead)) for b in self.live)
 
     def _needed(self, ahead: int) -> int:
-        return 1 + self.spare + max((min(len(row.ids) + ahead, row.limit) for row in self.rows), default=0)
+        return max((self._slots(row, ahead) for row in self.rows), default=1 + self.spare)
+
+    def _slots(self, row: Sequence, ahead: int | None = None) -> int:
+        """Cache slots that a text needs for `ahead` more tokens, or as many as it may have."""
+        return 1 + self.spare + (row.limit if ahead is None else min(len(row.ids) + ahead, row.limit))
+
+    def fitting(self, texts: list[Sequence]) -> int:
+        """How many of these texts there is room for, from the first on."""
+        return self.cache.fitting([self._slots(text) for text in texts])
+
+    def holds(self, text: Sequence) -> bool:
+        """Whether there is room for this text where there is no other."""
+        return self.cache.holds(self._slots(text))
+
+    def release(self, slots: list[int]) -> None:
+        """Give back the room of texts that have ended."""
+        for b in slots:
+            self.cache.release(b, wipe=self.rows[b].stop == "failed")
 
     def reserve(self, ahead: int) -> None:
         """Make room for `ahead` more tokens of every sequence, or as many as it may have."""
-        if not self.lacks(ahead):
-            return
+        if self._needed(ahead) > self.capacity:
+            self._make_room(ahead)
+        for b in self.live:
+            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
+
+    def _make_room(self, ahead: int) -> None:
         longest = 1 + self.spare + max(row.limit for row in self.rows)
         wanted = max(self._needed(ahead), min(2 * self.capacity, longest))
         # On a GPU graphs are made for a capacity: a text that is a little longer should find them, too.
         grain = ROOM if self.device.type == "cuda" else 1
         self.capacity = -(-wanted // grain) * grain
         if self.cache.batch:
-            self.cache = self.cache.moved_to(self.target.model.new_cache(self.cache.batch, self.capacity))
+            self.cache = self.cache.moved_to(self._new_cache(self.cache.batch))
         for name, kept in self._by_position.items():
             room = kept.new_zeros(len(kept), self.capacity - kept.shape[1], *kept.shape[2:])
             setattr(self, name, torch.cat((kept, room), 1))
 
     @property
     def thin(self) -> bool:
-        """Whether a quarter of the batch or more are finished rows, which cost as much as live ones."""
+        """Whether a quarter of the batch or more are finished rows, which cost as much as live ones; with pages, as
+        many as the next smaller size lacks."""
+        if self.pool is not None:
+            return len(self.live) > 0 and self.width(len(self.live)) < self.batch
         return not self.exact_rows and 0 < len(self.live) <= 0.75 * self.batch
 
     def shrink(self) -> None:
-        """Drop finished rows."""
-        if self.live:
-            self._keep(self.live)
+        """Drop finished rows, but for those that fill up the batch."""
+        if live := self.live:
+            idle = [b for b in range(self.batch) if b not in live]
+            self._keep(sorted([*live, *idle[: self.width(len(live)) - len(live)]]))
+
+    def width(self, count: int) -> int:
+        """Rows of a batch of so many texts."""
+        return count if self.pool is None else 1 << (count - 1).bit_length()
 
     def discard(self, slots: list[int]) -> None:
         """Let go of what failed sequences have left: a NaN among keys is one everywhere, masked or not."""
@@ -214,7 +260,7 @@ class DecodeState:
     @property
     def nbytes(self) -> int:
         """Bytes of the target's cache and of what is kept by position."""
-        return self.cache.store.nbytes + sum(kept.nbytes for kept in self._by_position.values())
+        return self.cache.nbytes + sum(kept.nbytes for kept in self._by_position.values())
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]
@@ -236,6 +282,8 @@ class DecodeState:
         if tapped is not None:
             if self.features is None:
                 self.features = tapped.new_empty(self.batch, self.capacity, tapped.shape[-1])
+                if self.pool is not None:
+                    self.features.zero_()  # drafters read those of idle rows, too
             self.features[torch.tensor(slots, device=tapped.device), : tapped.shape[1]] = tapped
         if self.keeps and self.hidden is None:
             shape = self.batch, self.capacity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ from specctl.decoding.models.loading import (
 from specctl.decoding.models.model import Model
 from specctl.decoding.models.parallel import WHOLE, Slice, load_slice
 from specctl.decoding.models.supported import unusable, why_unusable
+from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
-from specctl.decoding.prefill import prefill
+from specctl.decoding.prefill import prefill, prefill_shared
 from specctl.decoding.target_text import TargetText
 from specctl.errors import CheckpointError, UsageError
 from specctl.kernels.distill import Squash
@@ -91,6 +93,7 @@ class Target(TargetText):
         self.whole = whole
         self.model: Model = own if whole else Ends(own)
         self.device, self.dtype = self.model.device, self.model.dtype
+        self._pool: weakref.ref[PagePool] | None = None
         self.part, self._head = part, head.detach().to(self.device)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
         self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
@@ -103,6 +106,25 @@ class Target(TargetText):
         with torch.inference_mode(False):  # some train on it
             return self.part.gather(self._head.T, self.vocab_size).T.contiguous()
 
+    def pool(self) -> PagePool | None:
+        """The pool of its texts' keys and values, which decodings share as long as one of them lasts; None where they
+        are contiguous. UsageError where there is no room for one."""
+        if not isinstance(self.model, lean.LeanModel) or not self.model.pages:
+            return None
+        pool = None if self._pool is None else self._pool()
+        if pool is None:
+            form = self.model.form
+            pool = PagePool(form, budget(form.device) // form.page_bytes - 1)  # one for rows without a text
+            self._pool = weakref.ref(pool)
+        return pool
+
+    def new_cache(self, batch: int, capacity: int, pool: PagePool | None = None) -> KVCache:
+        """A cache for so many texts, in pages of `pool` where there is one."""
+        if pool is None:
+            return self.model.new_cache(batch, capacity)
+        assert isinstance(self.model, lean.LeanModel)
+        return self.model.paged_cache(pool, batch, capacity)
+
     @torch.inference_mode()
     def prefill(
         self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = (), slots: list[int] | None = None
@@ -112,6 +134,11 @@ class Target(TargetText):
         Returns (logits of each last row [n, V], h [n, P, H], taps [n, P, F]), padded at the right.
         """
         return prefill(self.model, prompts, cache, taps, [*range(len(prompts))] if slots is None else slots)
+
+    @torch.inference_mode()
+    def prefill_shared(self, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> Tensor:
+        """Logits of each last row [n, V] of prompts that share the pages they begin with (`prefill.prefill_shared`)."""
+        return prefill_shared(self.model, prompts, cache, slots)
 
     @torch.inference_mode()
     def step(

@@ -20,10 +20,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import reference
+from .paging import PAGE, gathered, slots_of
 from .reference import Ancestry, Panorama
 from .rows import DraftRows, Rows, nan_count, probabilities, token_probability
 
 __all__ = [
+    "PAGE",
     "Ancestry",
     "DraftRows",
     "Panorama",
@@ -36,6 +38,7 @@ __all__ = [
     "chosen",
     "distill_rows",
     "expand_topk",
+    "gathered",
     "nan_count",
     "panorama",
     "probabilities",
@@ -43,6 +46,7 @@ __all__ = [
     "row_params",
     "sample_rows",
     "silu_and_mul",
+    "slots_of",
     "span_attention",
     "span_attention_backward",
     "token_probability",

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .objectives import OBJECTIVES, TINY
+from .paging import gathered
 from .rows import DraftRows, Rows, blocked, draft_ids, draft_scores, inverse_cdf, probabilities, without_nan, working
 
 _LOW = 0xFFFFFFFF
@@ -302,14 +303,18 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     return losses
 
 
-def attention(q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v, [B·T, Hq·D], of queries [B, T, Hq, D] over cached `rows` [B, capacity, 2·Hkv, D].
+def attention(
+    q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: float, table: Tensor | None = None
+) -> Tensor:
+    """softmax(scale · q kᵀ) v, [B·T, Hq·D], of queries [B, T, Hq, D] over cached `rows` [B, capacity, 2·Hkv, D], or
+    over those of a pool [S, 2·Hkv, D] whose pages the texts have by `table` [B, W] int64 (`paging`).
 
     A row of the cache holds the keys of all heads, then the values; key head h serves query heads h·Hq/Hkv and the
     Hq/Hkv − 1 behind it. `span`: the largest base + reach, or more. Sums are in fp32; a row that attends nothing is 0.
     """
     batch, count, heads, dim = q.shape
-    keys, values = rows[:, :span].float().chunk(2, 2)
+    cached = rows[:, :span] if table is None else gathered(rows, table, span)
+    keys, values = cached.float().chunk(2, 2)
     folded = q.float().view(batch, count, keys.shape[2], -1, dim)
     scores = torch.einsum("bthgd,bshd->bhgts", folded, keys) * scale
     hidden = ~ancestry.allowed(count, span)[:, None, None]
@@ -383,12 +388,13 @@ def rope_and_cache(
     eps: float,
 ) -> Tensor:
     """Queries [B, T, Hq, D], rotated (RoPE), of a projection `qkv` [B·T, Hq + 2·Hkv, D]. Its rotated keys and its
-    values are written into the cache `rows` [B, capacity, 2·Hkv, D] at `slots` [B, T].
+    values are written into the cache `rows` [B, capacity, 2·Hkv, D] at `slots` [B, T], those of a text, or into a pool
+    of pages [S, 2·Hkv, D] at `slots` of the pool (`paging.slots_of`).
 
     `cos`, `sin` [P, D]: the tables of `decoding.rope.Rope`, read at `positions` [B, T]. Heads of queries and keys have
     an RMSNorm first where there are weights [D] fp32 (Qwen3).
     """
-    keys = rows.shape[2] // 2
+    keys = rows.shape[-2] // 2
     queries = qkv.shape[1] - 2 * keys
     at = positions.reshape(-1)
     c, s = (table[at].float().unsqueeze(1) for table in (cos, sin))
@@ -401,5 +407,6 @@ def rope_and_cache(
 
     q, k, v = qkv.split((queries, keys, keys), 1)
     texts = torch.arange(len(positions), device=positions.device).unsqueeze(1)
-    rows[texts, slots] = torch.cat((turned(k, k_weight), v.unflatten(0, positions.shape)), 2)
+    place = (slots,) if rows.ndim == 3 else (texts, slots)
+    rows[place] = torch.cat((turned(k, k_weight), v.unflatten(0, positions.shape)), 2)
     return turned(q, q_weight)

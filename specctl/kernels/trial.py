@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .paging import PAGE
 from .reference import Ancestry
 
 ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
@@ -37,11 +38,13 @@ def layer_shortcoming(
     weights = [normal(dim, of=wide) if normed else None for _ in range(2)]
     positions = torch.tensor([[3, 4, 5], [0, 1, 1]], device=device)
     slots = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)
+    pooled = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)  # of two texts in one pool
     qkv, cache = normal(6, heads + 2 * kv_heads, dim), normal(2, 7, 2 * kv_heads, dim)
     questions: list[tuple[str, tuple[Any, ...]]] = [
         ("add_rms_norm", (normal(3, hidden, of=wide), normal(3, hidden), normal(hidden, of=wide), 1e-5)),
         ("silu_and_mul", (normal(3, 2 * inner),)),
         ("rope_and_cache", (qkv, normal(6, dim), normal(6, dim), positions, slots, cache, *weights, 1e-5)),
+        ("rope_and_cache", (qkv, normal(6, dim), normal(6, dim), positions, pooled, cache[0], *weights, 1e-5)),
     ]
     close = 1e-3 if dtype == wide else 2e-2
     return _difference(backend, questions, rtol=close, atol=close)
@@ -88,9 +91,11 @@ def _difference(
 
 
 def attention_shortcoming(
-    attention: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
-) -> str | None:
-    """Why `attention` is not to be used for a model of such heads; None when it answers as the reference does.
+    attention: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
+    paged: bool = False,
+) -> str | None:  # fmt: skip
+    """Why `attention` is not to be used for a model of such heads; None when it answers as the reference does. `paged`:
+    of texts in pages.
 
     Few slots, of which one too many would show, and several pieces of many; as many rows as every tiling takes.
     """
@@ -99,13 +104,17 @@ def attention_shortcoming(
     close = 1e-3 if dtype == torch.float32 else 2e-2
     for rows in sorted({1, *(max(1, size * kv_heads // heads) for size in (32, 64, 128))} - {0}):
         rows = min(rows, 64)
-        shape = (len(base), 300 + rows, 2 * kv_heads, dim)
+        shape = (len(base), -(-(300 + rows) // PAGE) * PAGE, 2 * kv_heads, dim)
         store = torch.randn(shape, generator=generator).to(device, dtype)
         q = torch.randn(len(base), rows, heads, dim, generator=generator).to(device, dtype)
         own = torch.ones(rows, dtype=torch.int64) << torch.arange(rows)
         for bits in (None, (own | 1).expand(len(base), -1).to(device)):
             ancestry = Ancestry(base.to(device), rows, bits)
-            question = (q, store, ancestry, 300 + rows, dim**-0.5)
+            question: tuple[Any, ...] = (q, store, ancestry, 300 + rows, dim**-0.5)
+            if paged:  # those of a text lie apart, and backwards
+                width = store.shape[1] // PAGE
+                pages = torch.arange(len(base) * width - 1, -1, -1, device=device).view(width, len(base)).T
+                question = (q, store.flatten(0, 1)[: len(base) * width * PAGE], *question[2:], pages.contiguous())
             try:
                 answer = attention(*question)
             except Exception as error:  # whatever a compiler or a driver raises

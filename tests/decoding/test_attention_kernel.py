@@ -270,6 +270,16 @@ def test_the_trial_sees_one_wrong_bit():
         assert "not what the reference" in trial.attention_shortcoming(changed(change), *how)
 
 
+def test_the_trial_sees_a_wrong_page():
+    how = (CPU, torch.bfloat16, 8, 2, 16)
+    assert trial.attention_shortcoming(reference.attention, *how, paged=True) is None
+
+    def of_a_neighbour(*args):
+        return reference.attention(*args[:5], args[5].roll(1, 0))
+
+    assert "not what the reference" in trial.attention_shortcoming(of_a_neighbour, *how, paged=True)
+
+
 def test_who_decides(monkeypatch):
     monkeypatch.delenv("SPECCTL_ATTENTION", raising=False)
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from specctl.kernels import Ancestry, DraftRows, reference, triton_backend
+from specctl.kernels import PAGE, Ancestry, DraftRows, reference, triton_backend
 from specctl.kernels.objectives import OBJECTIVES
 
 VOCABULARY, STRIDE, DTYPE, CAPABILITY = (
@@ -55,8 +55,10 @@ def compile_only(kernel, *args, grid, warmup, **options):
     widths = [int(bits) * int(vector[1:-1] or 1) if vector else int(bits) for vector, bits in loads]
     widths += [8 * int(size, 16) for size in copies]
     constants = dict(zip(kernel.arg_names, args, strict=False))
+    variant = [str(constants["M"])] if "M" in constants else []
+    variant += ["paged"] if constants.get("PAGE") else []
     row = {
-        "kernel": f"{kernel.fn.__name__} {constants['M']}" if "M" in constants else kernel.fn.__name__,
+        "kernel": " ".join((kernel.fn.__name__, *variant)),
         "registers": int(used["REG"]),
         "stack": int(used["STACK"]) + int(used["LOCAL"]),  # where spilled registers go, too
         "gathers": constants.get("MAPPED", False),
@@ -96,6 +98,8 @@ for dim, steps in itertools.product((64, 96, 128), (1, 8, 16, 49)):
     q = torch.zeros(1, steps, (GROUPS + 2) * HEADS, dim, dtype=half)[:, :, : GROUPS * HEADS]
     ancestry = Ancestry(torch.tensor([CONTEXT]), steps, torch.zeros(1, steps, dtype=torch.int64))
     triton_backend.attention(q, store, ancestry, CONTEXT + steps, 1.0)
+    pages = torch.zeros(1, CONTEXT // PAGE + 1, dtype=torch.int64)
+    triton_backend.attention(q, store[0, :CONTEXT], ancestry, CONTEXT + steps, 1.0, pages)
 for hidden, inner, heads, dim, normed in ((4096, 14336, 32, 128, False), (5120, 25600, 64, 80, True)):
     residual, delta, weight = torch.zeros(2, hidden), torch.zeros(2, hidden, dtype=half), torch.zeros(hidden)
     triton_backend.add_rms_norm(residual, delta, weight, 1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specctl.kernels import Ancestry
+from specctl.kernels import PAGE, Ancestry, gathered, slots_of
 
 from .conftest import INTERPRETED
 
@@ -38,6 +38,17 @@ def case(base, rows, groups=4, kv=2, dim=64, dtype=torch.float32, reach=None, tr
     if window is not None:
         first = at[:, None] + torch.arange(rows) % 3 - window + 1
     return q, store, Ancestry(at, reach, bits, first), max(base) + reach
+
+
+def in_pages(store, seed=0):
+    """The same cache in a pool whose pages the texts have in a random order, and the table; other pages are NaN."""
+    batch, capacity = store.shape[:2]
+    width = -(-capacity // PAGE)
+    order = torch.randperm(2 * batch * width, generator=torch.Generator().manual_seed(seed))
+    table = order[: batch * width].view(batch, width)
+    pool = torch.full((2 * batch * width * PAGE, *store.shape[2:]), torch.nan, dtype=store.dtype)
+    pool[slots_of(table, torch.arange(capacity).expand(batch, -1))] = store
+    return pool, table
 
 
 def by_sdpa(q, store, ancestry, span, scale):
@@ -102,6 +113,36 @@ def test_it_is_sdpa(backend, name, dtype):
     found = backend.attention(q, store if INTERPRETED else store.nan_to_num(), ancestry, span, 0.2)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+PAGED = {
+    **{name: CASES[name] for name in ("one row", "ragged", "chain", "a level of a tree", "window", "odd heads")},
+    "at the edge": dict(base=[63, 64, 65, 127], rows=3),
+    "over an edge": dict(base=[60, 125], rows=9, tree=False),
+    **{f"groups {n}": dict(base=[130], rows=2, groups=n, kv=1) for n in range(1, 9)},
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_are_where_the_table_says(backend, name):
+    """Pages in any order, of which no other page may be read; that of a neighbour would show."""
+    dtype = torch.bfloat16 if name == "window" else torch.float32
+    q, store, ancestry, span = case(**PAGED[name], dtype=dtype)
+    expected = by_sdpa(q, store, ancestry, span, 0.2)
+    pool, table = in_pages(store)
+    if not INTERPRETED:  # plain PyTorch multiplies what is hidden by zero
+        pool = pool.nan_to_num()
+    found = backend.attention(q, pool, ancestry, span, 0.2, table)
+    torch.testing.assert_close(found.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    wrong = backend.attention(q, pool, ancestry, span, 0.2, table.flip(1))
+    assert table.shape[1] == 1 or not torch.allclose(wrong.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def test_every_slot_of_a_text_has_its_place():
+    store = torch.randn(3, 150, 2, 4)
+    pool, table = in_pages(store)
+    assert torch.equal(gathered(pool, table, 150), store) and torch.equal(gathered(pool, table, 64), store[:, :64])
+    assert len(slots_of(table, torch.arange(150).expand(3, -1)).unique()) == 450, "no two texts share a slot"
 
 
 def test_a_row_of_a_step_alone():

@@ -51,6 +51,9 @@ class Promise:
     wide: bool = False
 
 
+TILES = 16, 32, 64, 128  # of rows of attention
+
+
 KERNELS = {  # those that pass over rows are wide; several programs at once hide each other's waiting
     "_uniform_kernel": Promise(8),
     "_argmax_kernel": Promise(8, wide=True),
@@ -68,8 +71,8 @@ KERNELS = {  # those that pass over rows are wide; several programs at once hide
     "_distill_kernel": Promise(1, wide=True),
     "_normalise_kernel": Promise(2, wide=True),
     "_panorama_kernel": Promise(1, wide=True),
-    **{f"_attend_kernel {rows}": Promise(2, wide=True) for rows in (16, 32, 64)},
-    "_attend_kernel 128": Promise(1, wide=True),
+    **{f"_attend_kernel {rows}": Promise(2, wide=True) for rows in (*TILES[:3], *(f"{n} paged" for n in TILES[:3]))},
+    **{f"_attend_kernel {rows}": Promise(1, wide=True) for rows in (TILES[3], f"{TILES[3]} paged")},
     "_combine_kernel": Promise(3, wide=True),
     "_span_kernel": Promise(2, wide=True),
     "_span_rows_kernel": Promise(2, wide=True),
@@ -78,7 +81,9 @@ KERNELS = {  # those that pass over rows are wide; several programs at once hide
     "_gate_kernel": Promise(8, wide=True),
     "_rope_kernel": Promise(8, wide=True),
 }
-HALVES = {f"_attend_kernel {rows}" for rows in (32, 64, 128)} | {  # fp32 has small tiles only, or none
+HALVES = {
+    f"_attend_kernel {rows}{kind}" for rows in TILES[1:] for kind in ("", " paged")
+} | {  # fp32 has small tiles only, or none
     "_span_kernel",
     "_span_rows_kernel",
     "_span_slots_kernel",

@@ -37,7 +37,7 @@ def assert_fresh(target, state):
     for b, length in enumerate(state.cached):
         cache = target.model.new_cache(1, state.capacity)
         _, _, tapped = target.prefill([state.rows[b].ids[:length]], cache, TAPS)
-        torch.testing.assert_close(state.cache.store[:, b, :length], cache.store[:, 0, :length], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state.cache.held(b, length), cache.store[:, 0, :length], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(state.features[b, :length], tapped[0, :length], rtol=1e-4, atol=1e-4)
 
 

@@ -167,7 +167,7 @@ class DeviceRounds:
         smaller one has larger drafts."""
         if not self._fits():
             self.tracks.clear()
-            self.resident, self.store, self.current = None, self.state.cache.store, False
+            self.resident, self.store, self.current = None, self.state.cache.place, False
         track = self.tracks.get(self.playing)
         if (track is None or not track.draft.fits(self.state)) and not self._place():
             return False
@@ -180,7 +180,7 @@ class DeviceRounds:
     def _fits(self) -> bool:
         """Whether what was made is for the texts that there are: their caches, their ends and how they are drawn."""
         resident = self.resident
-        if resident is None or self.store is not self.state.cache.store:
+        if resident is None or self.store is not self.state.cache.place:
             return False
         return resident.draws.greedy != self.state.sampled and resident.ends >= widest_ends(self.state)
 

@@ -74,10 +74,10 @@ def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> T
     """Attention of q [B, T, Hq, D] over the first `plan.span` slots of a layer. Returns [B·T, Hq·D]."""
     if plan.ancestry is not None:
         if served(q, cache.rows[layer]):
-            return kernels.attention(q, cache.rows[layer], plan.ancestry, plan.span, scale)
+            return kernels.attention(q, cache.rows[layer], plan.ancestry, plan.span, scale, cache.table)
         plan = plan.masked(q.dtype)
     batch, rows, heads, dim = q.shape
-    keys, values = cache.keys[layer], cache.values[layer]
+    keys, values = cache.read(layer, plan.span)
     groups = heads // cache.heads
     if plan.causal:
         keys, values = keys.narrow(2, 0, plan.span), values.narrow(2, 0, plan.span)

@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl import kernels
+from specctl.decoding import paged
+from specctl.decoding.attention import by_kernel, serves_pages
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import Linear
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
+from specctl.decoding.pages import Form, PagePool
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.errors import UsageError
@@ -138,6 +141,30 @@ class LeanModel:
         cache = KVCache(
             len(self.layers), batch, self.kv_heads, capacity, self.head_dim, dtype=self.dtype, device=self.device
         )
+        cache.rope = self._rope_for(capacity)
+        return cache
+
+    @property
+    def form(self) -> Form:
+        """Of a pool of keys and values."""
+        return Form(len(self.layers), self.kv_heads, self.head_dim, self.dtype, self.device)
+
+    @property
+    def pages(self) -> bool:
+        """Whether its texts' keys and values are to lie in pages: on a GPU where attention is a kernel that has shown
+        that it reads them, and in one slice. SPECCTL_KV=paged|contiguous overrides, but for slices: each would have
+        another number of pages."""
+        if self.part.count > 1:
+            return False
+        if chosen := paged.asked():
+            return chosen == "paged"
+        heads = self.heads, self.kv_heads, self.head_dim
+        on_gpu = self.device.type == "cuda" and by_kernel(self.device)
+        return on_gpu and serves_pages(self.device, self.dtype, *heads)
+
+    def paged_cache(self, pool: PagePool, batch: int, capacity: int) -> KVCache:
+        """As `new_cache`, in a pool of this model's form."""
+        cache = paged.PagedCache(pool, batch, capacity)
         cache.rope = self._rope_for(capacity)
         return cache
 

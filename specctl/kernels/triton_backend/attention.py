@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..paging import PAGE
 from ..reference import Ancestry
 
 LOG2E = 1 / log(2)
@@ -57,17 +58,22 @@ def tiling(batch: int, rows: int, heads: int, itemsize: int, span: int, processo
 
 
 @triton.jit
-def _slots(rows, text, start, stride_text, stride_slot, N: tl.constexpr):
-    """Addresses of slots start .. start + N − 1 of a text: N consecutive ones, and the one place that knows where."""
-    return rows + text * stride_text + tl.cast(start, tl.int64) * stride_slot + tl.arange(0, N) * stride_slot
+def _slots(rows, table, text, start, stride_text, stride_slot, stride_table, N: tl.constexpr, PAGE: tl.constexpr):
+    """Addresses of slots start .. start + N − 1 of a text, N consecutive ones: the one place that knows where. With
+    pages of PAGE slots, a multiple of N as `start` is one, they lie in one page."""
+    if PAGE == 0:
+        return rows + text * stride_text + tl.cast(start, tl.int64) * stride_slot + tl.arange(0, N) * stride_slot
+    else:
+        page = tl.load(table + text * stride_table + start // PAGE)
+        return rows + (page * PAGE + start % PAGE) * stride_slot + tl.arange(0, N) * stride_slot
 
 
-@triton.jit(do_not_specialize=["T", "reach", "splits", "fixed", "tree", "windowed", "tiles"])
+@triton.jit(do_not_specialize=["stride_table", "T", "reach", "splits", "fixed", "tree", "windowed", "tiles"])
 def _attend_kernel(
-    q, rows, base, bits, first, part, lse, out, stride_q, stride_row, stride_text, stride_slot,
+    q, rows, table, base, bits, first, part, lse, out, stride_q, stride_row, stride_text, stride_slot, stride_table,
     T, reach, splits, fixed, tree, windowed, tiles, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles  # tiles that read the same keys run side by side
     split = tl.program_id(1)
@@ -100,7 +106,8 @@ def _attend_kernel(
     for at in range(start, stop, N):
         slot = at + tl.arange(0, N)
         there = (slot < stop)[:, None] & (d < D)[None, :]
-        pointer = _slots(rows, text, at, stride_text, stride_slot, N)[:, None] + (head * D + d)[None, :]
+        first_head = _slots(rows, table, text, at, stride_text, stride_slot, stride_table, N, PAGE)
+        pointer = first_head[:, None] + (head * D + d)[None, :]
         key = tl.load(pointer, mask=there, other=0.0)
         value = tl.load(pointer + H * D, mask=there, other=0.0)
         score = tl.dot(x, tl.trans(key), input_precision="ieee") * scale
@@ -163,11 +170,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
 
 
-def attention(q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: float) -> Tensor:
+def attention(
+    q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: float, table: Tensor | None = None
+) -> Tensor:
     batch, count, heads, dim = q.shape
     if dim > WIDEST or q.dtype == torch.float64:
         raise ValueError(f"attention of heads of {dim} in {q.dtype}: at most {WIDEST}, and not in fp64")
-    kv = rows.shape[2] // 2
+    kv = rows.shape[-2] // 2
     groups = heads // kv
     if q.stride(3) != 1 or q.stride(2) != dim:
         q = q.contiguous()
@@ -175,7 +184,11 @@ def attention(q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: flo
     tree, windowed = int(bits is not None), int(first is not None)
     bits = base if bits is None else bits.contiguous()  # what is not there is not read
     first = base if first is None else first.contiguous()
+    stride_text, stride_slot = rows.stride()[:2] if table is None else (0, rows.stride(0))
+    where, stride_table, page = (base, 0, 0) if table is None else (table, table.stride(0), PAGE)
     how = tiling(batch, count * groups, kv, rows.element_size(), span, _processors(q.device))
+    # Compiled for a page whose number is read first, these stages have as many keys under way as those without pages.
+    stages = 2 * how.stages - 1 if page and how.stages > 2 else how.stages
     splits = how.splits
     out = q.new_empty(batch * count, heads * dim)
     pieces = (batch * heads * count, splits) if splits > 1 else (0, 0)
@@ -183,9 +196,10 @@ def attention(q: Tensor, rows: Tensor, ancestry: Ancestry, span: int, scale: flo
     lse = torch.empty(pieces, dtype=torch.float32, device=q.device)
     width = max(16, triton.next_power_of_2(dim))
     _attend_kernel[(kv * how.tiles, splits, batch)](
-        q, rows, base, bits, first, part, lse, out, q.stride(0), q.stride(1), rows.stride(0), rows.stride(1),
+        q, rows, where, base, bits, first, part, lse, out,
+        q.stride(0), q.stride(1), stride_text, stride_slot, stride_table,
         count, reach, splits, span if fixed else 0, tree, windowed, how.tiles,
-        scale * LOG2E, kv, groups, dim, width, how.rows, KEYS, LEAST, num_warps=how.warps, num_stages=how.stages,
+        scale * LOG2E, kv, groups, dim, width, how.rows, KEYS, LEAST, page, num_warps=how.warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         lanes, each = (8, 2) if splits <= 8 else (PIECES, 1)

@@ -113,15 +113,16 @@ def rope_and_cache(
     eps: float,
 ) -> Tensor:
     count, heads, dim = qkv.shape
-    kv = rows.shape[2] // 2
+    kv = rows.shape[-2] // 2
     queries = heads - 2 * kv
+    stride_text, stride_slot = rows.stride()[:2] if rows.ndim == 4 else (0, rows.stride(0))  # a pool is all texts'
     q = qkv.new_empty(*positions.shape, queries, dim)
     width = triton.next_power_of_2(dim // 2)
     each = min(max(TURNED // width, 1), triton.next_power_of_2(heads))
     _rope_kernel[(count, triton.cdiv(heads, each))](
         qkv.contiguous(), cos, sin, positions.contiguous(), slots.contiguous(), q, rows,
         cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,  # what is not there is not read
-        positions.shape[1], heads * dim, rows.stride(0), rows.stride(1), eps,
+        positions.shape[1], heads * dim, stride_text, stride_slot, eps,
         queries, kv, dim, dim // 2, width, each, q_weight is not None, num_warps=max(each * width // (32 * EACH), 1),
     )  # fmt: skip
     return q

@@ -1,0 +1,166 @@
+"""Keys and values in pages: `KVCache` over the pool of a target. No text is copied where one comes, grows or goes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.cache import KVCache
+from specctl.decoding.pages import IDLE, PAGE, Lease, PagePool, new_table, pages_for
+from specctl.decoding.plan import NOTHING, Plan
+from specctl.errors import UsageError
+from specctl.kernels import gathered, slots_of
+
+CHOICES = ("paged", "contiguous")
+
+
+def asked() -> str | None:
+    """What the environment variable SPECCTL_KV asks for; None = nothing. UsageError where it is neither."""
+    chosen = os.environ.get("SPECCTL_KV") or None
+    if chosen not in (None, *CHOICES):
+        raise UsageError(f"SPECCTL_KV={chosen!r} is no way to keep keys and values", f"one of {', '.join(CHOICES)}")
+    return chosen
+
+
+class PagedCache(KVCache):
+    """The texts of a batch, each in pages of its own.
+
+    Attributes:
+        store: the pool's [L, S, 2·Hkv, D]; rows: [S, 2·Hkv, D] of each layer.
+        table: [B, W] the page of the pool that holds slots i·PAGE … of a text: on the device, where graphs read it.
+        leases: what each text has of the pool; None for a row without a text, which writes to page `IDLE`.
+    """
+
+    table: Tensor
+
+    def __init__(self, pool: PagePool, batch: int, capacity: int):
+        self.pool, self.store, self.heads = pool, pool.store, pool.form.heads
+        self.rows = pool.rows
+        self.leases: list[Lease | None] = [None] * batch
+        self.capacity = capacity
+        self._over(new_table(batch, capacity, self.store.device))
+
+    def _over(self, table: Tensor) -> None:
+        self.table, self.batch = table, len(table)
+        self.skipped = [NOTHING] * self.batch
+
+    @property
+    def place(self) -> Tensor:
+        return self.table
+
+    @property
+    def nbytes(self) -> int:
+        """Of the table: the pool is the target's, as its weights are."""
+        return self.table.nbytes
+
+    def fitting(self, texts: list[int]) -> int:
+        needed = accumulate(pages_for(most) for most in texts)
+        return sum(pages <= self.pool.available for pages in needed)
+
+    def holds(self, slots: int) -> bool:
+        return pages_for(slots) <= self.pool.size
+
+    def let(self, b: int, most: int, names: list[bytes]) -> None:
+        """Promise pages, and hold those that are shared before others are taken. DataError where they are not there."""
+        self.release(b)
+        lease = self.leases[b] = self.pool.lease(pages_for(most))
+        lease.share(names)
+
+    def lacks(self, b: int, slots: int) -> bool:
+        lease = self.leases[b]
+        return lease is not None and len(lease.pages) < pages_for(slots)
+
+    def ensure(self, b: int, slots: int) -> None:
+        lease = self.leases[b]
+        if lease is not None and self.lacks(b, slots):
+            lease.grow(pages_for(slots))
+            self.table[b, : len(lease.pages)] = torch.tensor(lease.pages, device=self.table.device)
+
+    def share(self, b: int, names: list[bytes]) -> int:
+        lease = self.leases[b]
+        count = 0 if lease is None else lease.share(names)
+        if lease is not None and count:
+            self.table[b, :count] = torch.tensor(lease.pages[:count], device=self.table.device)
+        return count * PAGE
+
+    def publish(self, b: int, names: list[bytes]) -> None:
+        lease = self.leases[b]
+        for page, name in zip([] if lease is None else lease.pages, names, strict=False):
+            self.pool.publish(page, name)
+
+    def release(self, b: int, wipe: bool = False) -> None:
+        lease = self.leases[b]
+        if lease is not None:
+            if wipe:
+                self.pool.wipe(lease.pages)
+            lease.end()
+            self.leases[b] = None
+            self.table[b] = IDLE
+
+    def slots(self, plan: Plan, count: int) -> Tensor:
+        """[B, count] where `write` stores the rows of a plan, in the pool."""
+        return slots_of(self.table, super().slots(plan, count).expand(self.batch, -1))
+
+    def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
+        count = pairs.shape[0] // self.batch
+        self.rows[layer][self.slots(plan, count)] = pairs.view(self.batch, count, *pairs.shape[1:])
+
+    def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
+        """Copies, for attention that knows no pages."""
+        rows = gathered(self.rows[layer], self.table, span).transpose(1, 2)
+        return rows[:, : self.heads], rows[:, self.heads :]
+
+    def compact(self, sequence: int, start: int, path: list[int]) -> None:
+        moves = [(node, place) for place, node in enumerate(path) if node != place]
+        if moves:
+            positions = start + 1 + torch.tensor(moves, device=self.store.device).T
+            source, goal = slots_of(self.table[sequence].expand(2, -1), positions)
+            self.store[:, goal] = self.store[:, source]
+
+    def compact_at(self, base: Tensor, source: Tensor) -> None:
+        start = base.unsqueeze(1) + 1
+        kept = self.store[:, slots_of(self.table, start + source)]
+        goal = start + torch.arange(source.shape[1], device=base.device)
+        self.store[:, slots_of(self.table, goal)] = kept
+
+    def part(self, start: int, stop: int) -> PagedCache:
+        some = copy.copy(self)
+        some.leases = self.leases[start:stop]
+        some._over(self.table[start:stop])
+        return some
+
+    def held(self, sequence: int, count: int) -> Tensor:
+        """A copy of the first rows of a text [L, count, 2·Hkv, D]."""
+        return self.store[:, self._first(sequence, count)]
+
+    def put(self, sequence: int, rows: Tensor) -> None:
+        self.store[:, self._first(sequence, rows.shape[1])] = rows
+
+    def _first(self, sequence: int, count: int) -> Tensor:
+        positions = torch.arange(count, device=self.store.device).unsqueeze(0)
+        return slots_of(self.table[sequence : sequence + 1], positions)[0]
+
+    def moved_to(self, larger: KVCache) -> KVCache:
+        """`larger`, with a table of more slots: texts stay where they are."""
+        assert isinstance(larger, PagedCache)
+        larger.table[:, : self.table.shape[1]] = self.table
+        larger.leases = self.leases
+        return larger
+
+    def select(self, index: Tensor) -> None:
+        """Hold the rows in `index`, in that order: only the table changes. One that is named twice is there once, and
+        once without a text."""
+        chosen = index.tolist()
+        for b in {*range(self.batch)} - {*chosen}:
+            self.release(b)
+        again = [i for i, b in enumerate(chosen) if b in chosen[:i]]
+        self.leases = [None if i in again else self.leases[b] for i, b in enumerate(chosen)]
+        self._over(self.table.index_select(0, index))
+        self.table[again] = IDLE
+
+    def filled(self, starts: list[int]) -> None:
+        """Nothing is left out in the target's cache."""

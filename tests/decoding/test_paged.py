@@ -1,0 +1,425 @@
+"""Keys and values in pages: the texts of contiguous ones, and no page that two have, or that nobody gives back."""
+
+import gc
+import random
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from specctl.decoding import state as state_module
+from specctl.decoding.cache import KVCache
+from specctl.decoding.device import rounds as device_round
+from specctl.decoding.engine import Engine
+from specctl.decoding.models import lean, linear
+from specctl.decoding.paged import PagedCache
+from specctl.decoding.pages import IDLE, Form, PagePool, budget, pages_for
+from specctl.decoding.plan import plan_rows
+from specctl.decoding.records import Request
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.errors import DataError, UsageError
+from specctl.kernels import PAGE
+from tests.decoding.test_device_round import SHAPES, WORDS, NoHost, depth_heads, eagle3, loaded
+
+CPU = torch.device("cpu")
+FORM = Form(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_directory):
+    """It says but a few words, and hardly ever the end, so that texts grow over pages and random drafts are right."""
+    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
+    target.model.head.bias = torch.full((target.vocab_size,), -1e4)
+    target.model.head.bias[WORDS] = 0.0
+    target.model.head.bias[WORDS[0]] = -9.0
+    return target
+
+
+@pytest.fixture
+def pages(monkeypatch, tiny):
+    """`pages(n)`: from its call on texts lie in pages, of which there are so many; afterwards all are free."""
+    pools = []
+    init = PagePool.__init__
+    monkeypatch.setattr(PagePool, "__init__", lambda self, *args: (pools.append(self), init(self, *args))[1])
+
+    def start(count=400, attention="sdpa"):
+        tiny._pool = None
+        monkeypatch.setenv("SPECCTL_KV", "paged")
+        monkeypatch.setenv("SPECCTL_ATTENTION", attention)
+        monkeypatch.setenv("SPECCTL_KV_GIB", repr((count + 1) * tiny.model.form.page_bytes / 2**30))
+        return pools
+
+    yield start
+    assert pools, "nothing was in pages"
+    for pool in pools:
+        assert (pool.promised, sorted([*pool._free, *pool._kept])) == (0, list(range(1, 1 + pool.size)))
+
+
+MADE = {
+    "plain": lambda target: None,
+    "chain": lambda target: eagle3(target, SHAPES["chain"]),
+    "tree": lambda target: eagle3(target, SHAPES["tree"]),
+    "heads": lambda target: depth_heads(target, "medusa", SHAPES["tree"]),
+}
+
+
+def requests(count, seed=0, longest=150):
+    rng = random.Random(seed)
+    return [
+        Request(
+            [rng.choice(WORDS[1:]) for _ in range(rng.choice([1, 5, 60, 64, longest]))],
+            GREEDY, rng.choice([1, 4, 66, 90]), rng.randrange(99),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def texts(target, asked, watch=None, **options):
+    """Texts that come while others are decoded, by id, and how many drafted tokens each has taken."""
+    engine, ended, coming = Engine(target, **options), {}, list(asked)
+    while engine.busy or coming:
+        for _ in range(2):
+            if coming:
+                engine.add(coming.pop(0))
+        for event in engine.step():
+            if event.ended is not None:
+                assert event.error is None, event.error
+                ended[event.id] = event.ended.output_ids, event.ended.accepted
+        if watch is not None:
+            watch(engine)
+    return ended
+
+
+def no_page_is_two_texts(engine):
+    cache = engine.state.cache
+    used = [page for lease in cache.leases if lease is not None for page in lease.pages]
+    assert len({*used}) == len(used) and IDLE not in used
+    for row, lease, table in zip(engine.state.rows, cache.leases, cache.table.tolist(), strict=True):
+        taken = [] if lease is None else lease.pages
+        assert table == taken + [IDLE] * (len(table) - len(taken))
+        assert (row.stop is None) == (lease is not None), "what has ended has no pages, what has not has some"
+        assert lease is None or len(taken) * PAGE >= len(row.ids)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
+@pytest.mark.parametrize("mode", ["0", "eager"], ids=["host", "device"])
+@pytest.mark.parametrize("name", MADE)
+def test_texts_are_those_of_contiguous_ones(tiny, pages, monkeypatch, name, mode, attention):
+    """Token for token in fp32, of texts that come, grow over pages and go; rounds of the host and of the device."""
+    monkeypatch.setattr(state_module, "ROOM", 140)
+    monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+    monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
+    monkeypatch.setenv("SPECCTL_KV", "contiguous")
+    asked, drafter = requests(7), MADE[name](tiny)
+    expected = texts(tiny, asked, drafter=drafter, slots=3)
+    pages(attention=attention)
+    assert texts(tiny, asked, no_page_is_two_texts, drafter=drafter, slots=3) == expected
+    assert max(len(ids) for ids, _ in expected.values()) > PAGE
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_batches_have_few_sizes(tiny, pages, monkeypatch, name):
+    """Graphs are made for a power of two, and stay where texts end within it; idle rows change no text."""
+    asked = [Request([WORDS[1 + n % 6], 5 + n], GREEDY, 9 + 14 * n, n) for n in range(7)]
+    drafter = MADE[name](tiny)
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    placed = []
+    place = device_round.DeviceRounds._place
+    monkeypatch.setattr(
+        device_round.DeviceRounds,
+        "_place",
+        lambda self: (placed.append((self.state.batch, self.state.capacity)), place(self))[1],
+    )
+
+    def batches(kept):
+        placed.clear()
+        monkeypatch.setenv("SPECCTL_KV", kept)
+        engine = Engine(tiny, drafter=drafter, share_rows=False)
+        for one in asked:
+            engine.add(one)
+        ended = {}
+        while engine.busy:
+            ended |= {event.id: event.ended for event in engine.step() if event.ended is not None}
+        return {id: (text.output_ids, text.accepted) for id, text in ended.items()}, [batch for batch, _ in placed]
+
+    expected, control = batches("contiguous")
+    pages()
+    found, sizes = batches("paged")
+    assert found == expected
+    assert sizes == sorted({*sizes}, reverse=True) and {*sizes} <= {8, 4, 2, 1}
+    assert not {*control} <= {8, 4, 2, 1}
+
+
+def test_texts_wait_for_pages(tiny, pages):
+    """Of a pool for the longest text and a little more, first come, first served; nobody is turned away."""
+    asked = requests(9, seed=1)
+    expected = texts(tiny, asked)
+    most = max(pages_for(len(one.prompt) + one.max_new_tokens + 64) for one in asked)
+    pages(most + 2)
+    together = []
+
+    def watch(engine):
+        no_page_is_two_texts(engine)
+        assert engine.state.cache.pool.available >= 0
+        together.append(len(engine.state.live))
+        begun = [text.index for text in engine.texts.values()]
+        assert not begun or not engine.waiting or max(begun) < min(engine.waiting), "first come, first served"
+
+    assert texts(tiny, asked, watch) == expected
+    assert 1 < max(together) < len(asked), "texts wait, and no more of them than must"
+
+
+def test_a_text_that_never_fits_is_refused_alone(tiny, pages):
+    pages(4)
+    engine = Engine(tiny)
+    engine.add(Request([5, 6], GREEDY, 20, 0))
+    with pytest.raises(DataError, match="more keys and values than there is memory for"):
+        engine.add(Request([5] * 100, GREEDY, 150, 0))
+    ends = [event for _ in range(30) for event in engine.step() if event.ended is not None]
+    assert [len(event.ended.output_ids) for event in ends] == [20]
+
+
+def test_a_text_does_not_wait_for_those_of_others_for_ever(tiny, pages):
+    """An engine that nobody steps any more has all pages."""
+    pages(4)
+    other, engine = Engine(tiny), Engine(tiny)
+    other.add(Request([5] * 100, GREEDY, 80, 0))
+    other.step()
+    engine.add(Request([5, 6], GREEDY, 20, 0))
+    (event,) = engine.step()
+    assert isinstance(event.error, DataError) and "others hold it" in str(event.error)
+    del other
+    gc.collect()
+    engine.add(Request([5, 6], GREEDY, 20, 0))
+    assert sum(len(event.tokens) for _ in range(30) for event in engine.step()) == 20
+
+
+@pytest.fixture
+def rows_read(monkeypatch, tiny):
+    """The numbers of rows of forwards that read prompts."""
+    read = []
+    forward = tiny.model.forward
+
+    def counted(tokens, *rest):
+        if tokens.shape[1] > 8:
+            read.append(tokens.shape[1])
+        return forward(tokens, *rest)
+
+    monkeypatch.setattr(tiny.model, "forward", counted)
+    return read
+
+
+SYSTEM = [WORDS[1 + n % 5] for n in range(150)]
+
+
+@pytest.mark.parametrize("mode", ["0", "eager"], ids=["host", "device"])
+def test_prompts_that_begin_alike_are_read_once(tiny, pages, monkeypatch, rows_read, mode):
+    """In one call, behind texts under way and behind texts that have ended; by pages, and never the last token."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+    prompts = [SYSTEM, [*SYSTEM[:130], *[9] * 40], [7] * 30, SYSTEM[:128], SYSTEM[:129], [9, *SYSTEM], SYSTEM]
+    asked = [Request(prompt, GREEDY, 30, 0) for prompt in prompts]
+    expected = texts(tiny, asked, slots=3)
+    assert rows_read == [len(prompt) for prompt in prompts]
+    rows_read.clear()
+    pools = pages()
+    shared = []
+
+    def watch(engine):
+        held = [page for lease in engine.state.cache.leases if lease is not None for page in lease.pages]
+        shared.append(len(held) - len({*held}))
+        for row, lease in zip(engine.state.rows, engine.state.cache.leases, strict=True):
+            for page in [] if lease is None else lease.pages[(row.prompt_length - 1) // PAGE :]:
+                assert held.count(page) == 1, "nobody writes to a page that others read"
+
+    assert texts(tiny, asked, watch, slots=3) == expected
+    assert max(shared) > 0 and len(pools) == 1
+    assert sorted(rows_read) == sorted([150, 42, 30, 64, 151, 22])  # and one of a row
+    rows_read.clear()
+    assert texts(tiny, asked[:1], watch) == {0: expected[0]} and rows_read == [22], "in a later call, too"
+
+
+def test_a_page_that_is_taken_anew_is_no_beginning_any_more(tiny, pages, rows_read):
+    """Texts fill the pool, and the beginning of one that has ended with others."""
+    pages(6)
+    engine = Engine(tiny)
+
+    def answer(prompt):
+        engine.add(Request(prompt, GREEDY, 20, 0))
+        ended = []
+        while engine.busy:
+            ended += [event.ended for event in engine.step() if event.ended is not None]
+        return ended[0].output_ids
+
+    first = answer(SYSTEM[:140])
+    assert answer(SYSTEM[:140]) == first and rows_read == [140, 12]
+    for n in range(3):
+        answer([*[9] * (n + 1), *SYSTEM[:80]])
+    rows_read.clear()
+    assert answer(SYSTEM[:140]) == first and rows_read == [76], "its second page has gone, its first has not"
+
+
+def test_drafters_that_read_features_read_whole_prompts(tiny, pages, rows_read):
+    drafter = MADE["chain"](tiny)
+    asked = [Request(SYSTEM, GREEDY, 20, 0) for _ in range(3)]
+    expected = texts(tiny, asked, drafter=drafter)
+    pages()
+    assert texts(tiny, asked, drafter=drafter) == expected and rows_read == [150] * 6
+
+
+def test_what_is_cancelled_gives_its_pages_back(tiny, pages):
+    pages(4)
+    engine = Engine(tiny)
+    first = engine.add(Request([5] * 100, GREEDY, 80, 0))
+    engine.step()
+    second = engine.add(Request([7] * 90, GREEDY, 10, 0))
+    engine.step()
+    assert [row.index for row in engine.state.rows] == [first]
+    engine.cancel(first)
+    ended = {event.id: event.ended for _ in range(20) for event in engine.step() if event.ended is not None}
+    assert len(ended[second].output_ids) == 10 and ended[first].stop == "cancelled"
+
+
+def test_a_failed_text_leaves_no_nan(tiny, pages):
+    """The next one has its pages: a NaN that is hidden is one all the same."""
+    pools = pages(8)
+    engine = Engine(tiny)
+    ids = [engine.add(Request([5] * size, GREEDY, 60, 0)) for size in (100, 7)]
+    engine.step()
+    cache = engine.state.cache
+    cache.put(0, torch.full_like(cache.held(0, 100), torch.nan))
+    ended = {event.id: event.ended for _ in range(99) for event in engine.step() if event.ended is not None}
+    assert [ended[id].stop for id in ids] == ["failed", "length"]
+    assert pools[0].store.isfinite().all()
+
+
+def test_it_is_the_cache_of_slots(pages):
+    """What is written, moved, read and selected, over pages in any order; the host's compaction and the device's."""
+    pages()
+    torch.manual_seed(0)
+    batch, capacity = 3, 150
+    pool = PagePool(FORM, 20)
+    pool._free = OrderedDict.fromkeys([7, 3, 12, 1, 9, 15, 2, 11, 5, 20, 4, 6, 8, 10, 13, 14, 16, 17, 18, 19])
+    paged = PagedCache(pool, batch, capacity)
+    plain = KVCache(2, batch, 2, capacity, 4, dtype=torch.float32, device=CPU)
+    for b, slots in ((1, 70), (0, 150), (2, 130), (1, 150)):
+        if paged.leases[b] is None:
+            paged.let(b, capacity, [])
+        paged.ensure(b, slots)
+
+    def same():
+        for layer in range(2):
+            for ours, theirs in zip(paged.read(layer, capacity), plain.read(layer, capacity), strict=True):
+                assert torch.equal(ours, theirs)
+        assert torch.equal(paged.held(1, 99), plain.held(1, 99))
+
+    for base, rows in (([0, 0, 0], 62), ([62, 60, 61], 9), ([120, 126, 63], 7)):
+        plan = plan_rows(base, rows, device=CPU, dtype=torch.float32)
+        for layer in range(2):
+            pairs = torch.randn(batch * rows, 4, 4)
+            paged.write(layer, pairs, plan)
+            plain.write(layer, pairs, plan)
+        same()
+    for cache in (paged, plain):
+        cache.compact(1, 60, [0, 3, 4, 6])
+        cache.compact_at(torch.tensor([62, 125, 60]), torch.tensor([[2, 5], [0, 1], [1, 4]]))
+    same()
+    for cache in (paged, plain):
+        cache.put(2, plain.held(0, 70).clone())
+    same()
+    larger = paged.moved_to(PagedCache(pool, batch, 400))
+    assert torch.equal(larger.read(1, capacity)[0], plain.read(1, capacity)[0])
+    for cache in (paged, plain):
+        cache.select(torch.tensor([2, 0]))
+    same_rows = paged.read(0, capacity)[1], plain.read(0, capacity)[1]
+    assert torch.equal(*same_rows)
+
+
+def test_a_row_that_is_named_twice_has_no_pages_the_second_time(pages):
+    pages()
+    cache = PagedCache(pool := PagePool(FORM, 4), 1, 100)
+    cache.let(0, 100, [])
+    cache.ensure(0, 100)
+    cache.select(torch.tensor([0, 0, 0]))
+    assert cache.table.tolist() == [[1, 2], [IDLE, IDLE], [IDLE, IDLE]] and pool.available == 2
+
+
+@pytest.mark.parametrize("kept", ["paged", "contiguous"])
+def test_shrinking_and_growing_move_nothing(tiny, monkeypatch, largest_tensor, kept):
+    """The largest tensor that is made is a table; the control makes the cache anew."""
+    monkeypatch.setenv("SPECCTL_KV", kept)
+    monkeypatch.setenv("SPECCTL_KV_GIB", "0.05")
+    monkeypatch.setattr(state_module, "ROOM", 20)
+    tiny._pool = None
+    engine = Engine(tiny)
+    for size in (1, 70, 3, 30):
+        engine.add(Request([5] * size, GREEDY, 180, 0))
+    engine.step()
+    state = engine.state
+    for b in (0, 2):
+        state.rows[b].stop = "cancelled"
+    tiny.model.new_cache(1, 2000)  # whose rotary table serves the others
+    store, narrow = state.cache.store, state.capacity
+    with torch.inference_mode(), largest_tensor() as made:
+        state.shrink()
+        state.reserve(180)
+    assert state.batch == 2 and state.capacity > 300 > narrow
+    small = made.elements <= state.batch * 2 * pages_for(state.capacity)
+    assert small == (kept == "paged") == (state.cache.store.data_ptr() == store.data_ptr())
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_round_in_pages_asks_the_host_nothing(tiny, monkeypatch, name):
+    monkeypatch.setenv("SPECCTL_KV", "paged")
+    monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")
+    monkeypatch.setenv("SPECCTL_LAYERS", "fused")
+    monkeypatch.setattr(linear, "_packed", lambda *_: None)  # as on a GPU
+    rounds = loaded(tiny, MADE[name](tiny), GREEDY, monkeypatch)
+    assert isinstance(rounds.sequences.cache, PagedCache)
+    with torch.inference_mode(), NoHost(monkeypatch):
+        rounds.round(rounds.state.capacity)
+
+
+def test_a_pool_lives_as_long_as_its_texts(tiny, pages):
+    pools = pages()
+    first, second = Engine(tiny), Engine(tiny)
+    assert first.state.pool is second.state.pool and len(pools) == 1
+    del first, second
+    pools.clear()
+    gc.collect()
+    assert tiny._pool() is None
+    pools.append(Engine(tiny).state.pool)
+
+
+def test_who_decides(tiny, monkeypatch):
+    """On a GPU pages where attention is a kernel that has shown that it reads them; elsewhere who asks by name."""
+    for name in ("SPECCTL_KV", "SPECCTL_ATTENTION", "SPECCTL_KV_GIB"):
+        monkeypatch.delenv(name, raising=False)
+    assert not tiny.model.pages and budget(CPU) == 2**30
+    monkeypatch.setattr(lean, "by_kernel", lambda device: True)
+    monkeypatch.setattr(lean, "serves_pages", lambda *heads: shown)
+    monkeypatch.setattr(tiny.model, "device", torch.device("cuda", 0))
+    for shown in (True, False):
+        assert tiny.model.pages == shown
+    for gpu in ("cuda", "cpu"):
+        monkeypatch.setattr(tiny.model, "device", torch.device(gpu))
+        for kept in ("paged", "contiguous"):
+            monkeypatch.setenv("SPECCTL_KV", kept)
+            assert tiny.model.pages == (kept == "paged")
+    monkeypatch.setenv("SPECCTL_KV", "pages")
+    with pytest.raises(UsageError, match="SPECCTL_KV='pages'"):
+        _ = tiny.model.pages
+    for size in ("much", "-1", "nan"):
+        monkeypatch.setenv("SPECCTL_KV_GIB", size)
+        with pytest.raises(UsageError, match="SPECCTL_KV_GIB"):
+            budget(CPU)
+
+
+def test_a_pool_without_a_page_is_refused():
+    with pytest.raises(UsageError, match="no room for keys and values on cpu"):
+        PagePool(FORM, 0)
+
+
+def test_exact_mode_has_no_pages(tiny, monkeypatch):
+    monkeypatch.setenv("SPECCTL_KV", "paged")
+    assert Engine(tiny, exact=True, longest=50).state.pool is None
