@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from specctl.decoding import prefill
 from specctl.decoding import state as state_module
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import rounds as device_round
@@ -237,6 +238,24 @@ def test_prompts_that_begin_alike_are_read_once(tiny, pages, monkeypatch, rows_r
     assert sorted(rows_read) == sorted([150, 42, 30, 64, 151, 22])  # and one of a row
     rows_read.clear()
     assert texts(tiny, asked[:1], watch) == {0: expected[0]} and rows_read == [22], "in a later call, too"
+
+
+def test_prompts_that_go_on_alike_are_read_together(tiny, pages, monkeypatch, rows_read):
+    """As on a GPU: one forward of those that begin at the same place, padded behind the shorter ones."""
+    asked = [Request([*SYSTEM, *[9] * size], GREEDY, 30, 0) for size in (0, 20, 40)]
+    expected = texts(tiny, asked[::-1])
+    grouped = prefill.groups
+    monkeypatch.setattr(prefill, "groups", lambda lengths, slots, _, at: grouped(lengths, slots, 1000, at))
+    pages()
+    engine = Engine(tiny)
+    for one in asked[::-1]:
+        engine.add(one)
+    rows_read.clear()
+    ended = {}
+    while engine.busy:
+        ended |= {event.id: event.ended for event in engine.step() if event.ended is not None}
+    assert rows_read == [190, 42], "the first one goes ahead, the others are one forward"
+    assert {id: (text.output_ids, text.accepted) for id, text in ended.items()} == expected
 
 
 def test_a_page_that_is_taken_anew_is_no_beginning_any_more(tiny, pages, rows_read):

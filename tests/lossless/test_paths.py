@@ -88,7 +88,9 @@ def test_prompts_are_run_so_many_rows_at_a_time(model, target, rows, monkeypatch
     """In groups of neighbours, and a longer prompt in parts, the later ones behind rows that are there."""
     monkeypatch.setattr(prefill, "ROWS", rows)
     grouped = prefill.groups
-    monkeypatch.setattr(prefill, "groups", lambda lengths, slots, _: grouped(lengths, slots, rows))  # as on a GPU
+    monkeypatch.setattr(
+        prefill, "groups", lambda lengths, slots, _, at: grouped(lengths, slots, rows, at)
+    )  # as on a GPU
     forward, seen, taps = target.model.forward, [], (0, 2, 3)
 
     def counted(tokens, *others):
@@ -121,6 +123,7 @@ def test_who_is_read_together():
     assert prefill.groups([2, 2, 6, 2], [0, 1, 2, 3], 12) == [range(0, 2), range(2, 4)]
     assert prefill.groups([1, 1, 1], [0, 2, 3], 12) == [range(0, 1), range(1, 3)]
     assert prefill.groups([50, 1, 1], [0, 1, 2], 12) == [range(0, 1), range(1, 3)]
+    assert prefill.groups([9, 9, 9, 9], [0, 1, 2, 3], 99, [0, 4, 4, 8]) == [range(0, 1), range(1, 3), range(3, 4)]
     assert prefill.groups([1, 1], [0, 1], 0) == [range(0, 1), range(1, 2)]
 
 
