@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,8 +38,10 @@ def span_for(needed: int, capacity: int) -> int:
     return min(-(-needed // step) * step, capacity)
 
 
+@functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream to warm up and capture on; None where there are none."""
+    """The stream of a device to warm up and capture on; None where there are none. One for all that is captured: cuBLAS
+    keeps a workspace for every stream."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
