@@ -41,7 +41,7 @@ class KVCache:
 
     @property
     def place(self) -> Tensor:
-        """What a graph over this cache reads: as long as it is the same tensor, all of it is where it was."""
+        """The tensor that a graph over this cache reads: as long as it is the same one, all is where it was."""
         return self.store
 
     @property

@@ -19,7 +19,7 @@ CHOICES = ("paged", "contiguous")
 
 
 def asked() -> str | None:
-    """What the environment variable SPECCTL_KV asks for; None = nothing. UsageError where it is neither."""
+    """The choice that SPECCTL_KV names; None = none. UsageError where it is not of `CHOICES`."""
     chosen = os.environ.get("SPECCTL_KV") or None
     if chosen not in (None, *CHOICES):
         raise UsageError(f"SPECCTL_KV={chosen!r} is no way to keep keys and values", f"one of {', '.join(CHOICES)}")
@@ -54,7 +54,7 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Of the table: the pool is the target's, as its weights are."""
+        """Bytes of the table: the pool is the target's, as its weights are."""
         return self.table.nbytes
 
     def fitting(self, texts: list[int]) -> int:

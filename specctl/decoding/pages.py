@@ -29,7 +29,7 @@ IDLE = 0  # the page that rows without a text write to; nobody reads it
 
 
 class Form(NamedTuple):
-    """What a pool is made of."""
+    """The sizes that a pool is made of."""
 
     layers: int
     heads: int  # of keys

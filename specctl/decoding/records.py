@@ -80,7 +80,7 @@ class Sequence:
 
     @classmethod
     def idle(cls, eos_ids: frozenset[int]) -> Sequence:
-        """What stands in a row that is no text's: it has ended, behind a first token that was no round's."""
+        """A stand-in for a row that is no text's: it has ended, behind a first token that was no round's."""
         return cls(-1, Request([0], GREEDY, 1), [0, 0], 1, 2, eos_ids, "cancelled", told=2)
 
     def fail(self, error: Exception) -> None:

@@ -145,7 +145,7 @@ def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, 
     """Those of all arms of every policy: it would else pay for them with its first texts, arms by themselves would not.
     And they are of the texts to come."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
-    options, captured, began = DraftingRecipe(stop_below=0.0), [], []
+    options, captured, began = DraftingRecipe(stop_below=0.0, keep_above=0.0), [], []
     heads = {
         name: drafters.load_drafter(str(write_head(tmp_path / name, target, name)), target, options)
         for name in ("eagle3", "medusa", "hydra")

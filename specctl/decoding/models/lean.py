@@ -146,7 +146,7 @@ class LeanModel:
 
     @property
     def form(self) -> Form:
-        """Of a pool of keys and values."""
+        """The form of a pool of this model's keys and values."""
         return Form(len(self.layers), self.kv_heads, self.head_dim, self.dtype, self.device)
 
     @property
