@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,12 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from specctl import kernels
-from specctl.decoding import attention
+from specctl.decoding import attention, paged
 from specctl.decoding.models import fused
 from specctl.errors import RecipeError
 from specctl.measuring.records import recipe_stamp
 from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, ServerRecipe, TrainRecipe, yaml_file
-from specctl.recipe.resolve import SWITCHES, Setting, resolve
+from specctl.recipe.resolve import SIZES, SWITCHES, Setting, resolve
 
 
 def problems(*args, **kwargs) -> list[str]:
@@ -198,7 +200,8 @@ def test_shorthand_and_text_fields():
 
 
 def test_what_kernels_and_the_loop_read_is_no_recipe_key():
-    assert resolve("eval", environ={"SPECCTL_KERNELS": "reference", "SPECCTL_GRAPHS": "0"}) == EvalRecipe()
+    read = {"SPECCTL_KERNELS": "reference", "SPECCTL_GRAPHS": "0", "SPECCTL_KV": "paged", "SPECCTL_KV_GIB": "0.5"}
+    assert resolve("eval", environ=read) == EvalRecipe()
 
 
 def test_what_they_read_is_checked_before_anything_runs():
@@ -210,6 +213,21 @@ def test_what_they_read_is_checked_before_anything_runs():
     assert SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
     assert SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
     assert SWITCHES["SPECCTL_LAYERS"] == fused.CHOICES
+    assert SWITCHES["SPECCTL_KV"] == paged.CHOICES
+
+
+@pytest.mark.parametrize("size", ["much", "0", "-1", "nan", "inf"])
+def test_a_size_is_a_number_above_0(size):
+    assert problems("eval", environ={"SPECCTL_KV_GIB": size}) == [
+        f"SPECCTL_KV_GIB: must be GiB, a number above 0 (got {size!r})"
+    ]
+
+
+def test_every_variable_that_the_package_reads_is_known():
+    """One that is documented and unknown here ends every command."""
+    sources = (path.read_text() for path in Path(attention.__file__).parent.parent.rglob("*.py"))
+    read = {name for text in sources for name in re.findall(r'os\.environ\.get\("(SPECCTL_\w+)"', text)}
+    assert read and read <= {*SWITCHES, *SIZES}
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES))

@@ -8,6 +8,7 @@ given by the name alone: SPECCTL_TARGET=./model, `target=./model`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
@@ -29,8 +30,11 @@ SWITCHES = {
     "SPECCTL_GRAPHS": ("0", "1", "eager"),
     "SPECCTL_ATTENTION": ("kernel", "sdpa"),
     "SPECCTL_LAYERS": ("fused", "plain"),
+    "SPECCTL_KV": ("paged", "contiguous"),
 }
 """Variables that are no recipe keys, and their values: the kernels' dispatch and the decoding loop read them."""
+SIZES = ("SPECCTL_KV_GIB",)
+"""Variables of the same kind that are GiB."""
 
 
 class Setting(NamedTuple):
@@ -138,11 +142,22 @@ def dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
+def _is_size(value: str) -> bool:
+    try:
+        return 0 < float(value) < math.inf
+    except ValueError:
+        return False
+
+
 def _from_environment(model: type[Section], environ: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
     """A variable that fits another command only is none of this command's business; an unknown one is an error."""
     others = {field for other in RECIPES.values() for field in other.model_fields} - set(model.model_fields)
     for name, value in sorted(environ.items()):
         path = tuple(name.removeprefix(ENVIRONMENT).lower().split("__"))
+        if name in SIZES:
+            if value and not _is_size(value):
+                problems.append(f"{name}: must be GiB, a number above 0 (got {brief(repr(value))})")
+            continue
         if name in SWITCHES:
             if value and value not in SWITCHES[name]:
                 problems.append(f"{name}: must be one of {', '.join(SWITCHES[name])} (got {brief(repr(value))})")
