@@ -2,11 +2,13 @@
 
 The options are those of `specctl online`, which runs with them. Of every update its candidate, the weights at the end
 of the way, is compared with the weights before by the texts held out: by their loss, which is what decides, and by
-their accepted length. The next chunk's texts then tell what the candidate was worth. Both verdicts are Student's t at
-the learner's level, of one candidate.
+their accepted length; and by the loss of the texts held out of the last `CHUNKS` chunks, which are learnt from all the
+same with the next one unless the first option is --reservoir. The next chunk's texts then tell what the candidate was
+worth. All verdicts are Student's t at the learner's level, of one candidate.
 """
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import correlation, fmean
 
@@ -21,6 +23,7 @@ from specctl.recipe.learner import LearnerRecipe
 from specctl.training.expected import hits_of
 
 LEVEL = LearnerRecipe().level
+CHUNKS = 3  # whose texts are in the reservoir
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Update:
     after: torch.Tensor
     by_loss: list[float]
     by_length: list[float]
+    by_reservoir: list[float]
     worth: list[float] = field(default_factory=list)
 
 
@@ -45,10 +49,11 @@ def accepted(pupil: OnlineDrafter, w: torch.Tensor, example) -> float:
     return float(counts[:, 0].sum() / counts[0, 1])
 
 
-def watched(updates: list[Update]) -> None:
-    """Have every update noted, and judged by the chunk after it."""
-    texts_of, pupils = {}, []
+def watched(updates: list[Update], *, apart: bool) -> None:
+    """Have every update noted, and judged by the chunk after it; `apart`: texts that judge are never learnt from."""
+    texts_of, pupils, reservoir = {}, [], deque(maxlen=CHUNKS)
     batch, settled, learn = OnlineDrafter._batch, Ensemble._settled, OnlineDrafter.learn
+    texts = OnlineDrafter._texts
 
     def noted(self, examples, step):
         made = batch(self, examples, step)
@@ -59,10 +64,12 @@ def watched(updates: list[Update]) -> None:
     def judged(self, descents, held):
         (pupil,), (descent,) = pupils, descents
         before, after = (descent.at(place).clone() for place in (holdout.STAY, holdout.WHOLE))
-        losses = [pupil.objective.losses([before, after], [text]) for text in held]
+        reservoir.append(held)
+        losses = [pupil.objective.losses([before, after], [text]) for chunk in reservoir for text in chunk]
+        gains = [float(old - new) for old, new in losses]
         texts = [example for text in held for example in texts_of[id(text)][1]]
         lengths = [accepted(pupil, after, one) - accepted(pupil, before, one) for one in texts]
-        updates.append(Update(before, after, [float(old - new) for old, new in losses], lengths))
+        updates.append(Update(before, after, gains[-len(held) :], lengths, gains))
         texts_of.clear()
         return settled(self, descents, held)
 
@@ -74,22 +81,26 @@ def watched(updates: list[Update]) -> None:
         return learn(self, acceptance, short=short)
 
     OnlineDrafter._batch, Ensemble._settled, OnlineDrafter.learn = noted, judged, told
+    if apart:
+        OnlineDrafter._texts = lambda self: (texts(self)[0], [])
 
 
 def main() -> None:
     from specctl.cli.main import app
 
     updates: list[Update] = []
-    watched(updates)
+    options = sys.argv[1:]
+    apart = options[:1] == ["--reservoir"]
+    watched(updates, apart=apart)
     try:
-        app(["online", *sys.argv[1:]])
+        app(["online", *options[apart:]])
     except SystemExit as end:
         if end.code:
             raise
     known = [update for update in updates if update.worth]
     worth = [fmean(update.worth) for update in known]
     print(f"{len(known)} updates, {sum(gain > 0 for gain in worth)} of them good for the next chunk")
-    for name in ("by_loss", "by_length"):
+    for name in ("by_loss", "by_length", "by_reservoir"):
         gains = [getattr(update, name) for update in known]
         taken = [gained(some, LEVEL) for some in gains]
         good = sum(worth > 0 for worth, took in zip(worth, taken, strict=True) if took)

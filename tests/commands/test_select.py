@@ -91,8 +91,7 @@ def selected(tmp_path, made, target, pool, rounds=True):
     return found, run.result(dataclasses.asdict(found)), rounds
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("reset", ["query", "session"])
+@pytest.mark.parametrize(("reset", "batch"), [("query", 1), ("session", 2)])
 def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
     made = recipe(
         prompts,
@@ -424,8 +423,7 @@ def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, a
     assert len({line["arm"] for line in rounds}) > 1
 
 
-@pytest.mark.parametrize("taps", [(), (4,)])
-@pytest.mark.parametrize("reset", ["query", "session"])
+@pytest.mark.parametrize(("reset", "taps"), [("query", (4,)), ("session", ())])
 def test_a_replay_reads_prompts_as_live_decoding_does(tmp_path, target, pool, monkeypatch, taps, reset):
     """Tables keep what prompts are alike in, whether the arms read states of the target or not."""
     monkeypatch.setattr(Lookup, "taps", taps)

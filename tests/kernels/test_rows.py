@@ -64,6 +64,7 @@ def test_inverse_cdf_inverts(backend, vocabulary):
     x[0, vocabulary // 3 :: 2] = -torch.inf
     p = x.softmax(-1)[0]
     token = p.nonzero()[:, 0]
+    token = token[:: max(len(token) // 64, 1)]  # a program a token is what an interpreter has no time for
     upper = p.cumsum(-1)[token]
     lower = upper - p[token]
     rows = rows_of(backend, x).take(torch.zeros_like(token))

@@ -39,6 +39,7 @@ from tests.training.small import recipe
 LAST = 10
 TAPS = {"eagle3": (2, 5, 7), "dflash": (3, 6, 9), "peagle": (2, 5, 7)}
 HEADS = [name for name, family in FAMILIES.items() if family.trainee and not family.is_lm and name != "mtp"]
+OFTEN = ("eagle3", "medusa", "dflash")  # a head of each kind: by rounds, by places, in blocks
 EVAL = HeldOutRecipe(prompts=2, max_new_tokens=4, fraction=0.3, every=3)
 
 
@@ -74,7 +75,9 @@ def train(distilled, place, features, **changes):
     return lines, drafters.load(place / "drafter"), result
 
 
-@pytest.mark.parametrize("arch", HEADS)
+@pytest.mark.parametrize(
+    "arch", [arch if arch in OFTEN else pytest.param(arch, marks=pytest.mark.slow) for arch in HEADS]
+)
 def test_a_head_learns_the_same(distilled, engine, target, tmp_path, arch):
     """Bitwise, of whatever family; what was not measured is not said to be."""
     engine.states = partial(raw_states, target, layers=(*TAPS.get(arch, ()), LAST))

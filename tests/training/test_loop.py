@@ -421,7 +421,7 @@ def test_a_target_in_slices_trains_what_a_whole_one_does(distilled, tmp_path):
         place = tmp_path / str(slices)
         flags = [f"target.tensor_parallel={slices}", "features.mode=cached", "features.whole_target=true"]
         flags += [f"features.dir={place / 'features'}"]
-        made[slices] = launch(distilled, place, 2, 0, *flags)
+        made[slices] = launch(distilled, place, slices, 0, *flags)
     assert made[2] == pytest.approx(made[1], rel=1e-4)
     facts = [drafters.load(tmp_path / str(slices) / "drafter").info["mat"] for slices in made]
     assert facts[0] == facts[1] != {}

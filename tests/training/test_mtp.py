@@ -125,7 +125,7 @@ def test_resume_is_exact(trained, distilled, native, tmp_path, monkeypatch):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.parametrize("mode", ["cached", "online"])
+@pytest.mark.parametrize("mode", ["cached", pytest.param("online", marks=pytest.mark.slow)])
 def test_every_way_of_keeping_features_trains_the_same(distilled, native, tmp_path, mode):
     short = dict(max_steps=3, eval=HeldOutRecipe(prompts=1, max_new_tokens=2))
     for where in ("memory", mode):
