@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl import kernels
 from specctl.decoding.engine import MAX_NODES
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree, first_chain, topology
@@ -36,15 +35,13 @@ def overlap(draft: DraftTree, b: int, logits: Tensor) -> Array:
 
 def _overlap(draft: DraftTree, b: int, chain: list[int], logits: Tensor) -> Array:
     """`overlap`, given the rows [d, V] that predict the d nodes of `chain`."""
-    ones = torch.ones(len(chain), device=logits.device)
-    p = kernels.row_params(logits, ones, torch.zeros_like(ones, dtype=torch.long), ones)
-    tokens = draft.tokens[b, chain]
+    p = logits.float().softmax(-1)
     if draft.q is None:
-        shared = kernels.token_probability(p, tokens[:, None])[:, 0]
+        shared = p.gather(1, draft.tokens[b, chain, None].to(p.device))[:, 0]
     else:
-        q = kernels.DraftRows(draft.q.of(b, len(chain)), draft.q.ids)
-        shared = kernels.panorama(p, [q], tokens).accept[0]
-    return shared.masked_fill(~p.valid, torch.nan).cpu().numpy().astype(float)
+        q = draft.q.of(b, len(chain)).float().softmax(-1)
+        shared = torch.minimum(p if draft.q.ids is None else p[:, draft.q.ids], q).sum(-1)
+    return shared.cpu().numpy().astype(float)
 
 
 def overlaps(target: Target, state: DecodeState, drafts: Sequence[DraftTree]) -> list[Array]:

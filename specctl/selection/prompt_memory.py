@@ -1,6 +1,7 @@
 """Memory of what arms have been worth at the prompts so far: the Gaussian processes of `policies.contextual`.
 
-Symbols as there; x [D] features of a prompt, k the covariance of two prompts, w its width.
+Symbols as there; x [D] features of a prompt, k the covariance of two prompts, w its width; p [P] how much a prompt is
+of each of the kinds of prompts that arms were trained on, φ [N] what arms are known for (`known_for`), θ its worth.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,48 +25,102 @@ CENTER = 256  # prompts that features are centred by
 # Constants of the model, chosen on 140 development prompts of seven domains; half or twice as much makes 1 to 4 %.
 WIDTH = 0.5  # w, in the distance of two directions: that of equals is 0, of opposites 2
 SHARED = 0.5  # of the variance between texts: τ² ÷ (τ² + s²)
+KIND = 0.4  # of the rest, where kinds are known: what an arm is worth at all prompts of a kind
+NEAR, SHARP = 0.3, 0.08  # cosine at which a prompt may be of a kind or of none, and how soon it is one of them
 EVERYWHERE = 0.2  # of s²: what an arm is worth at all prompts alike; an arm that loses everywhere is soon left alone
 AGE = 200.0  # texts after which one adds s² to the variance of what was seen: arms, and what is asked, may change
 FEW = 4  # rewards of texts by which variances are known; without, nothing is said but of what arms were trained on
 SIGNAL = NOISE = 0.005  # s² and σ² until then
 UNKNOWN = 1e3  # τ² until then: the mean of rewards is not known
-# Variance of what training lets expect, in units of s²: chosen on 100 development prompts of five domains, one of them
-# nobody's, with four arms in 16 orders.
-FAITH = 0.1
-DIRECTION = 4.0  # the same of the square of an error that is as large as what sets a kind apart
-FADES = 100.0  # texts after which one adds s² to that: what is seen counts more
+# Standard deviation of θ, in units of its mean, s, before anything was seen: by 100 development prompts of five domains,
+# one of them nobody's, with four arms in 16 orders. With more, single orders lose a fifth; with less, all do whose arms
+# are told the kinds of others.
+FAITH = 0.7
+DIRECTION = 4.0  # of the square of an error that is as large as what sets a kind apart, in how little is then expected
 NEVER = 1e9  # variance of what was not seen, in units of s²
 LEAST = 1e-3  # variance of a reward, in the same: equal prompts leave the system solvable in single precision
 
 
-def covariance(a: Tensor, b: Tensor, width: float = WIDTH) -> Tensor:
-    """[…, A, B] k = c + (1 − c)·exp(−|a − b|²/2w²) of a […, A, D] and b […, B, D], where c is `EVERYWHERE`."""
+@dataclass(frozen=True)
+class Covariance:
+    """k = c + (1 − c)·[λ·g(p, p') + (1 − λ)·g(x, x')] of prompts, with g(a, b) = exp(−|a − b|²/2w²), c = `EVERYWHERE`
+    and λ = `KIND`; λ = 0 where no kinds are known.
+
+    Single prompts of a kind are far from each other, and from their mean: what they share is told by the kind that they
+    are nearest to.
+
+    Attributes:
+        width: w, for directions x; memberships p have `WIDTH`.
+        kinds: P, so many last numbers of a prompt are its p.
+    """
+
+    width: float = WIDTH
+    kinds: int = 0
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """[…, A, B] of prompts a […, A, D + P] and b […, B, D + P]."""
+        size = a.shape[-1] - self.kinds
+        k = _gaussian(a[..., :size], b[..., :size], self.width)
+        if self.kinds:
+            k = k.mul_(1 - KIND).add_(_gaussian(a[..., size:], b[..., size:], WIDTH), alpha=KIND)
+        return k.mul_(1 - EVERYWHERE).add_(EVERYWHERE)
+
+
+def _gaussian(a: Tensor, b: Tensor, width: float) -> Tensor:
     half = (a @ b.mT).sub_(0.5 * a.square().sum(-1)[..., None]).sub_(0.5 * b.square().sum(-1)[..., None, :])
-    return half.div_(width**2).exp_().mul_(1 - EVERYWHERE).add_(EVERYWHERE)
+    return half.div_(width**2).exp_()
 
 
-def factored(x: Tensor, noise: Tensor, width: float = WIDTH) -> Tensor:
+def membership(x: Tensor, kinds: Tensor) -> Tensor:
+    """p […, P] of directions x […, D], given those of the kinds [P, D]: a softmax of their cosines, in which the kind
+    that nobody was trained on has `NEAR`."""
+    cosines = x @ kinds.mT
+    nobody = torch.full_like(cosines[..., :1], NEAR)
+    return (torch.cat([cosines, nobody], -1) / SHARP).softmax(-1)[..., :-1]
+
+
+def factored(x: Tensor, noise: Tensor, k: Covariance = Covariance()) -> Tensor:
     """[N, M, M] Cholesky factors of the covariances of rewards at prompts x [N, M, D] with variances `noise` [N, M]."""
-    return torch.linalg.cholesky(covariance(x, x, width).double() + torch.diag_embed(noise))
+    return torch.linalg.cholesky(k(x, x).double() + torch.diag_embed(noise))
 
 
-def regression(x: Tensor, y: Tensor, factor: Tensor, at: Tensor, width: float = WIDTH) -> tuple[Tensor, Tensor]:
+def regression(x: Tensor, y: Tensor, factor: Tensor, at: Tensor, k: Covariance = Covariance()) -> tuple[Tensor, Tensor]:
     """Means and variances [N] of f_i at a prompt [D], given rewards y [N, M] at prompts x [N, M, D], `factored`, all in
     units of s (Krause and Ong 2011, Eq. 2 and 3)."""
-    k = covariance(x, at[None], width)[..., 0].double()
-    solved = torch.cholesky_solve(torch.stack((y, k), -1), factor)
-    mean, explained = (k[..., None] * solved).sum(1).unbind(-1)
+    near = k(x, at[None])[..., 0].double()
+    solved = torch.cholesky_solve(torch.stack((y, near), -1), factor)
+    mean, explained = (near[..., None] * solved).sum(1).unbind(-1)
     return mean, (1 - explained).clamp_min(1e-6)
 
 
-def expected(x: Tensor, owner: Sequence[int], count: int, width: float = WIDTH) -> Tensor:
-    """[N, P] what `count` arms are expected to be worth at the kinds of prompts x [P, D] that they were trained on, in
-    units of s: an arm 1 at its own (`owner` [P]), −1 far from all of them; 0 where nothing is known of it."""
-    near = (covariance(x, x, width) - EVERYWHERE) / (1 - EVERYWHERE)
-    found = torch.zeros(count, len(x), dtype=torch.double)
+def known_for(p: Tensor, owner: Sequence[int], trust: Tensor, count: int) -> Tensor:
+    """φ […, N] of `count` arms at prompts of memberships p […, P] in the kinds that they were trained on (`owner` [P]):
+    1 at an arm's own kind, −1 far from all of them, 0 where nothing is known of it; less where a kind's mean is told by
+    few prompts (`trust` [P])."""
+    own = trust * (2 * p.double() - 1)
+    phi = own.new_zeros(*p.shape[:-1], count)
     for arm in set(owner):
-        found[arm] = 2 * near[[of == arm for of in owner]].amax(0) - 1
-    return found
+        phi[..., arm] = own[..., [of == arm for of in owner]].amax(-1)
+    return phi
+
+
+class Trend(NamedTuple):
+    """Rewards by what arms are known for: mean μ and slope θ, and the variance of the latter."""
+
+    mean: float
+    slope: float
+    doubt: float
+
+
+def trend(phi: Tensor, y: Tensor, variance: Tensor, slope: float, doubt: float) -> Trend:
+    """Bayesian linear regression y = μ + θφ + ε of rewards [M] whose variances are known; θ ~ N(slope, doubt)."""
+    w = 1 / variance
+    a = float(w.sum()), float((w * phi).sum()), float((w * phi * phi).sum()) + 1 / doubt
+    b = float((w * y).sum()), float((w * phi * y).sum()) + slope / doubt
+    if not len(y):
+        return Trend(0.0, slope, doubt)
+    det = a[0] * a[2] - a[1] * a[1]
+    return Trend((a[2] * b[0] - a[1] * b[1]) / det, (a[0] * b[1] - a[1] * b[0]) / det, a[0] / det)
 
 
 @dataclass(frozen=True)
@@ -72,16 +128,17 @@ class PromptFit:
     """The half of a belief that is the same for all prompts.
 
     Attributes:
-        x, y, factor: as in `regression`, of M remembered texts; y less `mean`.
+        x, y, factor: as in `regression`, of M remembered texts; y less what the trend says of them.
         center: [D] that features are centred by.
-        mean, noise, signal, shared: μ, σ², s² and τ².
+        trend: μ and θ.
+        noise, signal, shared: σ², s² and τ².
     """
 
     x: Tensor
     y: Tensor
     factor: Tensor
     center: Tensor
-    mean: float
+    trend: Trend
     noise: float
     signal: float
     shared: float
@@ -90,8 +147,8 @@ class PromptFit:
 class PromptMemory:
     """Rewards of `count` arms at the prompts that have been.
 
-    What arms were trained on is remembered as if each had been tried there: choices are right before anything was seen,
-    and rewards correct them.
+    What arms were trained on is what they are known for. How much that is worth is learnt from the rewards of all arms
+    at all kinds, beginning with a guess: choices are right before anything was seen.
     """
 
     def __init__(self, count: int, width: float = WIDTH, trained_on: Sequence[Kinds] = ()):
@@ -100,12 +157,14 @@ class PromptMemory:
             width: w, of features other than `prompt_features.features_of`.
             trained_on: the kinds of prompts that each arm was trained on, none where that is not known.
         """
-        self.count, self.width = count, width
+        self.count = count
         known = [own for own in trained_on if len(own.means)]
         self._owner = [arm for arm, own in enumerate(trained_on) for _ in own.means]
         self._kinds = (
             torch.from_numpy(np.concatenate([own.means for own in known])).float() if known else torch.zeros(0, 0)
         )
+        self._k = Covariance(width, len(self._kinds))
+        self._informed = torch.tensor([arm in self._owner for arm in range(count)]).double()
         self._errors = torch.tensor([error for own in known for error in own.errors.tolist()])
         self.forget()
 
@@ -133,9 +192,13 @@ class PromptMemory:
         if fit is None:
             return None
         with threads.suited(0):  # matrices too small for two threads, which would wait for each other
-            at = _direction(torch.from_numpy(features).float() - fit.center)
-            m, v = regression(fit.x, fit.y, fit.factor, at, self.width)
-        return Belief((fit.mean + m).tolist(), v.tolist(), fit.noise, fit.signal, fit.shared)
+            at = self._place(torch.from_numpy(features).float(), fit.center)
+            m, v = regression(fit.x, fit.y, fit.factor, at, self._k)
+            phi = self._known_for(at, fit.center)
+            # What is not known of θ is no difference between arms in their own kinds.
+            v = v + (1 - phi).square() * self._informed * (fit.trend.doubt / fit.signal)
+            m = fit.trend.mean + fit.trend.slope * phi + m
+        return Belief(m.tolist(), v.tolist(), fit.noise, fit.signal, fit.shared)
 
     def fit(self) -> PromptFit | None:
         """The half of all beliefs until the next text; None where too little is known. It is made once: who asks for it
@@ -148,48 +211,50 @@ class PromptMemory:
         seen = self._rounds > 0
         if int(seen.sum()) < FEW and not self._owner:
             return None
-        mean, noise, signal = self._scales(seen)
-        shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= FEW else UNKNOWN
         filled = max(self.texts)
         center = torch.cat([part for part in (self._prompts[: self._heard], self._kinds) if len(part)]).mean(0)
-        doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
-        doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)[:, :filled]
-        off = torch.where(seen, self._y - mean, 0.0)[:, :filled]
         with threads.suited(0):
-            x = _direction(self._x[:, :filled] - center)
-            if self._owner:
-                kinds, worth, unsure = self._expectations(center)
-                x = torch.cat([x, kinds.expand(self.count, -1, -1)], 1)
-                off = torch.cat([off, worth * math.sqrt(signal)], 1)
-                doubt = torch.cat([doubt, unsure], 1)
-            factor = factored(x, doubt, self.width)
-        return PromptFit(x, off, factor, center, mean, noise, signal, shared)
+            x = self._place(self._x[:, :filled], center)
+            phi = self._known_for(x, center).diagonal(dim1=0, dim2=2).T
+            told, noise, signal = self._scales(seen, phi[seen[:, :filled]])
+            shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= FEW else UNKNOWN
+            doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
+            doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)[:, :filled]
+            off = torch.where(seen[:, :filled], self._y[:, :filled] - told.mean - told.slope * phi, 0.0)
+            factor = factored(x, doubt, self._k)
+        return PromptFit(x, off, factor, center, told, noise, signal, shared)
 
-    def _expectations(self, center: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The kinds of prompts [P, D] that arms were trained on; what each arm is expected to be worth there [N, P] and
-        the variance of that, in units of s and s²."""
-        apart = self._kinds - center
-        kinds = _direction(apart)
-        error = (self._errors / apart.norm(dim=1).clamp_min(1e-12)).square()
-        unsure = FAITH + self._heard / FADES + DIRECTION * error.double()
-        known = torch.tensor([arm in self._owner for arm in range(self.count)])
-        return (
-            kinds,
-            expected(kinds, self._owner, self.count, self.width),
-            torch.where(known[:, None], unsure, NEVER),
-        )
+    def _place(self, x: Tensor, center: Tensor) -> Tensor:
+        """[…, D + P] prompts as the covariance compares them: directions from the centre, and memberships in kinds."""
+        directions = _direction(x - center)
+        if not len(self._kinds):
+            return directions
+        return torch.cat([directions, membership(directions, _direction(self._kinds - center))], -1)
 
-    def _scales(self, seen: Tensor) -> tuple[float, float, float]:
-        """μ, σ² and s² of the rewards that were `seen` [N, M]."""
+    def _known_for(self, x: Tensor, center: Tensor) -> Tensor:
+        """φ […, N] of all arms at prompts […, D + P]."""
+        if not self._owner:
+            return x.new_zeros(*x.shape[:-1], self.count, dtype=torch.double)
+        error = (self._errors / (self._kinds - center).norm(dim=1).clamp_min(1e-12)).square()
+        p = x[..., x.shape[-1] - len(self._kinds) :]
+        return known_for(p, self._owner, 1 / (1 + DIRECTION * error.double()), self.count)
+
+    def _scales(self, seen: Tensor, phi: Tensor) -> tuple[Trend, float, float]:
+        """The trend, σ² and s² of the rewards that were `seen` [N, WINDOW], by arms known for `phi` [M]."""
         y, rounds = self._y[seen], self._rounds[seen]
-        mean = float((y * rounds).sum() / rounds.sum()) if len(y) else 0.0
+        noise, signal = NOISE, SIGNAL
+        slope, doubt = math.sqrt(SIGNAL), FAITH**2 * SIGNAL
         if len(y) < FEW:
-            return mean, NOISE, SIGNAL
+            return trend(phi, y, signal + noise / rounds, slope, doubt), noise, signal
         # Texts of a round per arm do not tell chance from difference: then it is all of the variance.
         squares = float(y.var(correction=0)) + float(self._within.sum())
         noise = max(squares / (1 + float(rounds.sum()) - len(rounds)), 1e-9)
-        between = max(float((y - mean).square().mean() - (noise / rounds).mean()), 0.05 * noise)
-        return mean, noise, (1 - SHARED) * between
+        for _ in range(2):  # the trend by the variances, these by what it leaves
+            told = trend(phi, y, signal + noise / rounds, slope, doubt)
+            left = (y - told.mean - told.slope * phi).square()
+            between = max(float((left - noise / rounds).mean()), 0.05 * noise)
+            signal = (1 - SHARED) * between
+        return told, noise, signal
 
     def learn(self, features: Array, belief: Belief | None, shown: Sequence[Shown]) -> None:
         """Take in a text that is over: its features, what was thought of it, and what each arm has shown."""

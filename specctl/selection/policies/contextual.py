@@ -3,10 +3,11 @@
 CGP-UCB (Krause and Ong 2011, Contextual Gaussian Process Bandit Optimization). The context is the target's own state of
 the prompt, which the prefill has computed anyway: no classifier, no labels, nobody is scored. The reward of a round is
 
-    μ + d + f_i(x) + ε,   d ~ N(0, τ²),   f_i ~ GP(0, s² k),   ε ~ N(0, σ²):
+    μ + θ φ_i(x) + d + f_i(x) + ε,   d ~ N(0, τ²),   f_i ~ GP(0, s² k),   ε ~ N(0, σ²):
 
-the mean of all, how easy the text is for all arms alike (ours: an arm is not blamed for a hard text), what arm i is
-better at prompts like x, part of it at all prompts alike, and chance. The policy learns within a text by its own
+the mean of all, what it is worth to be trained for such prompts (φ_i from −1 to 1, 0 where that is not known), how easy
+the text is for all arms alike (ours: an arm is not blamed for a hard text), what arm i is better at prompts like x
+beside that, part of it at all prompts alike, and chance. The policy learns within a text by its own
 rounds, and from text to text by what the arms that played have shown (`prompt_memory`); no reset forgets the latter.
 
 Symbols: N arms; m, v [N] mean and variance of f_i(x), the latter in units of s²; n [N] rounds of each arm in the text
@@ -31,7 +32,8 @@ STAY = 4.0  # rounds that share what moving to another arm costs
 
 @dataclass(frozen=True)
 class Belief:
-    """Expectations of the arms before a text's first round: μ + m [N], v [N], and the variances σ², s² and τ²."""
+    """Expectations of the arms before a text's first round: m [N] with the mean of all in it, v [N], and the variances
+    σ², s² and τ²."""
 
     m: Numbers
     v: Numbers
