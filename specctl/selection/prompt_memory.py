@@ -32,9 +32,9 @@ AGE = 200.0  # texts after which one adds s² to the variance of what was seen: 
 FEW = 4  # rewards of texts by which variances are known; without, nothing is said but of what arms were trained on
 SIGNAL = NOISE = 0.005  # s² and σ² until then
 UNKNOWN = 1e3  # τ² until then: the mean of rewards is not known
-# Standard deviation of θ, in units of its mean, s, before anything was seen: by 100 development prompts of five domains,
-# one of them nobody's, with four arms in 16 orders. With more, single orders lose a fifth; with less, all do whose arms
-# are told the kinds of others.
+# Standard deviation of θ, in units of its mean, s, before anything was seen: by 100 development prompts of five
+# domains, one of them nobody's, with four arms in 16 orders. With more, single orders lose a fifth; with less, all do
+# whose arms are told the kinds of others.
 FAITH = 0.7
 DIRECTION = 4.0  # of the square of an error that is as large as what sets a kind apart, in how little is then expected
 NEVER = 1e9  # variance of what was not seen, in units of s²
