@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from specctl import processes
+from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
@@ -61,7 +62,7 @@ def make_selector(
         clock,
         overlaps=overlaps,
         ends=ends,
-        memory=PromptMemory(len(arms), trained_on=[arm.trained_on for arm in arms]) if reads else None,
+        memory=PromptMemory(len(arms), trained_on=[_known(arm) for arm in arms]) if reads else None,
         taps=(target.num_layers,) if reads else (),
         on_round=on_round,
     )
@@ -81,6 +82,12 @@ def make_batch_selector(
     rules = _rules(arms, name, recipe, step)
     # What a round takes depends on the load, so that the games of loads share no clock.
     return BatchSelector(arms, partial(_game, rules, len(arms), new_policy, seed, None), on_round)
+
+
+def _known(arm: Guarded) -> Kinds:
+    """The kinds of prompts that it is known for: none for a hybrid, which hardly differs from its text drafter where
+    its head is wrong."""
+    return arm.trained_on if arm.scored is arm.drafter else Kinds.none()
 
 
 def _rules(arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callable[[], float]) -> Rules:

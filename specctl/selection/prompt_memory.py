@@ -164,7 +164,7 @@ class PromptMemory:
             torch.from_numpy(np.concatenate([own.means for own in known])).float() if known else torch.zeros(0, 0)
         )
         self._k = Covariance(width, len(self._kinds))
-        self._informed = torch.tensor([arm in self._owner for arm in range(count)]).double()
+        self._informed = torch.tensor([arm in self._owner for arm in range(count)])
         self._errors = torch.tensor([error for own in known for error in own.errors.tolist()])
         self.forget()
 
@@ -195,8 +195,10 @@ class PromptMemory:
             at = self._place(torch.from_numpy(features).float(), fit.center)
             m, v = regression(fit.x, fit.y, fit.factor, at, self._k)
             phi = self._known_for(at, fit.center)
-            # What is not known of θ is no difference between arms in their own kinds.
-            v = v + (1 - phi).square() * self._informed * (fit.trend.doubt / fit.signal)
+            # What is not known of θ is no difference between arms in their own kinds. Of an arm of which nothing is
+            # known φ may be anything, with a variance of 1.
+            unsure = torch.where(self._informed, (1 - phi).square() * fit.trend.doubt, fit.trend.slope**2)
+            v = v + unsure / fit.signal if self._owner else v
             m = fit.trend.mean + fit.trend.slope * phi + m
         return Belief(m.tolist(), v.tolist(), fit.noise, fit.signal, fit.shared)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from specctl.decoding.loop import decode
+from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.lm.drafter import LMDrafter
@@ -189,6 +190,16 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
     cut = make_selector(target, arms[:1], "ucbspec", GameRecipe(), new_policy, **options)
     label = Label("q")
     assert (controller.new_game(label).rules.depth, cut.new_game(label).rules.depth) == (DEPTH, 1)
+
+
+def test_hybrids_are_not_known_for_what_their_heads_were_trained_on(target, pool):
+    told = Kinds.of([(np.ones(4), 0.1)])
+    alone = Guarded("head", pool["good"], trained_on=told), Guarded("lookup", pool["lookup"])
+    beside = Guarded("head", Suffix(), scored=pool["good"], trained_on=told), alone[1]
+    options = dict(step=lambda: 1.0, seed=0, within_query=True)
+    for arms, known in ((alone, True), (beside, False)):
+        memory = make_selector(target, arms, "cgp-ucb", GameRecipe(), lambda *_: None, **options).memory
+        assert (memory.belief(np.ones(4)) is not None) == known
 
 
 class Unscorable(Lookup):
