@@ -196,7 +196,7 @@ def test_hybrids_are_not_known_for_what_their_heads_were_trained_on(target, pool
     told = Kinds.of([(np.ones(4), 0.1)])
     alone = Guarded("head", pool["good"], trained_on=told), Guarded("lookup", pool["lookup"])
     beside = Guarded("head", Suffix(), scored=pool["good"], trained_on=told), alone[1]
-    options = dict(step=lambda: 1.0, seed=0, within_query=True)
+    options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=None)
     for arms, known in ((alone, True), (beside, False)):
         memory = make_selector(target, arms, "cgp-ucb", GameRecipe(), lambda *_: None, **options).memory
         assert (memory.belief(np.ones(4)) is not None) == known
