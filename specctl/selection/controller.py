@@ -167,7 +167,7 @@ class Selector(Controller):
         self._withdraw(play)
         self.tally.dropped += play.game.dropped - play.dropped
         if self.memory is not None and play.reader is not None and play.prompt is not None:
-            self.memory.learn(play.prompt, play.belief, play.reader.shown())
+            self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.lost)
 
     def waits(self, state: DecodeState) -> bool:
         plays = [self.plays[state.rows[b]] for b in self._own(state)]

@@ -174,8 +174,9 @@ class PromptMemory:
         self._fit: PromptFit | None = None
         self._prompts = torch.zeros(CENTER, 0)
         self._x = torch.zeros(self.count, WINDOW, self._kinds.shape[1])
-        # Of an arm's mean reward in a text: that, less the text's ease; its rounds, 0 = none; the variance of the ease;
-        # Σ (reward − mean)²; the number of the text.
+        self._lost = torch.zeros(self.count, 1, dtype=torch.double)  # what the time of a round of each arm is worth now
+        # Of an arm's mean reward in a text: that, less the text's ease, with what its time was worth; its rounds, 0 =
+        # none; the variance of the ease; Σ (reward − mean)²; the number of the text.
         self._y, self._rounds, self._doubt, self._within, self._when = (
             torch.zeros(self.count, WINDOW, dtype=torch.double) for _ in range(5)
         )
@@ -218,11 +219,12 @@ class PromptMemory:
         with threads.suited(0):
             x = self._place(self._x[:, :filled], center)
             phi = self._known_for(x, center).diagonal(dim1=0, dim2=2).T
-            told, noise, signal = self._scales(seen, phi[seen[:, :filled]])
+            y = self._y - self._lost
+            told, noise, signal = self._scales(y[seen], seen, phi[seen[:, :filled]])
             shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= FEW else UNKNOWN
             doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
             doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)[:, :filled]
-            off = torch.where(seen[:, :filled], self._y[:, :filled] - told.mean - told.slope * phi, 0.0)
+            off = torch.where(seen[:, :filled], y[:, :filled] - told.mean - told.slope * phi, 0.0)
             factor = factored(x, doubt, self._k)
         return PromptFit(x, off, factor, center, told, noise, signal, shared)
 
@@ -241,9 +243,9 @@ class PromptMemory:
         p = x[..., x.shape[-1] - len(self._kinds) :]
         return known_for(p, self._owner, 1 / (1 + DIRECTION * error.double()), self.count)
 
-    def _scales(self, seen: Tensor, phi: Tensor) -> tuple[Trend, float, float]:
-        """The trend, σ² and s² of the rewards that were `seen` [N, WINDOW], by arms known for `phi` [M]."""
-        y, rounds = self._y[seen], self._rounds[seen]
+    def _scales(self, y: Tensor, seen: Tensor, phi: Tensor) -> tuple[Trend, float, float]:
+        """The trend, σ² and s² of the rewards y [M] that were `seen` [N, WINDOW], of arms known for `phi` [M]."""
+        rounds = self._rounds[seen]
         noise, signal = NOISE, SIGNAL
         slope, doubt = math.sqrt(SIGNAL), FAITH**2 * SIGNAL
         if len(y) < FEW:
@@ -258,9 +260,17 @@ class PromptMemory:
             signal = (1 - SHARED) * between
         return told, noise, signal
 
-    def learn(self, features: Array, belief: Belief | None, shown: Sequence[Shown]) -> None:
-        """Take in a text that is over: its features, what was thought of it, and what each arm has shown."""
+    def learn(
+        self, features: Array, belief: Belief | None, shown: Sequence[Shown], lost: Sequence[float] | None = None
+    ) -> None:
+        """Take in a text that is over: its features, what was thought of it, and what each arm has shown.
+
+        `lost` [N]: what the time of a round of each arm counts in its rewards now (`rewards.surplus_lost`). It follows
+        the rate of all rounds: rewards of earlier texts are looked at as if they had been earned at today's.
+        """
         self._fit = None
+        if lost is not None:
+            self._lost = torch.tensor(lost, dtype=torch.double)[:, None]
         n = [one.rounds for one in shown]
         r = [one.total / max(one.rounds, 1) for one in shown]
         known = sum(self.texts) >= FEW  # else the belief has no idea of the mean
@@ -270,11 +280,16 @@ class PromptMemory:
             self._x, self._prompts = torch.zeros(self.count, WINDOW, len(x)), torch.zeros(CENTER, len(x))
         self._prompts[self._heard % CENTER] = x
         self._heard += 1
+        lost_of = self._lost[:, 0].tolist()
         for arm, (one, mean) in enumerate(zip(shown, r, strict=True)):
             if one.rounds:
                 place, self._next[arm] = self._next[arm], (self._next[arm] + 1) % WINDOW
                 self._x[arm, place] = x
-                self._y[arm, place], self._rounds[arm, place], self._doubt[arm, place] = mean - d, one.rounds, doubt
+                self._y[arm, place], self._rounds[arm, place], self._doubt[arm, place] = (
+                    mean - d + lost_of[arm],
+                    one.rounds,
+                    doubt,
+                )
                 self._within[arm, place] = max(one.squares - one.rounds * mean * mean, 0.0)
                 self._when[arm, place] = self._heard
 

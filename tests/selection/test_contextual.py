@@ -284,6 +284,19 @@ def test_the_trend_is_that_of_the_normal_equations():
     assert trend(torch.ones(9).double(), y, variance, 0.3, 0.2).slope == pytest.approx(0.3), "one arm tells no slope"
 
 
+def test_rewards_are_looked_at_as_if_they_had_been_earned_at_todays_rate():
+    """What the time of a round is worth changes along a stream: rewards of early texts, when all were slow, are no
+    better for that."""
+    memory, x = PromptMemory(2), np.ones(4)
+    for text in range(40):  # an arm that is never worth less, the other by the end of a stream that became faster
+        lost = 0.01 * text
+        good, bad = (Shown(8, 8 * mean, 8 * mean**2 + 0.01) for mean in (0.7 - lost, 0.6 - lost))
+        none = Shown(0, 0.0, 0.0)
+        memory.learn(x, None, [none, bad] if text < 20 else [good, none], [lost, lost])
+    belief = memory.belief(x)
+    assert belief.m[0] == pytest.approx(0.7 - lost, abs=0.02) and belief.m[1] == pytest.approx(0.6 - lost, abs=0.02)
+
+
 def test_forgetting_keeps_what_arms_were_trained_on():
     memory = PromptMemory(N, trained_on=[kinds(0), kinds(1), kinds(2)])
     first = memory.belief(3 + KINDS[1])

@@ -13,7 +13,7 @@ from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.delay import Delay
 from specctl.selection.game.drift import Drift
 from specctl.selection.game.losses import at_success, per_second, usable
-from specctl.selection.game.rewards import Outcome, reward
+from specctl.selection.game.rewards import Outcome, reward, surplus_lost
 from specctl.selection.game.rules import Rules
 from specctl.selection.game.scoring import ScoringSchedule
 from specctl.selection.policies.policy import AnyArray, Arms, Array, Numbers, Policy
@@ -88,6 +88,13 @@ class Game:
         self.log.append(Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000))
         self._open.append(self.log[-1])
         return arm
+
+    @property
+    def lost(self) -> Numbers:
+        """[N] what the time of a round of each arm counts in its reward now."""
+        if self.rules.reward != "surplus":
+            return [0.0] * self.arms.count
+        return surplus_lost(self.clock.costs(), self.clock.rate, self.rules.depth)
 
     def withdraw(self) -> None:
         """Strike the last choice out: there was no round."""

@@ -104,7 +104,7 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memo
             if game.rules.reward == "surplus":
                 game.policy.moves = surplus_lost(reading, game.clock.rate, game.rules.depth)
             _answer(game, trace, hindsight.cost.tolist(), ends)
-            memory.learn(prompt, belief, game.policy.shown())
+            memory.learn(prompt, belief, game.policy.shown(), game.lost)
         query += [index] * (len(game.log) - before)
     return Played(
         queries=queries,
