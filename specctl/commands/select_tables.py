@@ -13,6 +13,7 @@ from specctl.decoding.metrics import Interval
 from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
+from specctl.errors import UsageError
 from specctl.measuring.contenders import Case, filters
 from specctl.measuring.measured import Measured, columns
 from specctl.measuring.policy_rows import LONG_ENOUGH, PolicyRow
@@ -96,11 +97,15 @@ def record_table(
 def replay_table(recipe: SelectRecipe) -> Replayed:
     """Play the recipe's policies on `recipe.replay`, once for each seed, beside every arm, the oracle and draft-all.
 
-    Raises CheckpointError where the table cannot be read, DataError where it is empty.
+    Raises CheckpointError where the table cannot be read, DataError where it is empty, UsageError where it has fewer
+    arms than a pool is to have.
     """
     assert recipe.replay is not None
     table = read_table(recipe.replay)
     table = of_arms(table, chosen(recipe, table.arms))
+    count = len(table.arms)
+    if max(recipe.pool_sizes, default=0) > count:
+        raise UsageError(f"pool_sizes names {max(recipe.pool_sizes)} arms, the table has {count}", hint=f"1 to {count}")
     if recipe.arms.draft_nodes:
         table = shortened(table, recipe.arms.draft_nodes)
     yardstick = Hindsight(table, recipe.game.yardstick)
@@ -192,7 +197,7 @@ def _sizes(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
     """Every policy on some subsets of `count` arms, the same for all."""
     draw = random.Random(recipe.sampling.seed)
     arms = range(len(table.arms))
-    subsets = {tuple(sorted(draw.sample(arms, min(count, len(arms))))) for _ in range(SUBSETS)}
+    subsets = {tuple(sorted(draw.sample(arms, count))) for _ in range(SUBSETS)}
     parts = [of_arms(table, [table.arms[arm] for arm in subset]) for subset in sorted(subsets)]
     yardsticks = [Hindsight(part, recipe.game.yardstick) for part in parts]
     sizes = []

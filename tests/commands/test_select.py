@@ -647,6 +647,8 @@ def test_pools_of_several_sizes(tmp_path, recorded, target, pool):
     assert sizes.keys() == {(n, name) for n in (1, 2) for name in ("hedgespec", "random", "oracle")}
     assert sizes[1, "random"].share_of_best == pytest.approx(1)
     assert sizes[2, "oracle"].mat >= sizes[2, "hedgespec"].mat
+    with pytest.raises(UsageError, match="pool_sizes names 9 arms, the table has 3"):
+        selected(tmp_path, made.model_copy(update={"pool_sizes": [9]}), target, pool, rounds=False)
 
 
 def test_an_option_that_a_policys_own_game_overrules_is_told(tmp_path, recorded, target, pool, capsys):
