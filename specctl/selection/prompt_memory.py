@@ -25,10 +25,13 @@ CENTER = 256  # prompts that features are centred by
 # Constants of the model, chosen on 140 development prompts of seven domains; half or twice as much makes 1 to 4 %.
 WIDTH = 0.5  # w, in the distance of two directions: that of equals is 0, of opposites 2
 SHARED = 0.5  # of the variance between texts: τ² ÷ (τ² + s²)
-KIND = 0.4  # of the rest, where kinds are known: what an arm is worth at all prompts of a kind
-NEAR, SHARP = 0.3, 0.08  # cosine at which a prompt may be of a kind or of none, and how soon it is one of them
 EVERYWHERE = 0.2  # of s²: what an arm is worth at all prompts alike; an arm that loses everywhere is soon left alone
 AGE = 200.0  # texts after which one adds s² to the variance of what was seen: arms, and what is asked, may change
+# λ, of what is not everywhere: what an arm is worth at all prompts of a kind. Chosen with `FAITH`, below.
+KIND = 0.4
+# Cosine at which a prompt may be of a kind or of none, and how soon it is one of them: half as much again, or a third
+# less, makes less than 1 %.
+NEAR, SHARP = 0.3, 0.08
 FEW = 4  # rewards of texts by which variances are known; without, nothing is said but of what arms were trained on
 SIGNAL = NOISE = 0.005  # s² and σ² until then
 UNKNOWN = 1e3  # τ² until then: the mean of rewards is not known
