@@ -52,6 +52,16 @@ class Draws:
         seeds = self.own_seeds if positions.device.type == self.device.type else self.seeds
         return kernels.uniform(seeds, positions, stream).to(self.device)
 
+    def uniform_of_round(self, start: Tensor, depths: int) -> Tensor:
+        """Acceptance uniforms [B, depths] of a round in which the first token to commit has position `start` [B, 1].
+
+        A rule that decides about the draft as a whole looks at the uniforms of tokens that it then rejects. The next
+        round must not see those again, so they are keyed by round and depth: rounds of one text start at different
+        positions. The depth, counted from 1, fills the high half of the position, which no text reaches.
+        """
+        depth = torch.arange(1, depths + 1, device=start.device)
+        return self.uniform(start + (depth << 32), ACCEPT)
+
     def draw(self, logits: Tensor, positions: Tensor, stream: int = TARGET) -> Tensor:
         """One token per row of logits [B, T, V], for absolute `positions` [B, T] of the drawn tokens: [B, T]."""
         if self.greedy:

@@ -104,16 +104,24 @@ def judge(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> 
 
 
 def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`judge` for sampled chains."""
+    """`judge` for sampled chains.
+
+    The token rule reads one acceptance uniform per position up to the first rejection, and the next round starts after
+    it: uniforms keyed by position are read once. The block rule reads those of the whole draft.
+    """
     assert draft.rows is not None
     batch, size = draft.tokens.shape
     count = (draft.parents != PADDING).sum(1)
+    if draft.rule == "block":
+        u_accept = draws.uniform_of_round(positions[:, :1], size)
+    else:
+        u_accept = draws.uniform(positions[:, :size], ACCEPT)
     accepted, bonus = kernels.accept_chain(
         draws.rows(logits),
         draft.rows,
         draft.tokens,
         count,
-        draws.uniform(positions[:, :size], ACCEPT),
+        u_accept,
         draws.uniform(positions, TARGET),
         draft.rule,
     )

@@ -230,7 +230,11 @@ class Loop:
     def accept_chain(p, q, tokens, counts, u_accept, u_next, rule):
         parents = torch.where(torch.arange(2) < counts[:, None], torch.arange(2) - 1, PADDING)
         uniforms = {ACCEPT: u_accept, TARGET: u_next}
-        draws = SimpleNamespace(rows=lambda logits: p, uniform=lambda positions, stream: uniforms[stream])
+        draws = SimpleNamespace(
+            rows=lambda logits: p,
+            uniform=lambda positions, stream: uniforms[stream],
+            uniform_of_round=lambda start, depths: u_accept,
+        )
         positions = torch.arange(3).expand(len(tokens), -1)
         _, accepted, bonus = judge(draws, DraftTree(tokens, parents, q, rule=rule), p.logits, positions)
         return accepted, bonus

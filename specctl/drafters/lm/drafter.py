@@ -347,7 +347,8 @@ class LMRounds:
                 chosen.append(kernels.argmax(logits).unsqueeze(1))
         place = torch.arange(self.depth, device=sequences.device)
         parents = torch.where(place < sequences.room.unsqueeze(1), place - 1, PADDING)
-        return DraftTree(torch.cat(chosen, 1), parents, stacked(rows) if sampled else None)
+        tokens = torch.cat(chosen, 1)
+        return DraftTree(tokens, parents, stacked(rows) if sampled else None, rule=self.drafter.shape.rule)
 
     def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
         """Read what was committed: rows for as much as a round can commit, the last repeated as padding.
