@@ -307,8 +307,31 @@ def test_a_failed_text_leaves_no_nan(tiny, pages):
     engine.step()
     cache = engine.state.cache
     cache.put(0, torch.full_like(cache.held(0, 100), torch.nan))
+    pools[0].store[:, IDLE * PAGE : (IDLE + 1) * PAGE] = torch.nan
     ended = {event.id: event.ended for _ in range(99) for event in engine.step() if event.ended is not None}
     assert [ended[id].stop for id in ids] == ["failed", "length"]
+    assert pools[0].store.isfinite().all()
+
+
+def test_a_text_that_fails_fails_alone(tiny, pages, monkeypatch):
+    """Padding behind its prompt writes NaN to the page that padding behind shorter prompts reads in the same forward,
+    and rows without a text afterwards."""
+    asked = [Request([7] * 220, GREEDY, 30, 0), Request([9, 40, 41] * 4, GREEDY, 30, 0)]
+    expected = texts(tiny, asked)
+    grouped, bad = prefill.groups, 13
+    monkeypatch.setattr(prefill, "groups", lambda lengths, slots, _, at: grouped(lengths, slots, 1000, at))
+    embedding = tiny.model.embedding.clone()
+    embedding[bad] = torch.nan
+    monkeypatch.setattr(tiny.model, "embedding", embedding)
+    pools = pages()
+    engine = Engine(tiny)
+    for one in (*asked, Request([bad], GREEDY, 9, 0)):
+        engine.add(one)
+    ended = {}
+    while engine.busy:
+        ended |= {event.id: event.ended for event in engine.step() if event.ended is not None}
+    assert [ended[id].stop for id in range(3)] == ["length", "length", "failed"]
+    assert {id: (ended[id].output_ids, ended[id].accepted) for id in range(2)} == expected
     assert pools[0].store.isfinite().all()
 
 
