@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from specctl.decoding import engine, loop
+from specctl import kernels
+from specctl.decoding import attention, engine, loop
 from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
@@ -36,6 +37,7 @@ from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from specctl.drafters.feature import drafter as features
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM
 from specctl.drafters.mtp.drafter import MtpDrafter
@@ -43,6 +45,7 @@ from specctl.drafters.peagle import drafter as peagle
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.peagle.head import PEagleHead
 from specctl.drafters.tree import TreeShape
+from specctl.kernels import reference
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.toys import mtp
 
@@ -83,24 +86,24 @@ EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": 
 PAPER = {"fc_norm": True, "norm_output": True}
 
 
-def eagle3(target, shape, **options):
+def eagle3(target, shape, words=WORDS, num_heads=4, **options):
     """A random head."""
     torch.manual_seed(0)
     config = Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=64,
-        num_heads=4,
+        num_heads=num_heads,
         num_kv_heads=2,
         head_dim=16,
         vocab_size=target.vocab_size,
-        draft_vocab_size=len(WORDS),
+        draft_vocab_size=len(words),
         taps=(1, 2, 3),
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position_embeddings=256,
         **options,
     )
-    return Eagle3Drafter(Eagle3Head(config, torch.tensor(WORDS)), target, shape)
+    return Eagle3Drafter(Eagle3Head(config, torch.tensor(words)), target, shape)
 
 
 def eagle1(target, shape):
@@ -254,6 +257,41 @@ def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monke
     assert spans == {True}
 
 
+@pytest.mark.parametrize("unknown", ["target", "drafter"])
+def test_heads_that_the_kernel_does_not_know_make_masks_alone(tiny, on_device, monkeypatch, unknown):
+    """The other of the two keeps the kernel, and rounds read all slots only where the target does."""
+    drafter = eagle3(tiny, SHAPES["tree"], num_heads=8)
+    heads = {"target": tiny.model.heads, "drafter": 8}
+    how = dict(prompts=PROMPTS[:2], sampling=GREEDY, drafter=drafter)
+    expected, asked = decode(tiny, **how), set()
+
+    def op(q, *rest):
+        if q.shape[2] == heads[unknown]:
+            raise ValueError("no such heads")
+        asked.add(q.shape[2])
+        return reference.attention(q, *rest)
+
+    for module in (attention, plans, features):
+        monkeypatch.setattr(module, "by_kernel", lambda device: True)
+    monkeypatch.setattr(kernels, "attention", op)
+    attention._tried.cache_clear()
+    span_of, spans = device_round.DeviceRounds._span, set()
+    monkeypatch.setattr(
+        device_round.DeviceRounds,
+        "_span",
+        lambda self: (spans.add(span_of(self) == self.state.capacity), span_of(self))[1],
+    )
+    monkeypatch.setattr(graphs, "STEP", 16)
+    on_device()
+    try:
+        with pytest.warns(UserWarning, match="fail: no such heads") as told:
+            assert decode(tiny, **how) == expected
+    finally:
+        attention._tried.cache_clear()
+    assert len(told) == 1 and asked == {*heads.values()} - {heads[unknown]}
+    assert (False in spans) == (unknown == "target")
+
+
 WINDOWED = {
     "eagle3 chain": lambda target, window: eagle3(target, SHAPES["chain"], **EAGLE31 | {"sliding_window": window}),
     "eagle3 tree": lambda target, window: eagle3(target, SHAPES["tree"], **EAGLE31 | {"sliding_window": window}),
@@ -387,6 +425,26 @@ def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, at
     rounds = loaded(tiny, drafters(name), sampling, monkeypatch, keeps=keeps)
     with torch.inference_mode(), NoHost(monkeypatch):
         rounds.round(rounds.state.capacity)
+
+
+@pytest.mark.parametrize("name", ["eagle3 tree", "lm sampled", "plain"])
+def test_verification_reads_little_back(tiny, drafters, monkeypatch, name):
+    """In a round of the host: parents, what is committed, and whether it is usable. Each read waits for a GPU."""
+    verify, read, reads = engine.verify, torch.Tensor.tolist, []
+
+    def counted(*args):
+        count = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: (count.append(tensor), read(tensor))[1])
+            verdict = verify(*args)
+        reads.append(len(count))
+        return verdict
+
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    monkeypatch.setenv("SPECCTL_KERNELS", "reference")
+    monkeypatch.setattr(engine, "verify", counted)
+    decode(tiny, sampling=MIXED, drafter=drafters(name))
+    assert max(reads) == 3
 
 
 @pytest.fixture
