@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.decoding import metrics
+from specctl.decoding.device.rooms import Rooms
 from specctl.decoding.loop import decode
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Decoded, DraftTree, Verdict
+from specctl.decoding.records import Decoded
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import prompt_id
@@ -59,9 +60,11 @@ class AcceptedTokens:
     def __init__(self) -> None:
         self.flags = [False]  # the prefill's token
 
-    def __call__(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        flags = [True] * len(verdict.paths[0]) + [False]
-        self.flags += flags[: len(state.rows[0].output) - len(self.flags)]  # trimmed like the output
+    def __call__(self, state: DecodeState) -> None:
+        row = state.rows[0]
+        accepted = row.accepted - sum(self.flags)
+        self.flags += [True] * accepted
+        self.flags += [False] * (len(row.output) - len(self.flags))
 
 
 def generate(
@@ -98,7 +101,7 @@ def _decode(
     target: Target, recipe: GenerateRecipe, ids: list[int], drafter: Drafter | None
 ) -> tuple[Decoded, list[bool]]:
     """The answer and its accepted tokens, after a short warm-up."""
-    sampling = recipe.sampling
+    sampling, rooms = recipe.sampling, Rooms()
     for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
         accepted = AcceptedTokens()
         (decoded,) = decode(
@@ -109,7 +112,8 @@ def _decode(
             seeds=[sampling.seed],
             drafter=drafter,
             exact=sampling.exact,
-            on_round=accepted,
+            on_commit=accepted,  # `on_round` would keep rounds off the GPU
+            rooms=rooms,
         )
     return decoded, accepted.flags
 

@@ -40,9 +40,9 @@ class OnlineResult:
 
     `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `beside`: the text drafter
     in every head's tree. `static` is the row of the same drafter without learning, None where that was not asked for.
-    `drafters`: each learner's, as it was after the first pass. `rounds_on`: where all contenders' rounds ran:
+    `drafters`: each learner's, as it was after the first pass. `rounds_on`: where the rounds of those who draft ran:
     the device where CUDA graphs replayed them, which needs drafters whose drafts have one shape; hybrids, pools and
-    text drafters have the host's, and with one of them all have.
+    text drafters have the host's, and with one of them all who draft have.
     """
 
     algo: str
@@ -192,5 +192,5 @@ def _result(
         drafters=drafters,
         lossless=counts,
         rejected=rejected,
-        rounds_on="device" if any(record.decoded.replays for record in records) else "host",
+        rounds_on="device" if any(one.decoded.replays for one in records if one.drafter != VANILLA) else "host",
     )

@@ -58,7 +58,7 @@ class SelectResult:
         intervals_over: what is drawn anew for the intervals.
         speeds: what they are: measured, or modelled by what the table knows the costs of.
         table, table_sha256: that was recorded or replayed.
-        rounds_on: where the contenders' rounds ran; both, where a device has given some of them back to the host.
+        rounds_on: where the rounds of those who draft ran; both, where a device has given some back to the host.
         beside: the text drafter that heads draft with; `store_s`: seconds that its store took to take texts in.
     """
 
@@ -224,8 +224,9 @@ def _decoded(
 
 
 def rounds_on(records: Sequence[Record]) -> Literal["host", "device", "both"]:
-    """Where the rounds of these answers ran."""
-    ran = [(record.decoded.ahead, record.decoded.rounds) for record in records if record.decoded.rounds]
+    """Where the rounds of these answers ran, those of plain decoding aside."""
+    drafted = [record.decoded for record in records if record.drafter != VANILLA]
+    ran = [(decoded.ahead, decoded.rounds) for decoded in drafted if decoded.rounds]
     if all(ahead == 0 for ahead, _ in ran):
         return "host"
     return "device" if all(ahead == rounds for ahead, rounds in ran) else "both"

@@ -15,11 +15,12 @@ from specctl.errors import UsageError
 from specctl.kernels import trial
 
 CHOICES = ("kernel", "sdpa")
-_refused: set[torch.device] = set()
+_refused: set[torch.device] = set()  # GPUs on which no kernel is Triton's
 
 
 def by_kernel(device: torch.device | str) -> bool:
-    """Whether plans for `device` have an `Ancestry` instead of a mask: on a GPU with Triton that has not failed there.
+    """Whether plans for `device` have an `Ancestry` instead of a mask: on a GPU with Triton. Models with heads that the
+    kernel does not know make their masks from it (`serves`).
 
     The environment variable SPECCTL_ATTENTION=kernel|sdpa overrides, on any device. UsageError where it is neither.
     """
@@ -33,24 +34,32 @@ def by_kernel(device: torch.device | str) -> bool:
 
 
 def served(q: Tensor, rows: Tensor) -> bool:
-    """Whether the kernel answers queries [B, T, Hq, D] over `rows` [.., 2·Hkv, D] as the reference does. It
-    is tried once for each such model; where it fails, with one warning, all attention there is PyTorch's."""
-    if os.environ.get("SPECCTL_ATTENTION") == "kernel":  # who asks for it by name sees it fail
-        return True
-    return _tried(q.device, q.dtype, q.shape[2], rows.shape[-2] // 2, q.shape[3])
+    """Whether the kernel answers queries [B, T, Hq, D] over `rows` [.., 2·Hkv, D] as the reference does, of a plan with
+    an `Ancestry`."""
+    return _answers(q.device, q.dtype, q.shape[2], rows.shape[-2] // 2, q.shape[3])
+
+
+def serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether attention of a model with such heads is the kernel on `device`."""
+    return by_kernel(device) and _answers(device, dtype, heads, kv_heads, dim)
+
+
+def _answers(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    # Whoever asks for the kernel by name sees it fail.
+    return os.environ.get("SPECCTL_ATTENTION") == "kernel" or _tried(device, dtype, heads, kv_heads, dim)
 
 
 @functools.cache
 def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    """The kernel is tried once for such heads. Where it fails there is one warning, and attention of models with these
+    heads is PyTorch's; others on this device keep the kernel."""
     if device.type == "cuda" and kernels.chosen(device) != "triton":  # that has been told
         _refused.add(device)
         return False
     reason = trial.attention_shortcoming(kernels.attention, device, dtype, heads, kv_heads, dim)
-    if reason is None:
-        return True
-    _refused.add(device)
-    warnings.warn(f"attention on {device} is PyTorch's: {reason}", stacklevel=2)
-    return False
+    if reason is not None:
+        warnings.warn(f"attention on {device} is PyTorch's: {reason}", stacklevel=2)
+    return reason is None
 
 
 @functools.cache

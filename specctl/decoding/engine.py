@@ -26,9 +26,10 @@ from specctl.errors import DataError, UsageError
 
 MAX_NODES = 63  # ancestor bitmasks are int64 with a sign: the root and 62 nodes
 # Rows of a step of several sequences, which share them: up to so many a step costs little more than one row. On a CPU
-# measured on the built-in target with 8 sequences. On a GPU not measured yet: by its data sheet an H100 computes about
-# 300 rows in the time in which it reads the weights.
-SHARED_ROWS = {"cpu": 24, "cuda": 256}
+# measured on the built-in target with 8 sequences. On a GPU not measured yet: at two thirds of its peak an H100
+# computes 200 rows in the time in which it reads the weights, and close to that number both take part of the time.
+# Rows without a text are computed like the others, so they have their share.
+SHARED_ROWS = {"cpu": 24, "cuda": 128}
 EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
 AHEAD = 2 * (MAX_NODES + 1)  # tokens that two rounds commit at most: one may be under way on the device
 

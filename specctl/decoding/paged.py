@@ -110,8 +110,11 @@ class PagedCache(KVCache):
         self.rows[layer][self.slots(plan, count)] = pairs.view(self.batch, count, *pairs.shape[1:])
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
-        """Copies, for attention that knows no pages."""
-        rows = gathered(self.rows[layer], self.table, span).transpose(1, 2)
+        """Copies, for attention that knows no pages. Page `IDLE` is read as zeros: a mask hides it, but attention still
+        multiplies its values by zero, and one of them may be NaN."""
+        rows = gathered(self.rows[layer], self.table, span)
+        idle = (self.table == IDLE).repeat_interleave(PAGE, 1)[:, :span]
+        rows = rows.masked_fill_(idle[..., None, None], 0).transpose(1, 2)
         return rows[:, : self.heads], rows[:, self.heads :]
 
     def compact(self, sequence: int, start: int, path: list[int]) -> None:

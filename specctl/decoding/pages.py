@@ -25,7 +25,7 @@ from specctl.kernels import PAGE
 GIB = 1 << 30
 SHARE = 0.5  # of a GPU's free memory; the rest is for activations, drafters' memory, graphs and whoever learns beside
 CPU_BYTES = GIB  # of a CPU, which takes only what is written
-IDLE = 0  # the page that rows without a text write to; nobody reads it
+IDLE = 0  # the page that rows without a text write to, and padding behind the pages of a text; nobody needs it
 
 
 class Form(NamedTuple):
@@ -149,13 +149,13 @@ class PagePool:
                 (self._kept if page in self._names else self._free)[page] = None
 
     def wipe(self, pages: list[int]) -> None:
-        """Make zeros of what a failed text has left: it may not be finite. What another one reads, which would have
-        failed then as well, is left to the last of them."""
+        """Make zeros of what a failed text has left: it may not be finite. Padding behind its prompt has written to
+        page `IDLE`. What another one reads, which would have failed then as well, is left to the last of them."""
         for page in pages:
             self._forget(page)
         alone = [page for page in pages if self._texts[page] == 1]
         whole = self.store.unflatten(1, (-1, PAGE))
-        whole[:, torch.tensor(alone, dtype=torch.long, device=whole.device)] = 0
+        whole[:, torch.tensor([IDLE, *alone], device=whole.device)] = 0
 
     def _forget(self, page: int) -> None:
         name = self._names.pop(page, None)

@@ -91,11 +91,12 @@ class Plan:
 
     def row(self, index: Tensor) -> Plan:
         """The same for one row of each sequence, `index` [B]."""
+        rows, positions = self.positions.shape[1], self.positions.gather(1, index.view(-1, 1))
         if self.ancestry is not None:
-            return replace(self, ancestry=self.ancestry.row(index, self.positions.shape[1]))
+            return replace(self, positions=positions, ancestry=self.ancestry.row(index, rows))
         assert self.mask is not None
         mask = self.mask.gather(2, index.view(-1, 1, 1, 1).expand(-1, 1, 1, self.span))
-        return replace(self, mask=mask)
+        return replace(self, positions=positions, mask=mask)
 
     def within(self, window: int | None, dtype: torch.dtype) -> Plan:
         """The same, where a row attends its own position and the window − 1 before it; None = all of them.

@@ -22,7 +22,8 @@ from specctl.errors import CheckpointError
 
 def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     """Run the target once over the last committed tokens and their drafts, and decide what is committed."""
-    plan, depth = _plan(state, draft)
+    parents = draft.parents.tolist()  # the one copy of them to the host
+    plan, depth = _plan(state, draft, parents)
     roots = torch.tensor([[row.ids[-1]] for row in state.rows], device=state.device)
     tokens = torch.cat((roots, draft.tokens), 1) if draft.size else roots
     rows = tokens.shape[1]
@@ -32,15 +33,15 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     if state.exact_rows:
         logits, hidden = logits[:, :rows], hidden[:, :rows]
     texts = [row.ids for row in state.rows]
-    discouraged = state.draws.penalise(logits, texts, draft.parents.tolist(), draft.tokens)
+    discouraged = state.draws.penalise(logits, texts, parents, draft.tokens)
     path, accepted, bonus = judge(state.draws, draft, discouraged, plan.positions[:, :rows] + 1)
     failed = unusable(target, last_rows(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]
     stops = []
-    for nodes, parents in zip(paths, draft.parents.tolist(), strict=True):
+    for nodes, inner in zip(paths, parents, strict=True):
         last = nodes[-1] if nodes else -1
-        stops.append("rejected" if last in parents else "leaf")
+        stops.append("rejected" if last in inner else "leaf")
     return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain, failed)
 
 
@@ -71,8 +72,8 @@ def last_rows(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
     return logits.gather(1, row.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).squeeze(1)
 
 
-def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
-    """Where root and nodes stand and what they may attend, and the depth of every node."""
+def _plan(state: DecodeState, draft: DraftTree, parents: list[list[int]]) -> tuple[Plan, list[list[int]]]:
+    """Where root and nodes stand and what they may attend, and the depth of every node; `parents`: the draft's."""
     rows = draft.size + 1
     padded = max(rows, state.exact_rows)
     if state.exact_rows and rows > state.exact_rows:
@@ -80,9 +81,9 @@ def _plan(state: DecodeState, draft: DraftTree) -> tuple[Plan, list[list[int]]]:
     span = state.capacity if state.exact_rows else None
     options = dict(device=state.device, dtype=state.dtype, span=span)
     if draft.chain:
-        depth = [[i + 1 for i, parent in enumerate(parents) if parent != PADDING] for parents in draft.parents.tolist()]
+        depth = [[i + 1 for i, parent in enumerate(row) if parent != PADDING] for row in parents]
         return plan_rows(state.cached, padded, **options), depth
-    trees = [topology(parents) for parents in draft.parents.tolist()]
+    trees = [topology(row) for row in parents]
     depth = [tree[0] for tree in trees]
     masks = torch.tensor([[1, *(bits << 1 | 1 for bits in tree[1])] for tree in trees])  # bit 0 = the root
     visible = (masks.unsqueeze(-1) >> torch.arange(padded)) & 1 > 0
@@ -131,11 +132,12 @@ def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tenso
 def _collect(
     draft: DraftTree, path: Tensor, accepted: Tensor, bonus: Tensor
 ) -> tuple[list[list[int]], list[list[int]]]:
+    """The accepted nodes of every sequence and the tokens that it commits, in one copy to the host."""
     if not draft.size:
         return [[] for _ in draft.tokens], bonus.unsqueeze(1).tolist()
     paths, committed = [], []
-    rows = zip(path.tolist(), accepted.tolist(), bonus.tolist(), draft.tokens.tolist(), strict=True)
-    for nodes, count, token, tokens in rows:
+    for row in torch.cat((accepted.unsqueeze(1), bonus.unsqueeze(1), draft.tokens, path), 1).tolist():
+        count, token, tokens, nodes = row[0], row[1], row[2 : 2 + draft.size], row[2 + draft.size :]
         paths.append(nodes[:count])
         committed.append([tokens[node] for node in nodes[:count]] + [token])
     return paths, committed

@@ -109,18 +109,12 @@ def contenders(
 
 
 def engine(
-    target: Target,
-    sampling: SamplingRecipe,
-    name: str,
-    drafter: Drafter | None,
-    host: bool = False,
-    rooms: Rooms | None = None,
+    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, rooms: Rooms | None = None
 ) -> Contender:
-    """Our own decoding loop, with a drafter or (None) without. `host`: beside contenders whose rounds are the host's,
-    also on a GPU, as learners' and selectors' are; who compares speeds compares the same kind of rounds. `rooms`: of
-    an earlier contender of this name."""
+    """Our own decoding loop, with a drafter or (None) without, as fast as it is on the target's device. `rooms`: of an
+    earlier contender of this name."""
 
-    options: dict[str, Any] = {"drafter": drafter, "host": host, "rooms": rooms or Rooms()}
+    options: dict[str, Any] = {"drafter": drafter, "rooms": rooms or Rooms()}
 
     def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
         return [{name: decoded} for decoded in decode_turn(target, sampling, turn, seeds, **options)]

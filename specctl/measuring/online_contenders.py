@@ -132,7 +132,8 @@ class OnlineContenders:
 
     @property
     def host(self) -> bool:
-        """Whether the rounds of somebody are the host's: then all are, as speeds are compared."""
+        """Whether the rounds of somebody who drafts are the host's: then those of all who draft are, as their speeds
+        are compared. Plain decoding, which all are measured against, is always as fast as the device allows."""
         recipe = self.recipe
         if recipe.pool is not None or recipe.companion is not None or recipe.draft_length != "fixed" or self.untrained:
             return True
@@ -143,7 +144,7 @@ class OnlineContenders:
         """Everybody."""
 
         def alone(name: str, drafter: Drafter | None) -> Contender:
-            return engine(self.target, self.recipe.sampling, name, drafter, host=self.host, rooms=self.rooms[name])
+            return engine(self.target, self.recipe.sampling, name, drafter, rooms=self.rooms[name])
 
         competing = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
         competing += [self._static(name, drafter) for name, drafter in self.fixed.items()]

@@ -125,7 +125,8 @@ class SelectContenders:
 
     @property
     def host(self) -> bool:
-        """Whether the rounds of somebody are the host's: then all are, as speeds are compared."""
+        """Whether the rounds of somebody who drafts are the host's: then those of all who draft are, as their speeds
+        are compared. Plain decoding, which all are measured against, is always as fast as the device allows."""
         recipe = self.recipe
         if recipe.catch_up.name == "streaming" or (recipe.batch > 1 and recipe.choice == "text"):
             return True
@@ -189,8 +190,7 @@ class SelectContenders:
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
         """Everybody's answers; rounds go to `log`."""
         recipe = self.recipe
-        rooms = self.rooms[VANILLA]
-        plain = engine(self.target, recipe.sampling, VANILLA, None, host=self.host, rooms=rooms)
+        plain = engine(self.target, recipe.sampling, VANILLA, None, rooms=self.rooms[VANILLA])
         competing = [plain] if VANILLA in recipe.baselines else []
         competing += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
         competing += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]

@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 
 from specctl.commands.generate import Piece, generate, pieces
+from specctl.decoding.device import rounds
 from specctl.decoding.loop import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.errors import UsageError
 from specctl.recipe import GenerateRecipe, SamplingRecipe, TargetRecipe
 from specctl.runs import Run
+from tests.decoding.test_device_round import SHAPES, eagle3
 
 PROMPT = "What is 3 + 4?"
 
@@ -55,6 +57,22 @@ def test_accepted_tokens_are_those_of_the_counts(target, plain, scripted):
     ids = plain.output_ids
     flags = ([False] + [True, True, True, False] * len(ids))[: len(ids)]
     assert result.pieces == pieces(target.tokenizer, ids, flags)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "eagle3"])
+def test_rounds_run_on_the_device(target, plain, monkeypatch, drafts):
+    """Where they can, as on a GPU: with the same result."""
+    drafter = eagle3(target, SHAPES["tree"], words=sorted({*plain.output_ids})) if drafts else None
+    launched, launch = [], rounds.DeviceRounds._launch
+    monkeypatch.setattr(rounds.DeviceRounds, "_launch", lambda self: (launched.append(self.playing), launch(self))[1])
+    results = []
+    for mode in ("0", "eager"):
+        monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+        result = generate(recipe(), target=target, drafter=drafter)
+        results.append({name: getattr(result, name) for name in ("text", "mat", "accept_rate", "identical", "pieces")})
+        assert (len(launched) > 0) == (mode == "eager")
+    assert results[0] == results[1] and any(piece.accepted for piece in result.pieces) == drafts
+    assert launched and (drafter in launched) == drafts
 
 
 def test_needs_a_prompt(target):

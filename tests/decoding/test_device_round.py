@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from specctl.decoding import engine, loop
+from specctl import kernels
+from specctl.decoding import attention, engine, loop
 from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
@@ -24,6 +25,7 @@ from specctl.decoding.device.resident import ancestors
 from specctl.decoding.device.rooms import Room, RoomKey, Rooms
 from specctl.decoding.models import linear
 from specctl.decoding.models.loading import load_model
+from specctl.decoding.paged import PagedCache
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, topology
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -35,6 +37,7 @@ from specctl.drafters.dflash.head import BlockHead
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
+from specctl.drafters.feature import drafter as features
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM
 from specctl.drafters.mtp.drafter import MtpDrafter
@@ -42,6 +45,7 @@ from specctl.drafters.peagle import drafter as peagle
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.peagle.head import PEagleHead
 from specctl.drafters.tree import TreeShape
+from specctl.kernels import reference
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.toys import mtp
 
@@ -82,24 +86,24 @@ EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": 
 PAPER = {"fc_norm": True, "norm_output": True}
 
 
-def eagle3(target, shape, **options):
+def eagle3(target, shape, words=WORDS, num_heads=4, **options):
     """A random head."""
     torch.manual_seed(0)
     config = Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=64,
-        num_heads=4,
+        num_heads=num_heads,
         num_kv_heads=2,
         head_dim=16,
         vocab_size=target.vocab_size,
-        draft_vocab_size=len(WORDS),
+        draft_vocab_size=len(words),
         taps=(1, 2, 3),
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position_embeddings=256,
         **options,
     )
-    return Eagle3Drafter(Eagle3Head(config, torch.tensor(WORDS)), target, shape)
+    return Eagle3Drafter(Eagle3Head(config, torch.tensor(words)), target, shape)
 
 
 def eagle1(target, shape):
@@ -253,6 +257,41 @@ def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monke
     assert spans == {True}
 
 
+@pytest.mark.parametrize("unknown", ["target", "drafter"])
+def test_heads_that_the_kernel_does_not_know_make_masks_alone(tiny, on_device, monkeypatch, unknown):
+    """The other of the two keeps the kernel, and rounds read all slots only where the target does."""
+    drafter = eagle3(tiny, SHAPES["tree"], num_heads=8)
+    heads = {"target": tiny.model.heads, "drafter": 8}
+    how = dict(prompts=PROMPTS[:2], sampling=GREEDY, drafter=drafter)
+    expected, asked = decode(tiny, **how), set()
+
+    def op(q, *rest):
+        if q.shape[2] == heads[unknown]:
+            raise ValueError("no such heads")
+        asked.add(q.shape[2])
+        return reference.attention(q, *rest)
+
+    for module in (attention, plans, features):
+        monkeypatch.setattr(module, "by_kernel", lambda device: True)
+    monkeypatch.setattr(kernels, "attention", op)
+    attention._tried.cache_clear()
+    span_of, spans = device_round.DeviceRounds._span, set()
+    monkeypatch.setattr(
+        device_round.DeviceRounds,
+        "_span",
+        lambda self: (spans.add(span_of(self) == self.state.capacity), span_of(self))[1],
+    )
+    monkeypatch.setattr(graphs, "STEP", 16)
+    on_device()
+    try:
+        with pytest.warns(UserWarning, match="fail: no such heads") as told:
+            assert decode(tiny, **how) == expected
+    finally:
+        attention._tried.cache_clear()
+    assert len(told) == 1 and asked == {*heads.values()} - {heads[unknown]}
+    assert (False in spans) == (unknown == "target")
+
+
 WINDOWED = {
     "eagle3 chain": lambda target, window: eagle3(target, SHAPES["chain"], **EAGLE31 | {"sliding_window": window}),
     "eagle3 tree": lambda target, window: eagle3(target, SHAPES["tree"], **EAGLE31 | {"sliding_window": window}),
@@ -388,6 +427,26 @@ def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, at
         rounds.round(rounds.state.capacity)
 
 
+@pytest.mark.parametrize("name", ["eagle3 tree", "lm sampled", "plain"])
+def test_verification_reads_little_back(tiny, drafters, monkeypatch, name):
+    """In a round of the host: parents, what is committed, and whether it is usable. Each read waits for a GPU."""
+    verify, read, reads = engine.verify, torch.Tensor.tolist, []
+
+    def counted(*args):
+        count = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: (count.append(tensor), read(tensor))[1])
+            verdict = verify(*args)
+        reads.append(len(count))
+        return verdict
+
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    monkeypatch.setenv("SPECCTL_KERNELS", "reference")
+    monkeypatch.setattr(engine, "verify", counted)
+    decode(tiny, sampling=MIXED, drafter=drafters(name))
+    assert max(reads) == 3
+
+
 @pytest.fixture
 def elsewhere(monkeypatch):
     """`elsewhere(rounds)` runs a copy of a round on another device, where tensors have shapes alone: it does not mix
@@ -475,6 +534,32 @@ def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
         warnings.simplefilter("error")
         assert decode(tiny, **how) == host
     assert captured
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3 chain", "eagle3 tree"])
+def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypatch, name):
+    """Three of eight texts end before the graph is captured; their rows all write to the page of rows without a text,
+    and what they read there differs from run to run. That says nothing about the graph."""
+    monkeypatch.setenv("SPECCTL_KV", "paged")
+    monkeypatch.setattr(tiny, "_pool", None)
+    torch.manual_seed(0)
+
+    def write(cache, layer, pairs, plan):
+        slots = cache.slots(plan, len(pairs) // cache.batch).flatten()
+        order = torch.randperm(len(slots))
+        cache.rows[layer][slots[order]] = pairs[order]  # of several rows for one slot the last one stays
+
+    monkeypatch.setattr(PagedCache, "write", write)
+    captured = graphs_on()
+    prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(8)]
+    how = dict(sampling=HOT, seeds=[*range(8)], max_new_tokens=[2, 3, 2, *[30] * 5], share_rows=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        texts = loop.decode(tiny, prompts, drafter=drafters(name), **how)
+    assert captured and texts[-1].replays > 0
+    monkeypatch.setenv("SPECCTL_KV", "contiguous")
+    plain = loop.decode(tiny, prompts, **how)
+    assert [text.output_ids for text in texts] == [text.output_ids for text in plain]
 
 
 @pytest.mark.parametrize("name", [*EACH, "lm sampled"])

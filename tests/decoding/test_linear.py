@@ -5,9 +5,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
+from specctl.decoding import loop
 from specctl.decoding.models import linear
-from specctl.decoding.models.linear import LARGEST, ROUNDED, DraftLinear, Linear, fits_half
+from specctl.decoding.models.linear import LARGEST, ROUNDED, DraftLinear, Linear, VocabularyHead, fits_half
+from specctl.decoding.sampling import Sampling
+from specctl.decoding.target import load_target
+from tests.decoding.test_device_round import small_lm
 
 packs = pytest.mark.skipif(not linear._half_computes(), reason="this torch has no fp16 products on this CPU")
 
@@ -98,3 +103,60 @@ def test_nobody_is_warned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Linear(weights(16, 16))(torch.ones(1, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_on_a_gpu_are_in_fp32(monkeypatch, dtype, bias):
+    """By torch's rules for a GPU that need not be here."""
+    monkeypatch.setattr(linear, "_keeps_sums", lambda device, dtype: device.type == "cuda")
+    with FakeTensorMode():
+        how = dict(device="cuda", dtype=dtype)
+        head = VocabularyHead(torch.empty(16, 8, **how), torch.empty(16, **how) if bias else None)
+        for shape in ((), (3,), (2, 3)):
+            logits = head(torch.empty(*shape, 8, **how))
+            assert logits.dtype == torch.float32 and logits.shape == (*shape, 16)
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """The CPU keeps the sums of products in half precision, as a GPU does."""
+    monkeypatch.setattr(linear, "_packed", lambda *_: None)
+    monkeypatch.setattr(linear, "_keeps_sums", lambda device, dtype: dtype == torch.bfloat16)
+    product = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: product(x.to(out_dtype), y.to(out_dtype)))
+
+
+def test_logits_that_bf16_cannot_tell_apart(sums):
+    weight = torch.tensor([[16.0, 4.0], [16.0, 4.03125]]).bfloat16()
+    x = torch.ones(1, 2).bfloat16()
+    assert Linear(weight)(x).unique().numel() == 1, "negative control"
+    assert VocabularyHead(weight, torch.tensor([1.0, 1.0]).bfloat16())(x).tolist() == [[21.0, 21.03125]]
+
+
+def test_a_cpu_rounds_logits_as_before():
+    """A product that keeps its sums takes 1.1 to 1.4 times as long there."""
+    weight = weights(48, 40).bfloat16()
+    x = torch.randn(3, 40).bfloat16()
+    assert torch.equal(VocabularyHead(weight)(x), Linear(weight)(x))
+
+
+@pytest.mark.parametrize("proposal", ["deterministic", "sampled"])
+def test_texts_of_such_logits_are_those_of_plain_decoding(sums, tiny_directory, proposal):
+    """Bit for bit in exact mode, with distributions of the target in fp32 beside those of a drafter in bf16."""
+    target = load_target(tiny_directory("qwen3"), device="cpu", dtype="bf16")
+    drafter = small_lm(target, proposal)
+    drafter.model.head = Linear(drafter.model.head.weight)
+    how = dict(sampling=Sampling(0.8, 40, 0.9), max_new_tokens=12, seeds=[1, 2], exact=True)
+    kinds, step = set(), target.step
+
+    def watched(*args):
+        said = step(*args)
+        kinds.add(said[0].dtype)
+        return said
+
+    target.step = watched
+    texts = [loop.decode(target, [[5, 9, 30], [8, 4]], drafter=who, **how) for who in (None, drafter)]
+    assert kinds == {torch.float32} and texts[1][0].drafted > 0
+    if proposal == "deterministic":
+        assert [text.output_ids for text in texts[0]] == [text.output_ids for text in texts[1]]

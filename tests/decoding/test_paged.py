@@ -11,7 +11,7 @@ from specctl.decoding import prefill
 from specctl.decoding import state as state_module
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.engine import Engine
+from specctl.decoding.engine import SHARED_ROWS, Engine, nodes_within
 from specctl.decoding.models import lean, linear
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import IDLE, Form, PagePool, budget, pages_for
@@ -150,6 +150,31 @@ def test_batches_have_few_sizes(tiny, pages, monkeypatch, name):
     assert found == expected
     assert sizes == sorted({*sizes}, reverse=True) and {*sizes} <= {8, 4, 2, 1}
     assert not {*control} <= {8, 4, 2, 1}
+
+
+@pytest.mark.parametrize("mode", ["0", "eager"], ids=["host", "device"])
+def test_rows_without_a_text_have_their_share_of_a_step(tiny, pages, monkeypatch, mode):
+    """They are computed like the others: five texts in eight slots have three rows each of 24, not four."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+    asked, step, sizes = [Request([WORDS[1], 5 + n], GREEDY, 20, n) for n in range(5)], tiny.step, set()
+
+    def counted(tokens, *rest):
+        sizes.add(tuple(tokens.shape))
+        return step(tokens, *rest)
+
+    monkeypatch.setattr(tiny, "step", counted)
+    pages()
+    engine = Engine(tiny, drafter=MADE["tree"](tiny))
+    for one in asked:
+        engine.add(one)
+    while engine.busy:
+        engine.step()
+    assert (8, 3) in sizes and all(slots * rows <= SHARED_ROWS["cpu"] for slots, rows in sizes)
+
+
+def test_rows_that_a_gpu_shares():
+    """At most 128 as long as nobody has measured more; the front page says so."""
+    assert [nodes_within(SHARED_ROWS["cuda"], slots) for slots in (2, 4, 8, 32, 64, 256)] == [62, 31, 15, 3, 1, 1]
 
 
 def test_texts_wait_for_pages(tiny, pages):
@@ -307,8 +332,31 @@ def test_a_failed_text_leaves_no_nan(tiny, pages):
     engine.step()
     cache = engine.state.cache
     cache.put(0, torch.full_like(cache.held(0, 100), torch.nan))
+    pools[0].store[:, IDLE * PAGE : (IDLE + 1) * PAGE] = torch.nan
     ended = {event.id: event.ended for _ in range(99) for event in engine.step() if event.ended is not None}
     assert [ended[id].stop for id in ids] == ["failed", "length"]
+    assert pools[0].store.isfinite().all()
+
+
+def test_a_text_that_fails_fails_alone(tiny, pages, monkeypatch):
+    """Padding behind its prompt writes NaN to the page that padding behind shorter prompts reads in the same forward,
+    and rows without a text afterwards."""
+    asked = [Request([7] * 220, GREEDY, 30, 0), Request([9, 40, 41] * 4, GREEDY, 30, 0)]
+    expected = texts(tiny, asked)
+    grouped, bad = prefill.groups, 13
+    monkeypatch.setattr(prefill, "groups", lambda lengths, slots, _, at: grouped(lengths, slots, 1000, at))
+    embedding = tiny.model.embedding.clone()
+    embedding[bad] = torch.nan
+    monkeypatch.setattr(tiny.model, "embedding", embedding)
+    pools = pages()
+    engine = Engine(tiny)
+    for one in (*asked, Request([bad], GREEDY, 9, 0)):
+        engine.add(one)
+    ended = {}
+    while engine.busy:
+        ended |= {event.id: event.ended for event in engine.step() if event.ended is not None}
+    assert [ended[id].stop for id in range(3)] == ["length", "length", "failed"]
+    assert {id: (ended[id].output_ids, ended[id].accepted) for id in range(2)} == expected
     assert pools[0].store.isfinite().all()
 
 
@@ -415,11 +463,11 @@ def test_who_decides(tiny, monkeypatch):
     for name in ("SPECCTL_KV", "SPECCTL_ATTENTION", "SPECCTL_KV_GIB"):
         monkeypatch.delenv(name, raising=False)
     assert not tiny.model.pages and budget(CPU) == 2**30
-    monkeypatch.setattr(lean, "by_kernel", lambda device: True)
+    monkeypatch.setattr(lean, "serves", lambda *heads: known)
     monkeypatch.setattr(lean, "serves_pages", lambda *heads: shown)
     monkeypatch.setattr(tiny.model, "device", torch.device("cuda", 0))
-    for shown in (True, False):
-        assert tiny.model.pages == shown
+    for known, shown in ((True, True), (True, False), (False, True)):
+        assert tiny.model.pages == (known and shown)
     for gpu in ("cuda", "cpu"):
         monkeypatch.setattr(tiny.model, "device", torch.device(gpu))
         for kept in ("paged", "contiguous"):

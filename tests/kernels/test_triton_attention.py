@@ -47,6 +47,15 @@ def test_no_head_is_too_wide_without_a_word(tiled):
             tiled.attention(q, store, ancestry, span, 1.0)
 
 
+def test_layers_of_a_step_are_dealt_out_once(tiled):
+    """A choice among up to 64 tilings takes the host longer than the launch."""
+    q, store, ancestry, span = case([9], 1, dim=16)
+    tiled.tiling.cache_clear()
+    for _ in range(3):
+        tiled.attention(q, store, ancestry, span, 1.0)
+    assert tiled.tiling.cache_info()[:2] == (2, 1)  # hits, misses
+
+
 H100, A100, HEADS = 132, 108, 8
 LAYER = dict(groups=4, kv=1, dim=128, dtype=torch.bfloat16)  # of an 8B model, one of its key heads
 

@@ -77,7 +77,8 @@ class Resident:
         ids: [B, capacity]; length, limit: [B]; the last of the `length` committed tokens is not cached.
         finished: [B] bool; such a sequence commits nothing any more.
         eos: [B, 1, ends] ids that end each sequence, filled up with `NO_TOKEN`.
-        record: [B, HEAD + widest]: what the last round committed, untrimmed.
+        record: [B, HEAD + widest]: what the last round committed, untrimmed; zeros for a sequence that had finished
+            before it.
         cache, features, taps, hidden, best: the state's own.
         widest: most tokens that a round commits.
     """
@@ -179,6 +180,7 @@ class Resident:
         last = torch.where(accepted.unsqueeze(1) > 0, last, -1)
         refused = (draft.parents == last).any(1)
         self.record.copy_(torch.cat((torch.stack((accepted + 1, deep, refused, usable), 1), tokens), 1))
+        self._forget_ended()
         self._extend(tokens, accepted + 1)
 
     def _commit_one(self, token: Tensor, said: Said, usable: Tensor) -> None:
@@ -189,10 +191,17 @@ class Resident:
         if self.best is not None:
             self.best[self.sequences, self.length.unsqueeze(1) - 1] = kernels.argmax(said.logits)
         torch.stack((self.one, self.none, self.none, usable.long(), token), 1, out=self.record)
+        self._forget_ended()
         self.ids[self.sequences, self.length.unsqueeze(1)] = token.unsqueeze(1)
         self.length += ~self.finished
         self.finished |= (token.unsqueeze(1) == self.eos[:, 0]).any(1)
         self.finished |= self.length >= self.limit
+
+    def _forget_ended(self) -> None:
+        """Make zeros of the record of sequences that had finished before this round. Without a text they all write to
+        one page, in an order that a GPU does not define, so two runs of a round may differ there: `graphs` compares
+        records."""
+        self.record.masked_fill_(self.finished.unsqueeze(1), 0)
 
     def _extend(self, tokens: Tensor, count: Tensor) -> None:
         """Append the first `count` [B] of `tokens` [B, widest], up to an end-of-sequence token or the limit."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.decoding.attention import by_kernel
 from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
 from specctl.decoding.device.resident import Resident, Said, ancestors, bookings, widest_ends
+from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.plan import plan_at
 from specctl.decoding.protocols import Controller, DeviceDraft, OnCommit, OnDevice, Proposer
 from specctl.decoding.records import PADDING, Counts, DraftTree, HeardRound
@@ -213,7 +213,7 @@ class DeviceRounds:
     def _span(self) -> int:
         """Cache slots that attention reads: all there are where a kernel knows how long the texts are. The host knows
         it but for the rounds under way."""
-        if by_kernel(self.state.device):
+        if isinstance(self.target.model, LeanModel) and self.target.model.by_kernel:
             return self.state.capacity
         unread = len(self.under_way) * self.sequences.widest
         longest = max(min(len(row.ids) + unread, row.limit) for row in self.state.rows if row.stop is None)
@@ -306,4 +306,8 @@ class DeviceRounds:
             self.controller.settled(self.state)
         graphs.refuse(self.state.device, shape_of(self.playing, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
-        warnings.warn(f"decoding on {self.state.device} runs without CUDA graphs: {reason}", stacklevel=2)
+        advice = "restart if it fails again: a capture that breaks off may hold the GPU's memory"
+        warnings.warn(
+            f"decoding on {self.state.device} runs without CUDA graphs: {reason} ({advice})",
+            stacklevel=2,
+        )

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding import paged
-from specctl.decoding.attention import by_kernel, serves_pages
+from specctl.decoding.attention import serves, serves_pages
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
-from specctl.decoding.models.linear import Linear
+from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.pages import Form, PagePool
@@ -133,7 +133,7 @@ class LeanModel:
         inner = len(part.of(config.intermediate_size))
         self._shape = LayerShape(self.hidden_size, inner, self.heads, self.kv_heads, self.head_dim, normed)
         self.vocab_size = self.embedding.shape[0]
-        self.head = Linear(model.lm_head.weight, model.lm_head.bias)
+        self.head = VocabularyHead(model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
 
@@ -150,6 +150,11 @@ class LeanModel:
         return Form(len(self.layers), self.kv_heads, self.head_dim, self.dtype, self.device)
 
     @property
+    def by_kernel(self) -> bool:
+        """Whether attention of its steps is a kernel of ours (`attention.serves`)."""
+        return serves(self.device, self.dtype, self.heads, self.kv_heads, self.head_dim)
+
+    @property
     def pages(self) -> bool:
         """Whether its texts' keys and values are to lie in pages: on a GPU where attention is a kernel that has shown
         that it reads them, and in one slice. SPECCTL_KV=paged|contiguous overrides, but for slices: each would have
@@ -158,9 +163,9 @@ class LeanModel:
             return False
         if chosen := paged.asked():
             return chosen == "paged"
-        heads = self.heads, self.kv_heads, self.head_dim
-        on_gpu = self.device.type == "cuda" and by_kernel(self.device)
-        return on_gpu and serves_pages(self.device, self.dtype, *heads)
+        if self.device.type != "cuda" or not self.by_kernel:
+            return False
+        return serves_pages(self.device, self.dtype, self.heads, self.kv_heads, self.head_dim)
 
     def paged_cache(self, pool: PagePool, batch: int, capacity: int) -> KVCache:
         """As `new_cache`, in a pool of this model's form."""
@@ -224,5 +229,5 @@ class LeanModel:
         return self.norm(states.float())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits of h [..., H] (after the final norm)."""
+        """Vocabulary logits of h [..., H] (after the final norm), in fp32 where the head keeps its sums."""
         return self.part.gather(self.head(hidden), self.vocab_size)

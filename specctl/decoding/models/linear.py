@@ -54,6 +54,19 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
+class VocabularyHead(Linear):
+    """The vocabulary head of a target. On a GPU its logits are in fp32, also of half-precision weights: in bf16 numbers
+    around 20 are 0.125 apart, so different logits would become ties. A CPU rounds them as other products."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not _keeps_sums(self.weight.device, self.weight.dtype):
+            return super().__call__(x)
+        y = torch.mm(x.reshape(-1, x.shape[-1]), self.weight.T, out_dtype=torch.float32)
+        if self.bias is not None:
+            y += self.bias
+        return y.view(*x.shape[:-1], -1)
+
+
 class DraftLinear(Linear):
     """A `Linear` of a drafter, which may be a little wrong, as a rounded proposal is verified like any other. In bf16
     on a CPU, products of up to `FEW` rows read int8 weights (symmetric, one scale per output), in half the time.
@@ -118,6 +131,18 @@ def fits_half(weight: Tensor, rough: bool) -> bool:
     bound = torch.inf if rough else ROUNDED
     parts = weight.split(PART)  # of a large matrix a copy is much
     return all(bool(part.abs().amax() <= LARGEST and (part - part.half()).abs_().amax() <= bound) for part in parts)
+
+
+@functools.cache
+def _keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of half precision can be left in fp32 there: torch has that for CUDA alone."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    x = torch.full((8, 8), 1 + 2.0**-7, dtype=dtype, device=device)
+    try:
+        return bool(torch.mm(x, x, out_dtype=torch.float32).eq(8 * (1 + 2.0**-7) ** 2).all())
+    except (TypeError, RuntimeError):  # of an older torch, or another vendor's
+        return False
 
 
 @functools.cache
