@@ -113,12 +113,13 @@ class TargetText:
             if same:
                 return one[:same]
         begin = self.tokenizer.bos_token_id
-        if begin is None and self.end_id is None:
+        begin = self.end_id if begin is None else begin
+        if begin is None:
             raise DataError(
                 f"target {self.name} names no token that a document begins with",
                 "bos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json",
             )
-        return [begin if begin is not None else self.end_id]
+        return [begin]
 
 
 def vocab_hash(tokenizer) -> str:
