@@ -55,7 +55,9 @@ def text_of(row: Mapping[str, Any], target: TargetText, options: dict[str, Any])
     if len(output) < 2:
         raise ValueError("is too short to learn from")
     drafting = turn.given.answer.drafting if turn.given else None
-    return ServedText(kept["prompt_id"], "traffic", prompt, output, drafting, began=float(row.get("began") or 0.0))
+    began = row.get("began")
+    began = float(began) if isinstance(began, (int, float)) else 0.0
+    return ServedText(kept["prompt_id"], "traffic", prompt, output, drafting, began=began)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from specctl.decoding.models.chat import Renderer
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.loading import load_config, load_generation_config, load_tokenizer
 from specctl.decoding.models.supported import context_limit
-from specctl.errors import CheckpointError, DataError
+from specctl.errors import ChatTemplateError, CheckpointError, DataError
 
 
 class TargetText:
@@ -22,6 +22,7 @@ class TargetText:
         identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash; and what a run
             that goes on is checked against besides: `weights_digest`.
         eos_ids: ids that end a response.
+        end_id: the one of them to put after a response whose own is not known; None where the target names none.
         context_length: longest sequence the target was made for.
     """
 
@@ -43,6 +44,7 @@ class TargetText:
         self.hidden_size, self.num_layers = self.config.hidden_size, self.config.num_hidden_layers
         self.context_length = context_limit(self.config) or int(tokenizer.model_max_length)
         self.eos_ids = eos_ids(generation_config, config, tokenizer)
+        self.end_id = end_id(generation_config, config, tokenizer)
         self.identity: dict[str, Any] = {
             "name": name,
             "revision": revision,
@@ -56,8 +58,12 @@ class TargetText:
     def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
         """Prompt ids of a conversation, with the generation prompt appended.
 
+        A message may have `reasoning_content`, the thinking of an assistant. The template gets it under each name that
+        published templates read.
+
         Raises:
-            DataError: there is no chat template; as ChatTemplateError: it refuses the conversation, or fails on it.
+            DataError: there is no chat template; as ChatTemplateError: it refuses the conversation, fails on it, or
+                leaves out the user's last message of several.
             CheckpointError: it takes more time or memory than `chat` allows.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
@@ -67,18 +73,53 @@ class TargetText:
             )
         if self._renderer is None or not self._renderer.serves(self.tokenizer):
             self._renderer = Renderer(self.tokenizer)
-        return self._renderer(self.name, messages, chat_template_kwargs)
+        named = [
+            message | {"reasoning": thinking, "thinking": thinking}
+            if (thinking := message.get("reasoning_content"))
+            else message
+            for message in messages
+        ]
+        ids = self._renderer(self.name, named, chat_template_kwargs)
+        # A template for one message, such as the one of the hint above, would give every turn the same prompt.
+        if len(messages) > 1 and messages[-1]["role"] == "user" and not self.holds(ids, messages[-1]["content"]):
+            raise ChatTemplateError(
+                f"the chat template of target {self.name} leaves out the last of {len(messages)} messages",
+                "a template that goes through all of `messages`",
+            )
+        return ids
+
+    def holds(self, ids: list[int], text: str) -> bool:
+        """Whether `text` is in these ids, whitespace aside."""
+        return self.squeezed(text) in self.characters(ids)
+
+    def squeezed(self, text: str) -> str:
+        """A text without whitespace, and as the tokenizer gives it back: some change letters (NFC, lower case)."""
+        return self.characters(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def characters(self, ids: list[int]) -> str:
+        """The text of some ids without whitespace, special tokens included."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return "".join(text.split())
 
     def opening(self) -> list[int]:
         """Ids that a document of this target begins with: what the chat layout puts before a user's first words, or the
-        token that begins every text. Behind them the target writes as it pleases (Magpie, Xu et al. 2024)."""
+        token that begins every text. Behind them the target writes as it pleases (Magpie, Xu et al. 2024).
+
+        Raises DataError where the target names no such token.
+        """
         if getattr(self.tokenizer, "chat_template", None) is not None:
             one, other = (self.render([{"role": "user", "content": text}]) for text in ("a", "1"))
             same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
             if same:
                 return one[:same]
         begin = self.tokenizer.bos_token_id
-        return [begin if begin is not None else min(self.eos_ids)]
+        begin = self.end_id if begin is None else begin
+        if begin is None:
+            raise DataError(
+                f"target {self.name} names no token that a document begins with",
+                "bos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json",
+            )
+        return [begin]
 
 
 def vocab_hash(tokenizer) -> str:
@@ -98,6 +139,17 @@ def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
         where = getattr(config, "_name_or_path", "") or "the target"
         raise CheckpointError(f"{where}: eos_token_id is {sorted(map(str, ids))!r:.60}, not a list of token ids")
     return frozenset(ids)
+
+
+def end_id(generation_config, config, tokenizer) -> int | None:
+    """The tokenizer's end token, if the configurations name it, too, or name none; otherwise their smallest.
+
+    Of a chat model the tokenizer's is the end of a turn, while the smallest may be the end of documents. None where
+    nobody names one.
+    """
+    known = eos_ids(generation_config, config, None)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return own if own in known or not known else min(known)
 
 
 def load_target_text(

@@ -5,16 +5,20 @@
     (vLLM's `return_token_ids`, the proxy of `specctl online --server`) are taken as they are.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}                  ShareGPT
+{"conversations": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}         SpecForge
 {"instruction": "…", "input": "…", "output": "…"}                                                       Alpaca
 {"prompt": "…", "response": "…"}
 
-Of a conversation every turn of the assistant is a response, and what stands before it is its prompt.
+Of a conversation every turn of the assistant is a response, and what stands before it is its prompt. A message may have
+its thinking beside its content, as `reasoning_content`, `reasoning` or `thinking`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +34,14 @@ EXPECTED = (
 )
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 UNKNOWN = -1.0  # temperature of a response that does not say
+ENDED = ("stop", "eos", "eos_token")
+CUT = ("length", "max_tokens", "stop_sequence", None)  # None: a server or a gateway that was interrupted
+CALLS = ("tool_calls", "function_call")
+CALLS_TOOLS = "calls tools, which no template of ours represents"
+THINK_MARK = re.compile(r"<[^<>\s]*think[^<>\s]*>", re.IGNORECASE)
+_OPENING = r"<(?!/|\|?end)[^<>\s]*think[^<>\s]*>\s*"
+THINK_START = re.compile(rf"^\s*{_OPENING}", re.IGNORECASE)
+THINK_OPENED = re.compile(rf"{_OPENING}$", re.IGNORECASE)
 
 
 class Given(NamedTuple):
@@ -44,14 +56,16 @@ class Turn(NamedTuple):
 
     messages: list[dict[str, str]]
     answer: str
-    cut: bool = False  # by its length
+    cut: bool = False  # before its end token: by its length, a stop string, an interruption
     temperature: float = UNKNOWN
     given: Given | None = None
+    thinking: str = ""  # before the answer, where the log has it apart
 
     @property
     def id(self) -> str:
         """Stable id: 32 hex digits over conversation and answer, so the same response has it in every file."""
         said = self.answer if self.messages or self.given is None else str(self.given)
+        said = f"{self.thinking}\0{said}" if self.thinking else said
         return hashlib.sha256(f"{prompt_id(self.messages)}/{said}".encode()).hexdigest()[:32]
 
 
@@ -92,16 +106,16 @@ def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
 def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
     """A turn as it is stored, in the engine's ids, or those of the target's template. ValueError where it refuses it,
     the target lacks a token, or has no room."""
-    messages = turn.messages
+    messages, cut = turn.messages, turn.cut
     if turn.given is not None:
         prompt, ids = turn.given.prompt_ids, turn.given.answer.output_ids
         if not all(type(token) is int and 0 <= token < target.vocab_size for token in [*prompt, *ids]):
             raise ValueError(f"has tokens that the target's vocabulary of {target.vocab_size} does not")
+        cut = cut and not (ids and ids[-1] in target.eos_ids)
         messages = messages or [{"role": "user", "content": target.tokenizer.decode(prompt)}]
     else:
         try:
-            prompt = target.render(messages, **options)
-            ids = response_ids(turn, prompt, target, options)
+            prompt, ids = laid_out(turn, target, options)
         except ChatTemplateError as error:
             raise ValueError(error.message) from None
     if len(prompt) + len(ids) > target.context_length:
@@ -113,27 +127,83 @@ def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any])
         "messages": messages,
         "prompt_ids": prompt,
         "response_ids": ids,
-        "text": turn.answer,
+        "text": target.tokenizer.decode(ids, skip_special_tokens=True) if turn.thinking else turn.answer,
         "temperature": turn.temperature,
         "seed": 0,
-        "stop": "length" if turn.cut else "eos",
+        "stop": "length" if cut else "eos",
         "target": target.identity["vocab_hash"],
     }
 
 
-def response_ids(turn: Turn, prompt: list[int], target: TargetText, options: dict[str, Any]) -> list[int]:
-    """Ids of an answer: what the template lays out behind the prompt, as far as the token that ends it.
+def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Prompt ids and response ids of a turn, by the target's template.
 
-    Where the template changes what stands before (some leave thinking out of earlier turns), the answer's own ids.
+    The response is the part of the rendered conversation that holds the answer, up to the token that ends it. Whatever
+    the template adds between its generation prompt and the answer, such as an empty think block, belongs to the prompt:
+    the target did not write it. Where the template renders no such part (base models, templates that change earlier
+    turns), the response is the answer's own ids and the target's end token.
+
+    Raises ValueError where the target would have written more than is known; ChatTemplateError.
     """
-    answered = [*turn.messages, {"role": "assistant", "content": turn.answer}]
-    whole = target.render(answered, **options, add_generation_prompt=False)
-    own = target.tokenizer.encode(turn.answer, add_special_tokens=False)
-    ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else own
-    end = next((place for place, token in enumerate(ids) if token in target.eos_ids), None)
-    if end is not None:
-        return ids[: end if turn.cut else end + 1]
-    return ids if turn.cut else [*ids, target.tokenizer.eos_token_id]
+    prompt = target.render(turn.messages, **options)
+    message = {"role": "assistant", "content": turn.answer}
+    message |= {"reasoning_content": turn.thinking} if turn.thinking else {}
+    whole = target.render([*turn.messages, message], **{**options, "add_generation_prompt": False})
+    end = next((token for token in reversed(whole) if token in target.eos_ids), target.end_id)
+    before = target.tokenizer.decode(prompt, skip_special_tokens=False)
+    answer = turn.answer
+    if turn.thinking or not THINK_OPENED.search(before):
+        parts = _rendered(whole[len(prompt) :], turn, end, target) if whole[: len(prompt)] == prompt else None
+        if parts is not None:
+            lead, ids = parts
+            return prompt + lead, ids
+        if turn.thinking:
+            raise ValueError(
+                f"has thinking apart from its content, which the chat template of target {target.name} does not lay out"
+            )
+    else:  # an answer begins in the middle of its thinking, and a template would lay out an empty block before it
+        if not turn.cut and not THINK_MARK.search(answer):
+            raise ValueError(f"has no thinking, but the prompt of target {target.name} opens it")
+        answer = THINK_START.sub("", answer)
+    return prompt, _ended(target.tokenizer.encode(answer, add_special_tokens=False), turn.cut, end, target)
+
+
+def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -> tuple[list[int], list[int]] | None:
+    """What a template lays out after a prompt, as what belongs to the prompt and what to the response. None where the
+    answer and its thinking are not in it. Only their letters are compared: templates change whitespace."""
+    ends = [place for place, token in enumerate(ids) if token in target.eos_ids]
+    body = ids[: ends[-1]] if ends else ids
+    text, wanted = target.characters(body), target.squeezed(turn.answer)
+    rest = text.partition(target.squeezed(turn.thinking))[2] if turn.thinking else text
+    if wanted not in rest:
+        return None
+    start = 0
+    if turn.thinking or not text.startswith(wanted):
+        if not turn.thinking and THINK_START.match(turn.answer):
+            return None  # a think block that the template adds before the answer's own
+        sizes = range(len(body) + 1)
+        start = bisect_left(sizes, True, key=lambda size: wanted not in target.characters(body[size:])) - 1
+    if turn.cut or not any(
+        place >= start for place in ends
+    ):  # the template's marks after the answer are not the target's
+        sizes = range(start, len(ids) + 1)
+        stop = start + bisect_left(sizes, True, key=lambda size: wanted in target.characters(ids[start:size]))
+    else:
+        stop = len(ids)
+    response = _ended(ids[start:stop], turn.cut, end, target)
+    return ([], ids[:start] + response) if turn.thinking else (ids[:start], response)
+
+
+def _ended(ids: list[int], cut: bool, end: int | None, target: TargetText) -> list[int]:
+    """Ids as far as their first end token; with `end`, where they have none and are not cut. ValueError without one."""
+    place = next((place for place, token in enumerate(ids) if token in target.eos_ids), None)
+    if place is not None:
+        return ids[: place if cut else place + 1]
+    if cut:
+        return ids
+    if end is None:
+        raise ValueError(f"has no end token: target {target.name} names none (eos_token_id in generation_config.json)")
+    return [*ids, end]
 
 
 def _logged(request: dict[str, Any], response: dict[str, Any]) -> Turn:
@@ -151,17 +221,47 @@ def _given(request: dict[str, Any], response: dict[str, Any]) -> Given | None:
     boundless = 2**62
     try:
         if "output_ids" in response and isinstance(request.get("input_ids"), list):
-            prompt = request["input_ids"]
-            return Given(prompt, sglang.answer(response, Ask(prompt, boundless)))
+            prompt, about = request["input_ids"], response["meta_info"]
+            ended = about["finish_reason"] or {"type": None}
+            stop = _stop({"finish_reason": ended["type"], "matched_stop": ended.get("matched")}, request)
+            given = response | {"meta_info": about | {"finish_reason": ended | {"type": stop}}}
+            return Given(prompt, _whole(sglang.answer(given, Ask(prompt, boundless))))
         choice = response["choices"][0] if response.get("choices") else {}
         prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
-        if not prompt or not choice.get("token_ids"):
+        if not isinstance(prompt, list) or not prompt or not choice.get("token_ids"):
             return None
-        ended = choice.get("finish_reason")
-        only = choice | {"finish_reason": "stop" if ended == "tool_calls" else ended}
-        return Given(prompt, vllm.answer(response | {"choices": [only]}, Ask(prompt, boundless)))
+        only = choice | {"finish_reason": _stop(choice, request, calls=True)}
+        return Given(prompt, _whole(vllm.answer(response | {"choices": [only]}, Ask(prompt, boundless))))
     except (Malformed, AttributeError, TypeError, LookupError) as error:
         raise ValueError(f"its response is no text: {error}") from None
+
+
+def _whole(answer: Answer) -> Answer:
+    if not isinstance(answer.output_ids, list):
+        raise Malformed("its token ids are no list")
+    return answer
+
+
+def _stop(choice: dict[str, Any], request: dict[str, Any], *, calls: bool = False) -> str:
+    """The end of a text as engines call it: "stop" where the target wrote its end token, "length" where it was cut.
+
+    A stop string ends a text without that token. vLLM and SGLang say which one it was (`stop_reason`, `matched_stop`);
+    other servers do not, and then a request with `stop` counts as cut. Raises ValueError where the text may be none of
+    the target's, or only a part of it; with `calls`, tools that it calls are another end that the target wrote.
+    """
+    ended = choice.get("finish_reason")
+    if ended in CALLS and not calls:
+        raise ValueError(CALLS_TOOLS)
+    if ended in CUT:
+        return "length"
+    if ended not in ENDED and ended not in CALLS:
+        raise ValueError(f"its text ended with {ended!r:.40}")
+    said = [choice[name] for name in ("stop_reason", "matched_stop") if name in choice]
+    if not said:
+        return "length" if request.get("stop") else "stop"
+    stops = request.get("stop_token_ids")
+    own = stops if isinstance(stops, list) else []
+    return "length" if any(isinstance(one, str) or one in own for one in said) else "stop"
 
 
 def _temperature(request: dict[str, Any]) -> float:
@@ -178,14 +278,15 @@ def _said(request: dict[str, Any], response: dict[str, Any]) -> Turn:
     if not isinstance(message, dict):
         raise ValueError("its response has no message")
     messages = ends_with_question(conversation([_plain(part) for part in _list(request, "messages")]))
-    answer = conversation([_plain({"role": "assistant", **message})])[0]["content"]
-    return Turn(messages, answer, choices[0].get("finish_reason") == "length", _temperature(request))
+    answer = conversation([_plain({**message, "role": "assistant"})])[0]
+    cut = _stop(choices[0], request) == "length"
+    return Turn(messages, answer["content"], cut, _temperature(request), thinking=answer.get("reasoning_content", ""))
 
 
 def _turns(messages: list[Any]) -> list[Turn]:
     checked = conversation([_plain(message) for message in messages])
     found = [
-        Turn(checked[:place], message["content"])
+        Turn(checked[:place], message["content"], thinking=message.get("reasoning_content", ""))
         for place, message in enumerate(checked)
         if message["role"] == "assistant" and place and checked[place - 1]["role"] in ("user", "tool")
     ]
@@ -199,7 +300,7 @@ def _plain(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     if message.get("tool_calls") or message.get("function_call"):
-        raise ValueError("calls tools, which no template of ours represents")
+        raise ValueError(CALLS_TOOLS)
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -208,11 +309,15 @@ def _plain(message: Any) -> Any:
     return message
 
 
-def _spoken(part: Any) -> dict[str, Any]:
-    speaker = part.get("from") if isinstance(part, dict) else None
-    if speaker not in SPEAKERS:
-        raise ValueError(f"somebody called {str(speaker)[:40]!r} speaks, expected {', '.join(SPEAKERS)}")
-    return {"role": SPEAKERS[speaker], "content": part.get("value")}
+def _spoken(part: Any) -> Any:
+    """A message of `conversations`, in either form, as one with `role` and `content`."""
+    for speaker, text in (("from", "value"), ("role", "content")):
+        if isinstance(part, dict) and {speaker, text} <= part.keys():
+            name = str(part[speaker])
+            if speaker == "from" and name not in SPEAKERS:
+                raise ValueError(f"somebody called {name[:40]!r} speaks, expected {', '.join(SPEAKERS)}")
+            return part | {"role": SPEAKERS.get(name, name), "content": part[text]}
+    raise ValueError("each of `conversations` needs `from` and `value`, or `role` and `content`")
 
 
 def _dialogue(question: Any, answer: Any) -> list[dict[str, Any]]:
@@ -224,7 +329,7 @@ def _body(row: dict[str, Any], key: str) -> dict[str, Any]:
     if isinstance(body, str):
         try:
             body = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"`{key}` is a string, but no JSON") from None
     if isinstance(body, dict) and isinstance(body.get("body"), dict):
         body = body["body"]

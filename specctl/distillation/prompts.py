@@ -30,6 +30,7 @@ from specctl.recipe import DataRecipe
 MAX_LINE_BYTES = 1 << 20
 GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no number; it could go on for ever
 ROLES = ("system", "developer", "user", "assistant", "tool")
+THINKING = ("reasoning_content", "reasoning", "thinking")  # names for what an assistant thought before its content
 SHOWN_REASONS = 5
 HELD_BYTES = 1 << 20  # of rejected lines in memory; more of them wait in a temporary file
 CHECKED_LINES = 1000  # of a file, before anything is loaded: one of them has to be a prompt
@@ -38,6 +39,7 @@ SAMPLE_SLACK = 4  # prompts held at once while a file is sampled, as a multiple 
 EXPECTED = (
     'one JSON object a line, {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…", "…"]}'
 )
+ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a line of its own"
 HUB = "hub:"
 """The beginning of a name of prompts that `datasets` loads: `hub:ID` or `hub:ID:CONFIG`."""
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
@@ -280,8 +282,6 @@ def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> I
     with open_prompts(name) as file:
         for number, line in enumerate(lines(file), 1):
             where = f"{label}:{number}"
-            if number == 1 and line is not None:
-                line = line.removeprefix(b"\xef\xbb\xbf")
             if line is not None and not line.strip():
                 continue
             try:
@@ -293,16 +293,11 @@ def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> I
 
 def _from_hub(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
     """Rows of a data set, of its test split if it has one. DataError where it cannot be loaded."""
-    from datasets import load_dataset
+    from specctl.data_prep.public import load_rows
 
     id, _, config = name.removeprefix(HUB).partition(":")
-    try:
-        splits = load_dataset(id, config or None)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"cannot load the data set {id}: {error}", "it needs a network once; a JSONL file of it needs none"
-        ) from error
-    for number, row in enumerate(splits.get("test", next(iter(splits.values()))), 1):
+    rows = load_rows(id, config or None, hint="a set on the hub needs a network once; a JSONL file of it needs none")
+    for number, row in enumerate(rows, 1):
         where = f"{name}:{number}"
         try:
             yield parse_row(row, domain, where, suite=suite)
@@ -401,17 +396,24 @@ def _question(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prom
 def json_object(line: bytes | None) -> dict[str, Any]:
     """A line's JSON object. ValueError says what is wrong with it."""
     if line is None:
-        raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MiB")
+        raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MiB; {ARRAY}")
+    if line.startswith(b"\x1f\x8b"):
+        raise ValueError("compressed with gzip: `gunzip` the file, or pipe `gunzip -c` of it into `-`")
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError("UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` turns one into the other")
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8-sig"))  # without the mark that some editors begin a file with
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
+        if line.strip() == b"[":
+            raise ValueError(f"not JSON by itself; {ARRAY}") from None
         raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+        more = f"; {ARRAY}" if isinstance(row, list) else ""
+        raise ValueError(f"expected a JSON object, got {type(row).__name__}{more}")
     return row
 
 
@@ -443,7 +445,8 @@ def ends_with_question(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def conversation(messages: list[Any]) -> list[dict[str, str]]:
-    """Messages reduced to role and content, each checked."""
+    """Messages reduced to role and content, each checked; an assistant's thinking, under whichever name it comes, is
+    its `reasoning_content`."""
     checked = []
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
@@ -451,13 +454,20 @@ def conversation(messages: list[Any]) -> list[dict[str, str]]:
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise ValueError(f"unknown role {str(role)[:40]!r}, expected one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise ValueError(f"content must be a string, got {type(content).__name__}")
+        thoughts = next((message[name] for name in THINKING if message.get(name)), "") if role == "assistant" else ""
+        if thoughts and content in (None, ""):
+            raise ValueError("has thinking, but no answer after it")
+        for text in (content, thoughts):
+            if not isinstance(text, str):
+                what = "content" if text is content else "thinking"
+                raise ValueError(f"{what} must be a string, got {type(text).__name__}")
+            if "\0" in text:
+                raise ValueError("contains a NUL character")
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise ValueError("contains half of a surrogate pair, which is no text")
         if not content.strip():
             raise ValueError("empty prompt" if role == "user" else f"empty {role} message")
-        if "\0" in content:
-            raise ValueError("contains a NUL character")
-        if any("\ud800" <= char <= "\udfff" for char in content):
-            raise ValueError("contains half of a surrogate pair, which is no text")
         checked.append({"role": role, "content": content})
+        if thoughts.strip():
+            checked[-1]["reasoning_content"] = thoughts
     return checked

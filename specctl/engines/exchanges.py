@@ -17,6 +17,9 @@ from specctl.engines.records import Drafting
 RECORDED = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generate": "sglang"}
 """Paths whose answers are texts, and the engine that can give their ids there."""
 
+ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
+"""What a choice says of its end; the latter two name the stop string or token, if it was one."""
+
 OPEN = ("/v1/", "/generate", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/get_model_info")
 """Beginnings of the paths that clients may ask for. All others change a server, or end it."""
 
@@ -133,13 +136,17 @@ def joined(pieces: Sequence[Any]) -> dict[str, Any]:
         whole = len(last["output_ids"]) >= written - 1
         return last if whole else last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
     choices = [choice for piece in pieces for choice in piece.get("choices") or []]
-    reason = next((one["finish_reason"] for one in reversed(choices) if one.get("finish_reason")), None)
-    if reason is None:
+    last = next((one for one in reversed(choices) if one.get("finish_reason")), None)
+    if last is None:
         raise ValueError("its stream broke off")
-    texts = [(one.get("delta") or {}).get("content") or one.get("text") or "" for one in choices]
-    choice: dict[str, Any] = {"finish_reason": reason, "text": "".join(texts)}
+    deltas = [one.get("delta") or {} for one in choices]
+    texts = [delta.get("content") or one.get("text") or "" for delta, one in zip(deltas, choices, strict=True)]
+    choice: dict[str, Any] = {key: last[key] for key in ENDINGS if key in last} | {"text": "".join(texts)}
     choice["message"] = {"role": "assistant", "content": "".join(texts)}
-    calls = [call for one in choices for call in (one.get("delta") or {}).get("tool_calls") or []]
+    for name in ("reasoning_content", "reasoning"):
+        if thoughts := "".join(delta.get(name) or "" for delta in deltas):
+            choice["message"][name] = thoughts
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or []]
     if calls:
         choice["message"]["tool_calls"] = calls
     if any("token_ids" in one for one in choices):

@@ -130,8 +130,7 @@ class Draft:
     def _end(model: Target, step: Step) -> list[int]:
         if step.end != "final":
             return []
-        own = model.tokenizer.eos_token_id  # of a chat model the end of a turn; min(eos_ids) may be that of documents
-        return [own if own in model.eos_ids else min(model.eos_ids)]
+        return [] if model.end_id is None else [model.end_id]
 
     @staticmethod
     def _ids(model: Target, text: str) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 from specctl.decoding.target import Target
 from specctl.distillation import store
+from specctl.distillation.prompts import json_object
 from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
@@ -164,19 +164,20 @@ def load_text(path: Path, target: Target, max_length: int, held_out: float, prom
 
 def _documents(path: Path) -> Iterator[str]:
     try:
-        content = path.read_text(encoding="utf-8")
+        if path.suffix not in (".jsonl", ".json"):
+            content = path.read_text(encoding="utf-8-sig")
+            yield from (text for text in content.split("\n\n") if text.strip())
+            return
+        lines = path.read_bytes().split(b"\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read text from {path}: {error}") from error
-    if path.suffix not in (".jsonl", ".json"):
-        yield from (text for text in content.split("\n\n") if text.strip())
-        return
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error.msg}", 'lines such as {"text": "…"}') from error
-        if row is not None:
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json_object(line)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: {error}", 'lines such as {"text": "…"}') from error
+            if not isinstance(row.get("text"), str):
                 raise DataError(f"{path}:{number}: no `text`", 'lines such as {"text": "…"}')
             yield row["text"]
 

@@ -10,6 +10,7 @@ from specctl import progress
 from specctl.adaptation.traffic import BACKLOG, LogPlace, LogTraffic, Tail, text_of
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation.prompts import Rejections
+from specctl.engines import exchanges
 from specctl.errors import DataError, Interrupted
 
 
@@ -74,6 +75,8 @@ def test_without_ids_the_template_makes_them(text):
         ({"token_ids": [7, -1]}, "vocabulary"),
         ({"token_ids": [7] * 10**6}, "context"),
         ({"finish_reason": "abort"}, "abort"),
+        ({"finish_reason": "content_filter", "token_ids": None}, "content_filter"),
+        ({"token_ids": None, "message": {"content": "a", "reasoning": "b"}}, "thinking apart from its content"),
         ({"token_ids": None, "message": {"content": "", "tool_calls": [{}]}}, "tools"),
     ],
 )
@@ -82,6 +85,37 @@ def test_what_nothing_can_be_learnt_from_is_told(text, change, reason):
     given["response"]["choices"][0] |= change
     with pytest.raises(ValueError, match=reason):
         text_of(given, text, {})
+
+
+@pytest.mark.parametrize("key", ["stop_reason", "matched_stop"])
+def test_streams_keep_their_thinking_and_what_stopped_them(text, key):
+    """Both were lost where the proxy joins the pieces of a stream: an empty thought and an end were learnt instead."""
+    deltas = [{"reasoning_content": "hm"}, {"reasoning_content": ", so"}, {"content": "SELECT"}, {"content": " 1"}]
+    pieces = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+    pieces[-1]["choices"][0] |= {"finish_reason": "stop", key: "###"}
+    response = exchanges.joined(pieces)
+    assert response["choices"][0]["message"]["reasoning_content"] == "hm, so"
+    with pytest.raises(ValueError, match="thinking apart from its content"):
+        text_of(row(9, response=response), text, {})
+    served = text_of(row(9, response=exchanges.joined(pieces[2:])), text, {})
+    assert text.tokenizer.decode(served.output_ids) == "SELECT 1"
+
+
+@pytest.mark.parametrize("ids", [[7, 8, 9], None])
+@pytest.mark.parametrize("reason", ["stop", "length", None])
+def test_an_interrupted_text_has_no_end(text, ids, reason):
+    given = row(9, began=["no time"])
+    message = {"content": "SELECT 1"}
+    given["response"]["choices"][0] |= {"token_ids": ids, "finish_reason": reason, "message": message}
+    served = text_of(given, text, {})
+    assert served.began == 0.0
+    assert served.output_ids == ids if ids else (served.output_ids[-1] in text.eos_ids) == (reason == "stop")
+
+
+def test_a_mark_at_the_beginning_of_a_log_is_no_part_of_its_first_line(text, tmp_path):
+    (tmp_path / "log").write_bytes(b"\xef\xbb\xbf" + json.dumps(row(1)).encode() + b"\n")
+    reading = traffic(tmp_path / "log", text, follow=False)
+    assert numbers(reading.chunks()) == [[1]] and reading.rejections.count == 0
 
 
 def test_chunks_of_a_log_that_is_whole(text, tmp_path):

@@ -1,15 +1,18 @@
 """`distill --from-log`: what is a response in other people's files, in the target's own ids, each once."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
 from specctl.distillation.generate import distill
 from specctl.distillation.logs import Turn, turns
+from specctl.distillation.prompts import Rejections
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
@@ -36,6 +39,7 @@ def text():
         {"messages": [ASK, SAY]},
         {"messages": [ASK, SAY | {"content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "5."}]}]},
         {"conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": SAY["content"]}]},
+        {"conversations": [ASK, SAY]},
         {"instruction": ASK["content"], "input": "", "output": SAY["content"]},
         {"prompt": ASK["content"], "response": SAY["content"]},
         {"prompt": ASK["content"], "completion": SAY["content"]},
@@ -75,6 +79,13 @@ def test_what_a_log_says_of_a_response():
         ({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "calls tools"),
         ({"messages": [ASK | {"content": [{"type": "image_url"}]}, SAY]}, "no text"),
         ({"conversations": [{"from": "bing", "value": "x"}]}, "'bing' speaks"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "speaks, expected human"),
+        ({"conversations": [{"text": "x"}]}, "needs `from` and `value`, or `role` and `content`"),
+        ({"conversations": [{"from": "human"}]}, "needs `from` and `value`, or `role` and `content`"),
+        ({"conversations": ["x"]}, "needs `from` and `value`, or `role` and `content`"),
+        ({"messages": [ASK, SAY | {"content": None, "reasoning": "Let me"}]}, "has thinking, but no answer"),
+        ({"messages": [ASK, SAY | {"reasoning_content": [1]}]}, "thinking must be a string, got list"),
+        ({"messages": [ASK, SAY | {"thinking": "\ud800"}]}, "surrogate"),
         ({"request": LOGGED["request"], "response": {"error": "overloaded"}}, "no `choices`"),
         ({"request": LOGGED["request"], "response": {"choices": [{"message": {"content": None}}]}}, "must be a string"),
         ({"request": "x{", "response": LOGGED["response"]}, "no JSON"),
@@ -97,6 +108,217 @@ def test_ids_are_those_that_the_target_would_have_written(text):
     assert cut["response_ids"] == row["response_ids"][:-1] and cut["stop"] == "length"
     whole = text.render([ASK, SAY], add_generation_prompt=False)
     assert whole[: len(row["prompt_ids"]) + len(row["response_ids"])] == row["prompt_ids"] + row["response_ids"]
+
+
+HEAD = "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}\n{% else %}<|assistant|>\n"
+TAIL = "{{ m.content.split('</think>')[-1].strip() }}<|end|>{% endif %}{% endfor %}"
+TAIL += "{% if add_generation_prompt %}<|assistant|>\n"
+BLOCK = "{% if loop.last %}<think>\n{{ m.NAME or m.content.split('</think>')[0].split('<think>')[-1].strip() "
+BLOCK += "if '</think>' in m.content else m.NAME or '' }}\n</think>\n\n{% endif %}"
+TEMPLATES = {
+    "first": "{{ messages[0].content }}",
+    "users": "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}",
+    "last": "{{ messages[-1].content }}",
+    "no end": "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+    "late end": "{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}",
+    "block": HEAD + BLOCK.replace("NAME", "reasoning_content") + TAIL + "{% endif %}",
+    "opened": HEAD + BLOCK.replace("NAME", "reasoning") + TAIL + "<think>\n{% endif %}",
+    "thinking": HEAD + BLOCK.replace("NAME", "thinking") + TAIL + "{% endif %}",
+    "stripped": HEAD + TAIL + "{% endif %}",
+    "stripped, opened": HEAD + TAIL + "<think>\n{% endif %}",
+}
+PLAIN, SECOND, SHORT = Turn([ASK], "It is 5."), Turn([ASK, SAY, MORE], "8."), Turn([ASK], "It is", cut=True)
+APART, INLINE = Turn([ASK], "It is 5.", thinking="2 plus 3"), Turn([ASK], "<think>\n2 plus 3\n</think>\n\nIt is 5.")
+PONDERED, CLOSED = Turn([ASK], "<think>\n2 plus", cut=True), Turn([ASK], "2 plus 3\n</think>\n\nIt is 5.")
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "prompt", "response"),
+    [
+        # No turn of the assistant in the template, or none where the prompt ends: the answer's own ids.
+        ("first", PLAIN, "What is 2 + 3?", "It is 5.<|end|>"),
+        ("first", SHORT, "What is 2 + 3?", "It is"),
+        ("first", INLINE, "What is 2 + 3?", INLINE.answer + "<|end|>"),
+        ("users", PLAIN, "What is 2 + 3?\n", "It is 5.<|end|>"),
+        ("users", SECOND, "And 4 + 4?\n", "8.<|end|>"),
+        ("last", SECOND, "And 4 + 4?", "8.<|end|>"),
+        ("no end", SECOND, "And 4 + 4?\n", "8.<|end|>"),
+        ("no end", SHORT, "What is 2 + 3?\n", "It is"),
+        ("late end", PLAIN, "What is 2 + 3?<|end|>\n", "It is 5.<|end|>"),
+        # Thinking apart from the content goes to the template; a block that the target did not write is not taught.
+        ("block", APART, "<|assistant|>\n", INLINE.answer + "<|end|>"),
+        ("block", APART._replace(cut=True), "<|assistant|>\n", INLINE.answer),
+        ("block", INLINE, "<|assistant|>\n", INLINE.answer + "<|end|>"),
+        ("block", PLAIN, "<|assistant|>\n" + EMPTY, "It is 5.<|end|>"),
+        ("block", SHORT, "<|assistant|>\n" + EMPTY, "It is"),
+        ("block", SECOND, "<|assistant|>\n" + EMPTY, "8.<|end|>"),
+        ("block", PONDERED, "<|assistant|>\n", "<think>\n2 plus"),
+        ("thinking", APART, "<|assistant|>\n", INLINE.answer + "<|end|>"),
+        ("opened", APART, "<|assistant|>\n<think>\n", CLOSED.answer + "<|end|>"),
+        ("opened", INLINE, "<|assistant|>\n<think>\n", CLOSED.answer + "<|end|>"),
+        ("opened", CLOSED, "<|assistant|>\n<think>\n", CLOSED.answer + "<|end|>"),
+        ("opened", PONDERED, "<|assistant|>\n<think>\n", "2 plus"),
+        ("opened", SHORT, "<|assistant|>\n<think>\n", "It is"),
+        ("stripped", INLINE, "<|assistant|>\n", INLINE.answer + "<|end|>"),
+        ("stripped, opened", INLINE, "<|assistant|>\n<think>\n", CLOSED.answer + "<|end|>"),
+    ],
+)
+def test_the_response_is_what_the_target_wrote(text, monkeypatch, template, turn, prompt, response):
+    """Answers vanished ([<|end|>] alone was taught), and empty think blocks took the place of thinking."""
+    monkeypatch.setattr(text.tokenizer, "chat_template", TEMPLATES[template])
+    row = logs.record(turn, "math", text, {})
+    assert text.tokenizer.decode(row["prompt_ids"]).endswith(prompt)
+    assert text.tokenizer.decode(row["response_ids"]) == response
+    assert row["stop"] == ("length" if turn.cut else "eos")
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "says"),
+    [
+        ("first", SECOND, "leaves out the last of 3 messages"),
+        ("first", APART, "has thinking apart from its content"),
+        ("users", APART, "has thinking apart from its content"),
+        ("stripped", APART, "has thinking apart from its content"),
+        ("stripped, opened", APART, "has thinking apart from its content"),
+        ("opened", PLAIN, "has no thinking, but the prompt of target builtin opens it"),
+        ("opened", SECOND, "has no thinking, but the prompt of target builtin opens it"),
+    ],
+)
+def test_what_the_target_wrote_cannot_be_told(text, monkeypatch, template, turn, says):
+    monkeypatch.setattr(text.tokenizer, "chat_template", TEMPLATES[template])
+    with pytest.raises(ValueError, match=says):
+        logs.record(turn, "math", text, {})
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_is_kept_under_any_of_its_names(name):
+    said = SAY | {name: "2 plus 3"}
+    (logged,) = turns({"request": LOGGED["request"], "response": {"choices": [{"message": said}]}})
+    first, second = turns({"messages": [ASK, said, MORE, LATER]})
+    assert logged.thinking == first.thinking == "2 plus 3" and second.thinking == ""
+    assert second.messages[1] == SAY | {"reasoning_content": "2 plus 3"}
+    assert first.id == turns({"conversations": [ASK, said]})[0].id != Turn([ASK], SAY["content"]).id
+
+
+STOP = {"stop": ["###"]}
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "request_", "ended"),
+    [
+        ({"finish_reason": "stop"}, {}, "eos"),
+        ({"finish_reason": "eos_token"}, {}, "eos"),
+        ({"finish_reason": "stop", "stop_reason": None}, STOP, "eos"),
+        ({"finish_reason": "stop", "stop_reason": 3}, {}, "eos"),
+        ({"finish_reason": "stop", "matched_stop": 3}, STOP, "eos"),
+        ({"finish_reason": "length"}, {}, "length"),
+        ({"finish_reason": None}, {}, "length"),
+        ({}, {}, "length"),
+        ({"finish_reason": "stop"}, STOP, "length"),
+        ({"finish_reason": "stop", "stop_reason": "###"}, STOP, "length"),
+        ({"finish_reason": "stop", "stop_reason": "###"}, {}, "length"),
+        ({"finish_reason": "stop", "matched_stop": "###"}, {}, "length"),
+        ({"finish_reason": "stop", "stop_reason": 11}, {"stop_token_ids": [11]}, "length"),
+        ({"finish_reason": "abort"}, {}, "its text ended with 'abort'"),
+        ({"finish_reason": "content_filter"}, {}, "its text ended with 'content_filter'"),
+        ({"finish_reason": "error"}, {}, "its text ended with 'error'"),
+        ({"finish_reason": {"type": "stop"}}, {}, "its text ended with {'type': 'stop'}"),
+    ],
+)
+def test_only_a_clean_stop_has_an_end_token(text, ids, choice, request_, ended):
+    """Interrupted texts, and those that a stop string ended, were taught with an end that the target did not write."""
+    response = {"choices": [{"message": SAY} | choice | ({"token_ids": [7, 8, 9]} if ids else {})]}
+    response |= {"prompt_token_ids": [5, 6]} if ids else {}
+    row = {"request": LOGGED["request"] | request_, "response": response}
+    if ended not in ("eos", "length"):
+        with pytest.raises(ValueError, match=ended):
+            turns(row)
+        return
+    (turn,) = turns(row)
+    kept = logs.record(turn, "chat", text, {})
+    assert kept["stop"] == ended
+    assert kept["response_ids"] == [7, 8, 9] if ids else (kept["response_ids"][-1] in text.eos_ids) == (ended == "eos")
+
+
+def test_ids_that_end_with_an_end_token_are_not_cut(text):
+    (turn,) = turns(served(token_ids=[7, 8, 3], finish_reason=None))
+    assert logs.record(turn, "chat", text, {})["stop"] == "eos"
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop"),
+    [
+        ({"type": "stop", "matched": 3}, "eos"),
+        ({"type": "stop", "matched": "###"}, "length"),
+        ({"type": "length", "length": 3}, "length"),
+        (None, "length"),
+        ({"type": "abort", "message": "gone"}, "ended with 'abort'"),
+    ],
+)
+def test_sglang_says_how_a_text_ended(text, finish, stop):
+    about = {"finish_reason": finish, "prompt_tokens": 2, "completion_tokens": 3}
+    row = {"request": {"input_ids": [5, 6]}, "response": {"output_ids": [7, 8, 9], "meta_info": about}}
+    if stop.startswith("ended"):
+        with pytest.raises(ValueError, match=stop):
+            turns(row)
+    else:
+        assert logs.record(turns(row)[0], "chat", text, {})["stop"] == stop
+
+
+@pytest.mark.parametrize("change", [{"token_ids": 5}, {"token_ids": "abc"}, {"prompt_token_ids": {"a": 1}}])
+def test_ids_that_are_none(change):
+    row = served(**change)
+    del row["request"]["messages"]
+    with pytest.raises(ValueError, match=r"no list|must be a non-empty list"):
+        [logs.record(turn, "chat", load_target_text("builtin"), {}) for turn in turns(row)]
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """`endless(own, known)`: the built-in target with that end token in its tokenizer, and those ids in its
+    configuration; its template lays out no end."""
+
+    def make(own, known):
+        directory = tmp_path_factory.mktemp("endless")
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            fields = json.loads((builtin_path() / name).read_text()) | {"eos_token_id": known, "eos_token": own}
+            (directory / name).write_text(json.dumps(fields))
+        shutil.copy(builtin_path() / "tokenizer.json", directory)
+        template = (builtin_path() / "chat_template.jinja").read_text()
+        (directory / "chat_template.jinja").write_text(template.replace("<|end|>{% endgen", "{% endgen"))
+        return load_target_text(str(directory))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("own", "known", "end"),
+    [
+        (None, 3, 3),
+        (None, [3, 0], 0),
+        ("<|end|>", [0, 3], 3),  # of two, the tokenizer's is the end of a turn
+        ("<|pad|>", 3, 3),  # a tokenizer's that is not the model's
+        ("<|end|>", None, 3),
+    ],
+)
+def test_the_end_is_the_targets(endless, own, known, end):
+    """Without a tokenizer's end token, `null` was stored, and the data could not be read again."""
+    target = endless(own, known)
+    row = logs.record(Turn([ASK], "It is 5."), "math", target, {})
+    assert row["response_ids"][-1] == end == target.end_id
+    assert target.tokenizer.decode(row["response_ids"][:-1]) == "It is 5."
+
+
+def test_a_target_without_any_end_token(endless):
+    target = endless(None, None)
+    with pytest.raises(ValueError, match=r"has no end token: target .* names none"):
+        logs.record(Turn([ASK], "It is 5."), "math", target, {})
+    assert logs.record(Turn([ASK], "It is", cut=True), "math", target, {})["stop"] == "length"
+    target.tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no token that a document begins with"):
+        target.opening()
 
 
 def test_a_template_that_changes_what_stands_before(text, monkeypatch):
@@ -165,6 +387,13 @@ def test_what_stopped_goes_on_and_more_of_a_log_is_added(go, tmp_path):
     assert go(many(12), resume=True).responses == 12
     assert go(many(20), resume=True).responses == 20
     assert len({row["id"] for row in store.read(tmp_path / "out")}) == len(list(store.read(tmp_path / "out"))) == 20
+
+
+def test_a_mark_at_the_beginning_of_a_file_is_no_part_of_its_first_line(go, tmp_path):
+    rows = b"\xef\xbb\xbf" + json.dumps(many(1)[0]).encode() + b"\n"
+    (tmp_path / "bom.jsonl").write_bytes(rows * 2)  # two files, one put after the other
+    rejections = Rejections(None, 0.0)
+    assert len(list(logs.read(str(tmp_path / "bom.jsonl"), rejections))) == 2 and rejections.count == 0
 
 
 def test_lines_that_are_none_are_told(go, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
@@ -20,7 +21,9 @@ from specctl.recipe import DataRecipe
 GOOD = b'{"prompt": "Which planet is the largest?"}'
 BAD = {
     b'{"prompt": ': "not JSON",
-    b'["prompt"]': "expected a JSON object, got list",
+    b'["prompt"]': "expected a JSON object, got list; if the file is a JSON array, `jq -c '.[]'`",
+    b"[": "not JSON by itself; if the file is a JSON array, `jq -c '.[]'`",
+    b"\x1f\x8b\x08\x00": "compressed with gzip",
     b'"prompt"': "expected a JSON object, got str",
     b'{"prompt": 3}': "`prompt` must be a string, got int",
     b'{"prompt": ""}': "empty prompt",
@@ -190,7 +193,8 @@ def test_every_missing_file_is_named_before_any_is_read(tmp_path):
     ("content", "said"),
     [
         (b"", "no prompts in"),
-        (b"\xff\xfe", r"p\.jsonl:1: not UTF-8 at byte 0"),
+        (b"\xff\xfe", r"p\.jsonl:1: UTF-16, not UTF-8"),
+        (gzip.compress(GOOD), r"p\.jsonl:1: compressed with gzip"),
         (b'{"prompt":"\x01"}\n', "Invalid control character at column 12"),
         (None, "p.jsonl are a directory"),
     ],
@@ -360,6 +364,43 @@ def test_a_data_set_that_datasets_loads(tmp_path):
     check_files(recipe)
     (prompt,) = read_prompts(recipe, "set", suite=True)
     assert prompt.messages[0]["content"] == "Sort a list." and prompt.where.endswith("set:1")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (
+            {"a.jsonl": [GOOD], "b.jsonl": [b'{"question": "a"}']},
+            r"cannot load .*: CastError: .*column names don't match",
+        ),
+        ({"a.jsonl": [GOOD, b'{"promp']}, "cannot load .*: JSON parse error"),
+        ({"test.jsonl": []}, "has no rows"),
+        ({"train.jsonl": [GOOD], "test.jsonl": []}, "cannot load .*corresponds to no data"),
+    ],
+)
+def test_a_data_set_that_is_broken(tmp_path, files, says):
+    """It ended in an unexpected DatasetGenerationError or StopIteration, without the cause."""
+    for name, lines in files.items():
+        (tmp_path / name).write_bytes(b"\n".join(lines))
+    with pytest.raises(DataError, match=says):
+        read_prompts(data(f"{module.HUB}{tmp_path}"), "x")
+
+
+def test_a_data_set_whose_rows_cannot_be_read(monkeypatch):
+    def rows():
+        yield {"prompt": "a"}
+        raise ImportError("To support decoding images, please install 'Pillow'.")
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"test": rows()})
+    with pytest.raises(DataError, match="cannot load the data set x: ImportError: To support decoding images"):
+        read_prompts(data(f"{module.HUB}x"), "x")
+
+
+def test_earlier_thinking_goes_along():
+    turns = [{"role": r, "content": c} for r, c in [("user", "q"), ("assistant", "a"), ("user", "r")]]
+    turns[1]["reasoning"] = "hm"
+    (_, said, _) = parse_line(json.dumps({"messages": turns}).encode(), "chat").messages
+    assert said == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
 
 
 def test_a_data_set_that_is_not_there(tmp_path):

@@ -53,10 +53,12 @@ def test_nothing_to_train_on(distilled, target):
 
 
 def test_text_is_cut_and_some_of_it_is_held_out(target, tmp_path):
-    """JSONL and plain text give the same pieces; no token is lost but those of the held-out texts."""
-    texts = [f"The {n}th story has many words, and it goes on for a while. " * 6 for n in range(12)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    """JSONL and plain text give the same pieces; no token is lost but those of the held-out texts. Neither a byte order
+    mark nor U+2028, which Unicode takes for the end of a line, is in the way."""
+    texts = [f"The {n}th story has many words,\u2028and it goes on for a while. " * 6 for n in range(12)]
+    rows = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_text(rows, encoding="utf-8-sig")
+    (tmp_path / "a.txt").write_text("\n\n".join(texts), encoding="utf-8-sig")
     found = [load_text(tmp_path / name, target, 50, 0.25, 2) for name in ("a.jsonl", "a.txt")]
     ids = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert found[0].held_out == [ids[0][:32], ids[4][:32]]
