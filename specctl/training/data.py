@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from specctl import regular
 from specctl.decoding.target import Target
 from specctl.distillation import store
 from specctl.errors import CheckpointError, DataError
@@ -164,7 +164,7 @@ def load_text(path: Path, target: Target, max_length: int, held_out: float, prom
 
 def _documents(path: Path) -> Iterator[str]:
     try:
-        content = path.read_text(encoding="utf-8")
+        content = regular.text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read text from {path}: {error}") from error
     if path.suffix not in (".jsonl", ".json"):
@@ -172,9 +172,10 @@ def _documents(path: Path) -> Iterator[str]:
         return
     for number, line in enumerate(content.splitlines(), 1):
         try:
-            row = json.loads(line) if line.strip() else None
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON: {error.msg}", 'lines such as {"text": "…"}') from error
+            row = regular.parsed(line) if line.strip() else None
+        except ValueError as error:
+            why = getattr(error, "msg", error)
+            raise DataError(f"{path}:{number}: not JSON: {why}", 'lines such as {"text": "…"}') from error
         if row is not None:
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                 raise DataError(f"{path}:{number}: no `text`", 'lines such as {"text": "…"}')
