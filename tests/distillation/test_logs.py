@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from specctl.cli.distill import check_log
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
 from specctl.distillation.generate import distill
@@ -211,9 +212,12 @@ def test_the_shells_own_pipes_are_read(tmp_path):
     read, write = os.pipe()
     os.write(write, "".join(json.dumps(row) + "\n" for row in many(9)).encode())
     os.close(write)
+    check_log(DistillRecipe(log=f"/dev/fd/{read}"), f"/dev/fd/{read}")
     turns = list(logs.read(f"/dev/fd/{read}", Rejections(None, 0.0)))
     os.close(read)
     assert len(turns) == 9
+    with pytest.raises(DataError, match="no log /dev/null"):
+        check_log(DistillRecipe(log="/dev/null"), "/dev/null")
 
 
 def test_data_of_any_name_can_be_trained_on(tmp_path):
