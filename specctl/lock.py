@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.errors import SpecctlError, UsageError
 
 NAME = ".lock"  # in a run directory
@@ -155,7 +155,7 @@ class Lock:
 
     def _seen(self) -> Signature:
         """The signature in the file now, opened anew for every look: a network file system asks its server then."""
-        with suppress(OSError), open(self.path, "rb") as file:
+        with suppress(OSError), regular.opened(self.path) as file:
             return _parsed(file.read(SIGNATURE)) or {}
         return {}
 

@@ -14,6 +14,7 @@ _IN_ADDRESS = re.compile(r"(:/{1,2}(?:[^/\s'\"?#:@]*:)?)[^/\s'\"?#]*@")
 _NAMED = re.compile(
     rf"((?:{NAMES}(?:=|['\"]: ?)|[{{,] ?{NAMES}: ?)['\"]?)[^\s'\"&,}}]+", re.IGNORECASE
 )  # of an address or an override, of JSON, of YAML between braces; not of a sentence
+_ADDRESS = re.compile(r"https?://\S+")
 _KEY = re.compile(NAMES, re.IGNORECASE)
 
 
@@ -29,6 +30,19 @@ def redacted(value: Any) -> Any:
             for key, item in value.items()
         }
     return [redacted(item) for item in value] if isinstance(value, list) else value
+
+
+def without_passwords(document: Any) -> Any:
+    """A document with `***` for what is secret in those of its strings that are addresses, such as
+    `http://user:***@host`, and in keys that are; all other texts stay as they are, whatever they hold."""
+    if isinstance(document, str):
+        return redacted(document) if _ADDRESS.fullmatch(document) else document
+    if isinstance(document, dict):
+        return {without_passwords(key): without_passwords(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        parts = [without_passwords(value) for value in document]
+        return parts if isinstance(document, list) else tuple(parts)
+    return document
 
 
 def _secret(key: Any) -> bool:

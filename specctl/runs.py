@@ -27,12 +27,13 @@ from typing import Any
 
 import yaml
 
-from specctl import lock, progress, threads
+from specctl import lock, progress, regular, threads
 from specctl.errors import SpecctlError, UsageError
-from specctl.redaction import redacted
+from specctl.redaction import redacted, without_passwords
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
+PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700  # permissions where texts of users are
 MOST_THREADS = 4096  # that a file is believed
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]*)(-[0-9a-f]+)?\.tmp")
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
@@ -46,6 +47,7 @@ class Run:
         self.command, self.target, self.seed = command, target, seed
         self._started, self._others = time.monotonic(), threads.Others()
         self._writes = progress.leads()
+        self._private = False  # holds texts of users
         self._recipe: Any = None  # of a run that has not begun
         self._earlier = b""  # its first metrics, where it goes on from another
 
@@ -57,11 +59,13 @@ class Run:
         models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written, UsageError where a run
         of another command is there: neither to be resumed nor to be replaced, file by file, by this one.
         """
-        directory = Path(output_dir) if output_dir else _new_name(Path("runs"), command)
+        private = holds_texts(command, recipe)
+        mode = PRIVATE_DIRECTORY if private else 0o777
+        directory = Path(output_dir) if output_dir else _new_name(Path("runs"), command, mode)
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
-        run._recipe = recipe
+        run._recipe, run._private = recipe, private
         if run._writes:
-            make_dir(run.dir)
+            make_dir(run.dir, mode)
             check_same_command(run.dir, command)
         return run
 
@@ -86,7 +90,7 @@ class Run:
         with suppress(OSError):  # they are gone, then
             if not self._writes or not path.is_file():
                 return
-            with open(path, "rb") as file:
+            with regular.opened(path) as file:
                 kept = file.read(min(size, path.stat().st_size))
             self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash of the machine may have taken the end of it
 
@@ -104,12 +108,12 @@ class Run:
             return
         (self.dir / "result.json").unlink(missing_ok=True)
         if self._earlier:
-            atomic_write(self.dir / METRICS, self._earlier)
+            self._write(METRICS, self._earlier)
         else:
             (self.dir / METRICS).unlink(missing_ok=True)
         resolved = {"command": self.command, **recipe.model_dump(mode="json")}
         text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
-        atomic_write(self.dir / "recipe.resolved.yaml", text)
+        self._write("recipe.resolved.yaml", text)
         about = {"schema_version": SCHEMA_VERSION, "command": self.command, **environment(self.seed)}
         self._write_json("run.json", about)
 
@@ -119,19 +123,22 @@ class Run:
         self._begin()
         if self._writes:
             path = self.dir / "run.json"
-            known = json.loads(path.read_text()) if path.exists() else {}
-            self._write_json("run.json", known | fields)
+            known = regular.document(path) if path.exists() else {}
+            self._write_json("run.json", without_passwords(known | fields))
 
     def metrics(self, **fields: Any) -> None:
         """Append one line to metrics.jsonl; `elapsed_s`, since this process has begun, is added."""
         self._begin()
         if self._writes:
-            line = to_json({"elapsed_s": round(self.elapsed_s, 3), **fields})
-            with naming(self.dir / METRICS), open(self.dir / METRICS, "a", encoding="utf-8") as file:
+            line = to_json(without_passwords({"elapsed_s": round(self.elapsed_s, 3), **fields}))
+            path = self.dir / METRICS
+            options: dict[str, Any] = {"follow": False, "permissions": self._permissions}
+            with naming(path), regular.opened(path, "a", encoding="utf-8", **options) as file:
                 file.write(line + "\n")
 
     def result(self, doc: dict[str, Any]) -> dict[str, Any]:
-        """Complete `doc` with the fields every result carries, write it to result.json, and return it."""
+        """Complete `doc` with the fields every result carries, write it to result.json, and return it. Addresses lose
+        their passwords."""
         self._begin()
         common = {
             "schema_version": SCHEMA_VERSION,
@@ -142,7 +149,7 @@ class Run:
             "elapsed_s": round(self.elapsed_s, 3),
             "machine": self._machine(),
         }
-        document = common | doc
+        document = without_passwords(common | doc)
         if self._writes:
             self._write_json("result.json", document)
         return document
@@ -161,10 +168,24 @@ class Run:
         return time.monotonic() - self._started
 
     def _write_json(self, name: str, document: dict[str, Any]) -> None:
-        atomic_write(self.dir / name, to_json(document, indent=2) + "\n")
+        self._write(name, to_json(document, indent=2) + "\n")
+
+    def _write(self, name: str, content: bytes | str) -> None:
+        atomic_write(self.dir / name, content, self._permissions)
+
+    @property
+    def _permissions(self) -> int:
+        return PRIVATE if self._private else 0o666
 
 
-def _new_name(runs: Path, command: str) -> Path:
+def holds_texts(command: str, recipe: Any) -> bool:
+    """Whether the run directory of a command holds what users have written: their requests, or prompts and answers."""
+    traffic = getattr(recipe, "traffic", None)
+    requests = recipe.log if command == "distill" else traffic is not None and (traffic.listen or traffic.log)
+    return bool(command == "generate" or getattr(recipe, "save_outputs", False) or requests)
+
+
+def _new_name(runs: Path, command: str, mode: int = 0o777) -> Path:
     """A directory for a run that nobody else has, made at once: the jobs of an array start within one second."""
     while True:
         place = runs / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -172,7 +193,7 @@ def _new_name(runs: Path, command: str) -> Path:
             return place
         make_dir(runs)
         with suppress(FileExistsError):
-            place.mkdir()
+            place.mkdir(mode)
             return place
 
 
@@ -180,7 +201,7 @@ def check_same_command(directory: Path, command: str) -> None:
     """UsageError where a run of another command is in the directory: this one could neither go on with it nor replace
     all of it."""
     try:
-        there = json.loads((directory / "run.json").read_text())["command"]
+        there = regular.document(directory / "run.json")["command"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # no run, or none that says what it is
     if there != command:
@@ -191,7 +212,7 @@ def check_same_command(directory: Path, command: str) -> None:
 def threads_of(directory: Path) -> int | None:
     """The threads of the run in a directory; None where it does not tell."""
     try:
-        count = json.loads((directory / "run.json").read_text())["hardware"]["threads"]
+        count = regular.document(directory / "run.json")["hardware"]["threads"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return count if type(count) is int and 0 < count <= MOST_THREADS else None
@@ -219,13 +240,17 @@ def to_json(document: Any, indent: int | None = None, ascii: bool = False) -> st
     return json.dumps(plain(document), indent=indent, ensure_ascii=ascii, default=str)
 
 
-def atomic_write(path: str | Path, content: bytes | str) -> None:
-    """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`."""
+def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o666) -> None:
+    """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`.
+
+    A symbolic link at `path` is replaced. `permissions`: of the file; the umask takes some away.
+    """
     path = Path(path)
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content  # names may be no UTF-8
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # A name that nobody can guess, and a file that is new: a link that was put there would lead the content elsewhere.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with regular.created(temporary, permissions=permissions) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -275,10 +300,13 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def make_dir(path: Path) -> None:
-    """Create a directory to write into; SpecctlError, not a traceback, when the file system refuses."""
+def make_dir(path: Path, mode: int = 0o777) -> None:
+    """Create a directory to write into; SpecctlError, not a traceback, when the file system refuses.
+
+    `mode`: of a new one, less what the umask takes away; one that is there stays as its owner has made it.
+    """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
         raise SpecctlError(f"cannot create {path}: {error.strerror}", hint="choose another --output-dir") from error
     if not os.access(path, os.W_OK):
@@ -299,8 +327,8 @@ def environment(seed: int | None) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """Digest of a file, 64 hex digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with regular.opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # IO lacks readinto
 
 
 def version(distribution: str) -> str | None:

@@ -1,5 +1,9 @@
 """Targets shared by all tests: the built-in one, and tiny random ones of other architectures."""
 
+import errno
+import os
+import threading
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,6 +83,46 @@ def cache_of_its_own(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+PATIENCE_S = 10  # for whoever waits for a pipe
+
+
+@pytest.fixture
+def pipe():
+    """`pipe(path)`: a named pipe. Whoever waits for somebody at its other end is let go, and the test fails."""
+    made, waited, ended = [], [], threading.Event()
+
+    def make(path):
+        os.mkfifo(path)
+        made.append(path)
+        return path
+
+    def release(path):
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # only where somebody reads
+            waited.append(path)
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        except OSError as error:
+            assert error.errno in (errno.ENXIO, errno.ENOENT)
+
+    def watch():
+        while not ended.wait(PATIENCE_S):
+            for path in made:
+                release(path)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield make
+    ended.set()
+    thread.join()
+    assert not waited, "it was opened as a file, and waited for"
+
+
+def holding(directory, secret):
+    """The files below `directory` that hold a text, by their names."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return [str(path.relative_to(directory)) for path in files if secret.encode() in path.read_bytes()]
 
 
 @pytest.fixture(scope="session")

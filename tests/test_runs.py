@@ -8,7 +8,8 @@ import torch
 
 from specctl import lock, runs
 from specctl.errors import SpecctlError, UsageError
-from specctl.recipe import EvalRecipe, OnlineRecipe
+from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, OnlineRecipe, TrainRecipe
+from tests.conftest import holding
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -146,3 +147,69 @@ def test_the_result_says_how_busy_the_machine_was(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.threads.Others, "busy", lambda self: 1.234)
     document = runs.Run.create("eval", EvalRecipe(), tmp_path).result({})
     assert document["machine"] == {"cores": runs.threads.cores(), "threads": 1, "others_busy": 1.23}
+
+
+def test_a_write_follows_no_link(tmp_path):
+    """Neither one at the place of its temporary file, whose name was once known beforehand, nor one at its own."""
+    (tmp_path / "victim").write_text("safe")
+    for name in ("file", f".file.{os.getpid()}.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "victim")
+    runs.atomic_write(tmp_path / "file", "text", 0o600)
+    assert (tmp_path / "victim").read_text() == "safe" and (tmp_path / "file").read_text() == "text"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600 and not (tmp_path / "file").is_symlink()
+    run = runs.Run(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="a symbolic link"):
+        run.metrics(step=1)
+    assert (tmp_path / "victim").read_text() == "safe"
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "private"),
+    [
+        ("generate", GenerateRecipe(prompt="hunter2"), True),
+        ("eval", EvalRecipe(save_outputs=True), True),
+        ("distill", DistillRecipe(log="a.jsonl"), True),
+        ("online", OnlineRecipe(server={"urls": ["http://a"]}, algo=["ogd"], traffic={"log": "a.jsonl"}), True),
+        ("eval", EvalRecipe(), False),
+        ("distill", DistillRecipe(), False),
+        ("train-drafter", TrainRecipe(log=["tensorboard"]), False),
+    ],
+)
+def test_a_run_that_holds_texts_is_its_owners_alone(tmp_path, monkeypatch, command, recipe, private):
+    """In a directory of its own, and file by file in one that was there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        for place in (None, tmp_path / "new", tmp_path / "there"):
+            run = runs.Run.create(command, recipe, place)
+            run.metrics(step=1)
+            run.result({})
+            assert run.dir.stat().st_mode & 0o077 == (0 if private and place != tmp_path / "there" else 0o055)
+            modes = {path.name: path.stat().st_mode & 0o077 for path in run.dir.iterdir()}
+            assert set(modes.values()) == {0 if private else 0o044}, modes
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"command": 1', None], ids=["deep", "list", "half", "pipe"])
+def test_a_hostile_run_directory_says_nothing(tmp_path, pipe, content):
+    """Neither which command ran there nor its threads, and nobody waits for it."""
+    if content is None:
+        pipe(tmp_path / "run.json")
+    else:
+        (tmp_path / "run.json").write_text(content)
+    runs.check_same_command(tmp_path, "eval")
+    assert runs.threads_of(tmp_path) is None
+
+
+def test_addresses_in_results_have_no_passwords(tmp_path):
+    """Texts stay as they are: only a string that is an address as a whole loses its password."""
+    run, said = runs.Run(tmp_path), "see http://a:b@c and password=x"
+    given = {"servers": [{"server": "http://me:HUSH@host:80"}], "http://me:HUSH@host": 1, "text": said}
+    document = run.result(given)
+    run.metrics(**{"url": "http://me:HUSH@host", "pair": ("http://HUSH@a",)})
+    run.annotate(urls=["http://me:HUSH@host"])
+    assert document["servers"] == [{"server": "http://me:***@host:80"}] and document["text"] == said
+    assert len(list(tmp_path.iterdir())) == 3 and holding(tmp_path, "HUSH") == []

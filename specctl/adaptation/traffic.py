@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.adaptation.stream import Arrival, PromptStream
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import logs
@@ -81,7 +81,7 @@ class Tail:
         """Go to a place that was told before: of this file, or of that which was put aside as PATH.1."""
         for path in (self.path, self.path.with_name(self.path.name + ".1")):
             if path.exists() and path.stat().st_ino == place.inode and path.stat().st_size >= place.offset:
-                self._file = open(path, "rb")  # noqa: SIM115
+                self._file = regular.opened(path)
                 self._file.seek(place.offset)
                 self.place = place
 
@@ -104,7 +104,7 @@ class Tail:
     def _begin(self) -> bool:
         if not self.path.exists():
             return False
-        self._file, self._rest = open(self.path, "rb"), b""  # noqa: SIM115
+        self._file, self._rest = regular.opened(self.path), b""
         self.place = LogPlace(os.fstat(self._file.fileno()).st_ino, 0)
         return True
 

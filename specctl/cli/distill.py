@@ -45,7 +45,7 @@ def check_log(recipe: DistillRecipe, log: str) -> None:
     from specctl.distillation.logs import EXPECTED
 
     plan.check_label(recipe.data.domain[0])
-    if log != "-" and not Path(log).is_file():
+    if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # a pipe such as the shell's `<(…)`
         raise DataError(f"no log {log}", hint=f"expected {EXPECTED}, or - for stdin")
 
 

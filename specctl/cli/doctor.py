@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from specctl import regular
 from specctl.cli.command import command, library_output
 from specctl.cli.output import cell, fields, output
 from specctl.errors import CheckpointError, SpecctlError
@@ -186,19 +186,17 @@ def weights(directory: Path) -> Finding:
     """The files of a target's weights: all there, and as long as their headers say. No weight is read."""
     index = file = directory / "model.safetensors.index.json"
     try:
-        named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        named = set(regular.document(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
         files = sorted(directory / name for name in named)
         if not index.is_file() and not os.path.lexists(files[0]):
             if any(file.is_file() for file in directory.glob("pytorch_model*.bin")):
                 return Finding("weights", "ok", "pytorch_model.bin, not looked into")
             return Finding("weights", "missing", f"none in {directory}", "put model.safetensors beside config.json")
         for file in files:
-            if file.exists() and not file.is_file():  # a pipe would keep whoever opens it waiting
-                raise ValueError("no regular file")
-            size = file.stat().st_size
-            with open(file, "rb") as opened:
+            with regular.opened(file) as opened:
+                size = os.fstat(opened.fileno()).st_size
                 header = int.from_bytes(opened.read(8), "little")
-                tensors = json.loads(opened.read(min(header, size)))
+                tensors = regular.parsed(opened.read(min(header, size)))
             ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
             if size != 8 + header + max(ends, default=0):
                 raise ValueError(f"{size:,} bytes, its header says {8 + header + max(ends, default=0):,}")

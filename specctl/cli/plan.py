@@ -93,7 +93,7 @@ def check_drafters(names: list[str]) -> None:
 
 def check_directory(name: str, otherwise: str = "") -> None:
     """A drafter with weights. Raises UsageError, CheckpointError; `otherwise`: what else would have been right."""
-    if not Path(name).is_dir():
+    if not os.path.isdir(name):  # False, and no error, for a name that is too long
         raise UsageError(f"no drafter {name}", hint=f"a directory written by specctl train-drafter{otherwise}")
     if not (Path(name) / "config.json").is_file():
         raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation.prompts import Rejections, read_domains
 from specctl.engines.client import Client
@@ -18,7 +18,7 @@ from specctl.measuring.conversations import next_turn
 from specctl.measuring.served_costs import Worth, sweep_of, worth
 from specctl.measuring.served_rows import Reply, ServedLength, ServedRow, by_length, figures
 from specctl.recipe import EvalRecipe
-from specctl.runs import Run
+from specctl.runs import PRIVATE, Run
 
 REQUESTS = "requests.jsonl"
 WARMUP = 2  # requests a server, before the clock counts
@@ -79,7 +79,7 @@ def evaluate_served(recipe: EvalRecipe, run: Run) -> ServedResult:
         run.annotate(target=target.identity)
         rows: list[ServedRow] = []
         everything: dict[tuple[str, int], list[Reply]] = {}
-        with open(run.dir / REQUESTS, "w", encoding="utf-8") as file:
+        with regular.created(run.dir / REQUESTS, "x", encoding="utf-8", permissions=PRIVATE) as file:
             for domain in dict.fromkeys(case.prompt.domain for case in cases):
                 mine = [case for case in cases if case.prompt.domain == domain]
                 for number, concurrency in enumerate(recipe.concurrency):

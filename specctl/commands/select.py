@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.commands.select_router import router_of, save_router
 from specctl.commands.select_tables import PoolSize, Replayed, record_table, replay_table
 from specctl.decoding.protocols import Drafter
@@ -171,7 +171,7 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
             run.dir, [replace(record, session=stage.session_of[record.question[:2]]) for record in records], stamp={}
         )
 
-    with open(run.dir / ROUNDS, "w", encoding="utf-8") as file:
+    with regular.created(run.dir / ROUNDS, "x", encoding="utf-8") as file:
         records = stage.play(file, keep)
     records, agreement = compared(recipe, target, records, {record.drafter for record in records} - {VANILLA})
     keep(records)

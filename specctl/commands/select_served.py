@@ -15,6 +15,7 @@ from specctl.decoding.target_text import load_target_text
 from specctl.engines import proxy
 from specctl.engines.client import Client
 from specctl.recipe import SelectRecipe
+from specctl.redaction import without_passwords
 from specctl.runs import Run
 from specctl.selection import dispatch
 from specctl.selection.dispatch import Dispatcher, Routed
@@ -108,7 +109,7 @@ def select_served(recipe: SelectRecipe, run: Run) -> ServedSelectResult:
                 total.add(one)
                 by_server[one.url].add(one)
                 decisions.append(one.decide_us)
-                log.info(json.dumps({"time": time.time()} | asdict(one)))
+                log.info(json.dumps({"time": time.time()} | without_passwords(asdict(one))))
                 bar.update(1)
 
             dispatcher = Dispatcher([*kinds], recipe.algo[0], recipe.policy, recipe.seeds[0], note)

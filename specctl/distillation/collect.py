@@ -28,7 +28,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     domain = label(recipe.data.domain)
     output = recipe.output_dir or default_output(recipe.data.domain)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, expected=logs.EXPECTED)
-    check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite)
+    check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite, private=True)
     target = target or load_target_text(**recipe.target.described)
     run.annotate(target=target.identity)
     layout = recipe.target.chat_template_kwargs
@@ -44,6 +44,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
             format=recipe.format,
             resume=recipe.resume,
             overwrite=recipe.overwrite,
+            private=True,
         ) as store,
         progress.track(f"read {domain}", unit="responses") as bar,
     ):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.distillation.near import NearIndex
 from specctl.distillation.prompts import Prompt, Rejections, candidates, check_files, no_prompts, prompts_in
 from specctl.distillation.spool import Spool
@@ -52,7 +52,7 @@ class LeftOut:
         listed = self.ids.setdefault(reason, [])
         if len(listed) < LISTED:
             listed.append(id)
-        with open(self.path, "a", encoding="utf-8") as file:
+        with regular.opened(self.path, "a", encoding="utf-8", follow=False) as file:
             file.write(json.dumps({"prompt_id": id, "where": where, "reason": reason, "like": like}) + "\n")
 
     def tell(self) -> None:

@@ -8,6 +8,7 @@ of Spec-Bench, MT-Bench and SPEED-Bench have `turns` and a `category`. Broken li
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import heapq
 import io
@@ -16,6 +17,7 @@ import json
 import os
 import select
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,9 +25,10 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.errors import DataError, UsageError
 from specctl.recipe import DataRecipe
+from specctl.runs import PRIVATE
 
 MAX_LINE_BYTES = 1 << 20
 GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no number; it could go on for ever
@@ -62,7 +65,8 @@ class Prompt:
 
 
 class Rejections:
-    """Lines that are no prompts: counted, written to `path` as they appear, judged by `check`.
+    """Lines that are no prompts: counted, written to `path` as they appear, judged by `check`. The file is its owner's
+    alone, as what it quotes may be.
 
     With `hold` those of an earlier run stay at `path` until `release`: this one may be refused.
     """
@@ -88,7 +92,7 @@ class Rejections:
         if self._held is not None:
             self._held.write(line)
         elif self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with regular.opened(self.path, "a", encoding="utf-8", follow=False, permissions=PRIVATE) as file:
                 file.write(line)
 
     def release(self) -> None:
@@ -101,7 +105,7 @@ class Rejections:
             if self.path is not None:
                 self.path.unlink(missing_ok=True)
                 if self.count:
-                    with open(self.path, "w", encoding="utf-8") as file:
+                    with regular.created(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
                         shutil.copyfileobj(held, file)
 
     @property
@@ -318,11 +322,14 @@ def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Reje
 
 
 def open_prompts(name: str) -> IO[bytes]:
-    """The file of that name, or stdin for `-`. Raises DataError where it cannot be read."""
+    """The file of that name, a pipe such as the shell's `<(…)`, or stdin for `-`. Raises DataError where it cannot be
+    read."""
     if name == "-":
         return _stdin()
     try:
-        return open(name, "rb")
+        if stat.S_ISREG(os.stat(name).st_mode):
+            return regular.opened(name)
+        return _stream(name)
     except OSError as error:
         raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint=f"expected {EXPECTED}") from error
 
@@ -334,12 +341,27 @@ def _stdin() -> IO[bytes]:
         return sys.stdin.buffer
 
 
+def _stream(name: str) -> IO[bytes]:
+    """A pipe or a terminal. Raises OSError for anything else: a device may have no end."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe without a writer, waits as a read can
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
+        return io.BufferedReader(_Interruptible(descriptor, owned=True))
+    os.close(descriptor)
+    regular.check(name)
+    raise OSError(errno.EINVAL, "it was exchanged while it was opened", name)
+
+
 class _Interruptible(io.RawIOBase):
     """A descriptor whose reader leaves on SIGTERM: Python goes on with a read that a signal has broken off, and the
-    next line of `tail -f` may never come."""
+    next line of `tail -f` may never come. `owned`: it is closed with this."""
 
-    def __init__(self, descriptor: int):
-        self.descriptor = descriptor
+    def __init__(self, descriptor: int, owned: bool = False):
+        self.descriptor, self.owned = descriptor, owned
+
+    def close(self) -> None:
+        if self.owned and not self.closed:
+            os.close(self.descriptor)
+        super().close()
 
     def readable(self) -> bool:
         return True

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specctl import regular
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.near import NearIndex
 from specctl.distillation.shards import Record, Writer, files, records, writer_of
@@ -39,9 +40,9 @@ def loop(ids: list[int]) -> tuple[int, int] | None:
 def decisions(path: Path) -> dict[str, dict[str, str]]:
     """The decisions in a file by response: {"id", "prompt_id", "reason", "action"}; a torn last line is left out."""
     found = {}
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+    for line in regular.content(path).splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"\n"):
-            row = json.loads(line)
+            row = regular.parsed(line)
             found[row["id"]] = row
     return found
 
@@ -91,7 +92,7 @@ class ResponseFilter:
             else:
                 kept.append(row)
         if decided:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with regular.opened(self.path, "a", encoding="utf-8", follow=False) as file:
                 file.writelines(json.dumps(decision) + "\n" for decision in decided)
         return kept
 

@@ -13,12 +13,12 @@ Every writer has a manifest of its own, so the jobs of an array share a director
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from specctl import regular
 from specctl.errors import DataError, one_line
 from specctl.runs import sha256
 
@@ -74,19 +74,18 @@ def load_manifest(path: Path) -> dict[str, Any]:
 
 def _is_entry(entry: Any) -> bool:
     kinds = {"file": str, "records": int, "tokens": int, "sha256": str}
-    return isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in kinds.items())
+    if not isinstance(entry, dict) or not all(type(entry.get(name)) is kind for name, kind in kinds.items()):
+        return False
+    return all(0 <= entry[name] < 2**63 for name in ("records", "tokens"))
 
 
 def load_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. DataError where there is none."""
     try:
-        if not path.is_file():
-            raise FileNotFoundError("no such file")
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}", hint="restore it or distil again with --overwrite"
-        ) from error
+        document = regular.document(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read: {why}", hint="restore it or distil again with --overwrite") from error
     if not isinstance(document, dict):
         raise DataError(f"{path} is damaged: not a JSON object", hint="restore it or distil again with --overwrite")
     return document
@@ -108,13 +107,13 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def _from_jsonl(path: Path) -> Iterator[Record]:
-    with open(path, "rb") as file:
+    with regular.opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield _checked(json.loads(line))
-            except (ValueError, RecursionError) as error:
+                yield _checked(regular.parsed(line))
+            except ValueError as error:
                 raise DataError(f"{path}:{number}: {error}", hint=REPAIR) from error
 
 
@@ -137,13 +136,14 @@ def _from_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
+        regular.check(path)
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=ROW_GROUP):
             yield from map(_checked, batch.to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is damaged: {one_line(error)}", hint=REPAIR) from error
 
 
-def to_parquet(rows: Iterable[Record], path: Path) -> None:
+def to_parquet(rows: Iterable[Record], file: IO[bytes]) -> None:
     """Write records as Parquet, a row group at a time."""
     import pyarrow
     import pyarrow.parquet
@@ -153,7 +153,7 @@ def to_parquet(rows: Iterable[Record], path: Path) -> None:
     types = {"messages": pyarrow.list_(message), "prompt_ids": ids, "response_ids": ids}
     types |= {"temperature": pyarrow.float64(), "seed": pyarrow.int64()}
     schema = pyarrow.schema([(name, types.get(name, text)) for name in FIELDS])
-    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+    with pyarrow.parquet.ParquetWriter(file, schema) as writer:
         group: list[Record] = []
         for row in rows:
             group.append(row)

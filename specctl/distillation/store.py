@@ -12,15 +12,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.decoding.models.identity import with_weights
 from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
 from specctl.lock import Lock
-from specctl.runs import atomic_write, make_dir, sha256, sweep
+from specctl.runs import PRIVATE, PRIVATE_DIRECTORY, atomic_write, make_dir, sha256, sweep
 
 META = "meta.json"
 BUSY = "wait for it, or give each job its own --shard i/n"
@@ -67,14 +67,16 @@ def read(directory: str | Path) -> Iterator[Record]:
     return (record for path in _verified(directory) for record in shards.records(path))
 
 
-def check_free(directory: str | Path, writer: Writer, *, resume: bool, overwrite: bool) -> list[Path]:
+def check_free(
+    directory: str | Path, writer: Writer, *, resume: bool, overwrite: bool, private: bool = False
+) -> list[Path]:
     """Files that a writer would continue or replace; UsageError when it was told to do neither.
 
     Cheap, so that callers can ask before they load a target. Shards of other writers of the same split are the other
-    jobs of an array: they are in nobody's way.
+    jobs of an array: they are in nobody's way. `private`: as of `ShardWriter`.
     """
     directory = Path(directory)
-    make_dir(directory)
+    make_dir(directory, PRIVATE_DIRECTORY if private else 0o777)
     present = [path for kind in ("shard", "manifest", "filtered") for path in shards.files(directory, kind)]
     there = [path for path in present if shards.writer_of(path) == writer] + _of_other_splits(present, writer)
     if there and not (resume or overwrite):
@@ -90,6 +92,7 @@ class ShardWriter:
     `done` maps the ids that are on disk already (this writer's, and those of earlier runs split otherwise) to their
     response tokens; the other writers of this split have other prompts.
     `meta` is what all responses share (domain, target, sampling): continuing under another one is an error.
+    `private`: the directory, if it is made here, and the shards are their owner's alone, as a log of requests is.
     """
 
     def __init__(
@@ -102,13 +105,15 @@ class ShardWriter:
         format: str = "jsonl",
         resume: bool = False,
         overwrite: bool = False,
+        private: bool = False,
     ):
+        self._permissions = PRIVATE if private else 0o666
         self.dir, self.writer, self.shard_size, self.format = Path(directory), writer, shard_size, format
-        make_dir(self.dir)
+        make_dir(self.dir, PRIVATE_DIRECTORY if private else 0o777)
         self._lock = Lock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock", hint=BUSY)
         self._path: Path | None = None  # the open shard
         self._rows: list[int] = []  # response tokens of each of its records
-        self._file: int | None = None
+        self._file: IO[bytes] | None = None
         try:
             sweep(self.dir, shards.manifest_path(self.dir, writer).name)
             wanted = json.loads(json.dumps({"version": 1, "format": format, **meta}, default=str))
@@ -149,7 +154,7 @@ class ShardWriter:
     def close(self) -> None:
         """Release the directory; an open shard stays as it is, for `resume`."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
         self._lock.release()
 
@@ -247,12 +252,13 @@ class ShardWriter:
         if self._path is None:
             self._path = self._next_shard()
         if self._file is None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            how: dict[str, Any] = {"buffering": 0, "follow": False, "permissions": self._permissions}
+            self._file = regular.opened(self._path, "ab", **how)
         try:
             view = memoryview(data)
             while view:
-                view = view[os.write(self._file, view) :]
-            os.fsync(self._file)
+                view = view[self._file.write(view) :]
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise SpecctlError(
                 f"cannot write {self._path}: {error.strerror}", hint="what was finished is kept; make room and --resume"
@@ -265,14 +271,15 @@ class ShardWriter:
     def _seal(self) -> None:
         """Finish the open shard: Parquet if asked, checksum into the manifest, and only then the original goes."""
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
         assert self._path is not None
         original = sealed = self._path
         if self.format == "parquet" and original.suffix == ".jsonl":
             sealed = original.with_suffix(".parquet")
             aside = original.with_name(f".{original.stem}.tmp")
-            shards.to_parquet(shards.records(original), aside)
+            with regular.created(aside, permissions=self._permissions) as file:
+                shards.to_parquet(shards.records(original), file)
             os.replace(aside, sealed)
         entry = {
             "file": sealed.name,
@@ -328,7 +335,7 @@ def _unsealed(directory: Path) -> list[Path]:
 
 def drop_torn_line(path: Path) -> None:
     """Cut off what a kill has left of a line."""
-    with open(path, "rb+") as file:
+    with regular.opened(path, "rb+", follow=False) as file:
         whole = sum(len(line) for line in file if line.endswith(b"\n"))
         if whole < os.fstat(file.fileno()).st_size:
             progress.log(f"{path}: dropping the half-written last line")

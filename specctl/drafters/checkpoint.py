@@ -9,7 +9,6 @@ manifest.json       size and sha256 of each of them, written last
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -23,9 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specctl import regular
 from specctl.decoding.target import Target
 from specctl.drafters.card import model_card
-from specctl.errors import CheckpointError, SpecctlError, UsageError
+from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
@@ -125,7 +125,7 @@ def read_info(directory: str | Path) -> dict[str, Any]:
 
 def fingerprint(directory: str | Path) -> str:
     """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
-    return sha256(present(Path(directory)) / MANIFEST)
+    return sha256(_inside(present(Path(directory)), MANIFEST))
 
 
 def verify(directory: str | Path) -> None:
@@ -215,8 +215,8 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file that all may read whom the umask lets: the library's own files are their owner's alone,
     and an engine often runs as somebody else."""
-    path.touch()
-    mode = path.stat().st_mode
+    with regular.created(path) as file:
+        mode = os.fstat(file.fileno()).st_mode
     save_file(dict(tensors), path, metadata)
     path.chmod(mode)
 
@@ -254,9 +254,9 @@ def _move_into_place(draft: Path, place: Path) -> None:
 def present(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
     """The directory, or the old one when a crash hit between the two renames of its replacement."""
     place = directory.absolute()
-    if place.is_dir():
+    if os.path.isdir(place):  # False, and no error, for a name that is too long
         return directory
-    if not os.path.lexists(place) and _backup(place).is_dir():
+    if not os.path.lexists(place) and os.path.isdir(_backup(place)):
         return _backup(place)
     raise CheckpointError(f"no {what} directory at {directory}", hint=f"give a directory written by specctl {command}")
 
@@ -264,18 +264,26 @@ def present(directory: Path, what: str = "drafter", command: str = "train-drafte
 def _inside(root: Path, name: str) -> Path:
     """The regular file `name` directly in `root`; the manifest is data and may ask for anything."""
     path = root / name
-    if Path(name).name != name or not name.isprintable() or not path.resolve().is_relative_to(root.resolve()):
-        raise CheckpointError(f"{path} leads out of the drafter directory", hint="a drafter is made of plain files")
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing", hint=AGAIN)
+    try:
+        plain = Path(name).name == name and name.isprintable() and path.resolve().is_relative_to(root.resolve())
+        if not plain:
+            raise CheckpointError(
+                f"{root}: its file {brief(name)!r} leads out of this directory", hint="a drafter is made of plain files"
+            )
+        regular.check(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing", hint=AGAIN) from error
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{root}: its file {brief(name)!r} cannot be read: {why}", hint=AGAIN) from error
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a checkpoint directory. Raises CheckpointError."""
     try:
-        document = json.loads(_inside(path.parent, path.name).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = regular.document(_inside(path.parent, path.name))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}", hint=AGAIN) from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", hint=AGAIN)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specctl import regular
 from specctl.engines.records import Dialect, EngineError, Malformed, Wanted
 
 POLL_S = 0.005  # how long a file may be finished before it is noticed
@@ -76,7 +77,7 @@ async def _written(server: Source, path: Path, timeout_s: float) -> None:
     rather than slept on: a thread that sleeps in the kernel could not be given up."""
     until = time.monotonic() + timeout_s
     try:
-        with open(_lock(path)) as lock:
+        with regular.opened(_lock(path)) as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,6 +95,7 @@ async def _written(server: Source, path: Path, timeout_s: float) -> None:
 
 def _loaded(server: Source, path: Path) -> dict[str, Tensor]:
     try:
+        regular.check(path)
         return load_file(path)
     except FileNotFoundError as error:
         raise Malformed(f"{path} was not written: is its disk full?") from error

@@ -10,6 +10,7 @@ such texts.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import httpx
 import uvicorn
@@ -34,9 +35,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from specctl import progress, regular
 from specctl.engines import exchanges
 from specctl.engines.pools import Pools
 from specctl.errors import UsageError
+from specctl.runs import PRIVATE
 
 CONNECT_S = 10.0
 CONNECTIONS = 256  # to the engines, about
@@ -261,10 +264,36 @@ def _json(content: bytes) -> Any:
 
 
 class PrivateLog(RotatingFileHandler):
-    """A file that only its owner reads, and so the one that it begins where it was put aside."""
+    """A file that only its owner reads, and so the one that it begins where it was put aside.
+
+    Raises OSError where a link, a pipe or another user's file is in its place. Lines that a full disk refuses are lost,
+    which is said once, and without them: they are what clients have written.
+    """
+
+    refused = False
 
     def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600))
+        file = regular.opened(self.baseFilename, "a", follow=False, permissions=PRIVATE, encoding="utf-8")
+        try:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise PermissionError(errno.EPERM, "another user's file", self.baseFilename)
+            os.fchmod(file.fileno(), PRIVATE)  # one that was there may have had others
+        except OSError:
+            file.close()
+            raise
+        return cast(TextIOWrapper, file)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record. Half a line may be all that was written of the one before it: an empty line is none."""
+        return "\n" * self.refused + super().format(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say that lines are lost, where logging would print them."""
+        error = sys.exception()
+        if not self.refused:
+            why = getattr(error, "strerror", None) or type(error).__name__
+            progress.warn(f"cannot write {self.baseFilename}: {why}; lines are lost while this lasts")
+        self.refused = True
 
 
 def opened(path: Path, max_bytes: int) -> logging.Logger:
@@ -274,6 +303,12 @@ def opened(path: Path, max_bytes: int) -> logging.Logger:
     log = logging.Logger("traffic")
     log.addHandler(handler)
     return log
+
+
+def close(log: logging.Logger) -> None:
+    """Close the files of a log."""
+    for handler in log.handlers:
+        handler.close()
 
 
 def serve(place: socket.socket, proxy: Proxy, wait: Callable[[], object]) -> None:
@@ -317,18 +352,24 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
     """A proxy meanwhile, in a process of its own; yields its address. At the end it answers the requests that it has,
     and takes no more. UsageError as `listening`."""
     with listening(listen) as (place, address):
-        arguments = json.dumps([place.fileno(), servers, str(log), max_bytes])
+        close(opened(log, max_bytes))  # what cannot be opened is told here
         process = subprocess.Popen(
-            [sys.executable, "-m", "specctl.engines.proxy", arguments],
+            [sys.executable, "-m", "specctl.engines.proxy"],
             stdin=subprocess.PIPE,
             pass_fds=[place.fileno()],
             start_new_session=True,  # Ctrl-C is for the one that learns
         )
+        # Not as arguments, which all users can read: addresses may hold passwords.
+        settings = json.dumps([place.fileno(), servers, str(log), max_bytes])
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(settings.encode() + b"\n")
+            process.stdin.flush()
     try:
         yield address
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         try:
             process.wait(LAST_REQUESTS_S + 5)
         except subprocess.TimeoutExpired:
@@ -336,6 +377,6 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
 
 
 if __name__ == "__main__":
-    descriptor, servers, log, max_bytes = json.loads(sys.argv[1])
+    descriptor, servers, log, max_bytes = json.loads(sys.stdin.buffer.readline())
     # Until stdin ends, which it does with the process at its other end.
     serve(socket.socket(fileno=descriptor), Proxy(servers, opened(Path(log), max_bytes)), lambda: os.read(0, 1))

@@ -27,7 +27,8 @@ GENERATE = "/v1/completions"
 NORMED = False
 UNCACHED = "--no-enable-prefix-caching"
 STOPS = {"stop": "eos", "length": "length"}
-STORAGE = "/dev/shm/hidden-states"  # memory: what is read is deleted at once
+STORAGE = '"$(mktemp -d -p /dev/shm)"'
+"""A directory in memory for a shell to make: under a fixed name, any local user could make it first."""
 RPC = "/collective_rpc"
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
 SENDS = False
@@ -139,11 +140,12 @@ def capturing(wanted: Wanted) -> str:
     connector = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": STORAGE},
+        "kv_connector_extra_config": {"shared_storage_path": "DIRECTORY"},
     }
+    beside = shlex.quote(json.dumps(connector)).replace("DIRECTORY", f"'{STORAGE}'")  # out of the single quotes
     return (
         f"vllm serve {wanted.place} {UNCACHED} --speculative-config {shlex.quote(json.dumps(method))} "
-        f"--kv-transfer-config {shlex.quote(json.dumps(connector))}"
+        f"--kv-transfer-config {beside}"
     )
 
 
@@ -224,7 +226,10 @@ def _ranks(document: Any) -> list[dict[str, Any]]:
     if not ranks:
         raise Malformed("none of its workers drafts")
     if refusals:
-        unread = "the directory has to be on a file system that the server sees, too, under the same path"
+        unread = (
+            "the directory has to be on a file system that the server sees, too, under the same path, and its user has "
+            "to read it; publication.dir names another, where that of the run is its owner's alone"
+        )
         kind = Untouched if len(refusals) == len(ranks) else EngineError
         raise kind(refusals[0], unread if "cannot be read" in refusals[0] else None)
     return ranks

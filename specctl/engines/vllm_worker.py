@@ -2,23 +2,27 @@
 --worker-extension-cls specctl.engines.vllm_worker.DrafterSwap`, called through `/collective_rpc`.
 
 vLLM loads this file in its own environment (`pip install --no-deps specctl`): at the top it imports the standard
-library only. A swap happens between two steps of the engine. It is refused before anything is changed where the
-directory does not look like the drafter that runs, and undone where vLLM fails to load it. Texts that are under way and
-cached prefixes keep the keys and values of the drafter before: no text changes, but their drafts may be worse.
+library only, and so does `regular`. A swap happens between two steps of the engine. It is refused before anything is
+changed where the directory does not look like the drafter that runs, and undone where vLLM fails to load it. Texts that
+are under way and cached prefixes keep the keys and values of the drafter before: no text changes, but their drafts may
+be worse.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from specctl import regular
 
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """Methods of vLLM whose heads are swapped."""
@@ -31,6 +35,8 @@ SHAPES = (
 )
 """Keys of config.json that have to be those of the model in memory, too."""
 MOST = 3  # differences that are named
+LONGEST_CONFIG, LONGEST_HEADER, LONGEST_MASK = 2**24, 10**8, 2**26  # bytes; of a header it is what safetensors takes
+WIDEST = 8  # bytes of a number in a tensor
 
 log = logging.getLogger("vllm.specctl")  # below vLLM's own: its handlers write it
 
@@ -70,8 +76,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     """The files of an exported drafter, config.json and weights. Raises Unfit where they cannot be read."""
     try:
         weights = sorted(directory.glob("*.safetensors"))
-        files = [directory / "config.json", *weights, *directory.glob(MASK)]
-        found = {file.name: file.read_bytes() for file in files}
+        most = {directory / "config.json": LONGEST_CONFIG, **dict.fromkeys(directory.glob(MASK), LONGEST_MASK)}
+        found = {file.name: regular.content(file, most.get(file)) for file in [*most, *weights]}
     except OSError as error:
         raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
     if not weights:
@@ -83,32 +89,47 @@ def outline(directory: Path) -> DrafterForm:
     """The form of a drafter, from its config.json and the heads of its weights. Raises Unfit."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
-        config = json.loads((directory / "config.json").read_bytes())
+        config = regular.parsed(regular.content(directory / "config.json", LONGEST_CONFIG))
         for file in sorted(directory.glob("*.safetensors")):
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                if length > file.stat().st_size:
-                    raise ValueError("no head of a safetensors file")
-                head = json.loads(opened.read(length))
-            for name, about in head.items():
-                if name != "__metadata__":
-                    real = about["dtype"].startswith(("F", "BF"))  # of any precision: loading converts them
-                    tensors[name] = ("real" if real else about["dtype"], tuple(about["shape"]))
+            tensors |= _in_header(file)
         if (directory / MASK).exists():
+            regular.check(directory / MASK)
             tensors[MASK] = ("real", ())  # its shape is that of what it stands for
     except OSError as error:
         raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unfit(f"{directory} holds no exported drafter: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # which may quote what is in the files
+        raise Unfit(f"{directory} holds no exported drafter: config.json or a *.safetensors is damaged") from error
     if not tensors or not isinstance(config, dict):
         raise Unfit(f"{directory} holds no exported drafter: config.json and *.safetensors")
     return DrafterForm(config, tensors)
 
 
+def _in_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Kind and shape of every tensor in a safetensors file, which has no more bytes than these take.
+
+    Raises OSError; ValueError, KeyError, TypeError, AttributeError where it is no such file.
+    """
+    with regular.opened(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        length = int.from_bytes(opened.read(8), "little")
+        if length > min(size, LONGEST_HEADER):
+            raise ValueError("no header of a safetensors file")
+        header = regular.parsed(opened.read(length))
+    found = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            real = about["dtype"].startswith(("F", "BF"))  # of any precision: loading converts them
+            found[name] = ("real" if real else about["dtype"], tuple(about["shape"]))
+    if size > 8 + length + WIDEST * sum(math.prod(shape) for _, shape in found.values()):
+        raise ValueError("more bytes than its tensors have")  # a sparse file would fill the memory
+    return found
+
+
 def differences(new: DrafterForm, running: DrafterForm) -> list[str]:
     """Everything in which a drafter has another form than the one that runs, as phrases."""
     wrong = [
-        f"{key} is {new.config.get(key)} in its config.json, and {running.config.get(key)} of the drafter that runs"
+        f"{key} is {_shown(new.config.get(key))} in its config.json, and {running.config.get(key)!s:.200} of the "
+        "drafter that runs"
         for key in sorted((new.config.keys() | running.config.keys()) - NOTES)
         if new.config.get(key) != running.config.get(key)
     ]
@@ -121,6 +142,12 @@ def differences(new: DrafterForm, running: DrafterForm) -> list[str]:
         elif one[0] != other[0]:
             wrong.append(f"{name} holds numbers of another kind")
     return wrong
+
+
+def _shown(value: Any) -> str:
+    """A value of a config.json in words. Whoever asks names the directory: only numbers are quoted from its files."""
+    plain = value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63)
+    return str(value) if plain else "something else"
 
 
 def refused(why: str) -> dict[str, Any]:
@@ -220,7 +247,7 @@ def _fitting(worker: Any, directory: Path) -> DrafterForm:
     for key in SHAPES:
         there, here = getattr(config, key, None), form.config.get(key)
         if there is not None and here is not None and there != here and not any(key in one for one in wrong):
-            wrong.append(f"{key} is {here} in its config.json, and {there} of the model in memory")
+            wrong.append(f"{key} is {_shown(here)} in its config.json, and {there} of the model in memory")
     if wrong:
         more = f" (and {len(wrong) - MOST} more)" if len(wrong) > MOST else ""
         raise Unfit(f"{directory} has another form: {'; '.join(wrong[:MOST])}{more}")
@@ -258,7 +285,7 @@ def _mask(data: bytes) -> Any:
         held = torch.load(io.BytesIO(data), weights_only=True)
         return (held["embedding"] if isinstance(held, dict) else held).reshape(-1)
     except Exception as error:  # whatever a file that is no such thing makes it fail with
-        raise Unfit(f"{MASK} holds no embedding ({type(error).__name__}: {str(error)[:200]})") from error
+        raise Unfit(f"{MASK} holds no embedding ({type(error).__name__})") from error
 
 
 def _load(worker: Any, tensors: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specctl import regular
 from specctl.drafters.mtp import layouts
 from specctl.errors import CheckpointError, UsageError, brief
 
@@ -56,9 +56,6 @@ def read(directory: str | Path) -> Foreign:
         raise UsageError(f"no head directory {directory}", hint=hint)
     config = _config(root / "config.json")
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
-    for file in files:
-        if not file.is_file():  # a pipe would keep whoever opens it waiting
-            raise CheckpointError(f"{file} is no regular file", hint="a head is config.json and weights")
     if not files:
         raise CheckpointError(f"no weights in {root}", hint=f"expected {', '.join(WEIGHTS)}")
     wanted = _of_layer if layouts.kind_of(name for file in files for name in _names(file)) else None
@@ -77,11 +74,13 @@ def _of_layer(name: str) -> bool:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing", hint="a head is config.json and weights")
     try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        config = regular.document(file)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing", hint="a head is config.json and weights") from error
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
@@ -100,9 +99,17 @@ def _names(file: Path) -> list[str]:
 def _safetensors(file: Path) -> Iterator[None]:
     """Raise CheckpointError where what is within cannot read `file`."""
     try:
+        regular.check(file)
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except SafetensorError as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}", hint="download it again") from error
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    why = error.strerror or str(error)  # safetensors' own have no strerror
+    return CheckpointError(f"{file} cannot be read: {why}", hint="a head is config.json and weights")
 
 
 def _tensors(file: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
@@ -121,8 +128,10 @@ def _tensors(file: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tens
 
 def unpickled(file: Path) -> Any:
     """The tensors and plain values of a pickle. CheckpointError where it holds more, or is no file."""
-    if not file.is_file():  # a pipe would keep whoever opens it waiting
-        raise CheckpointError(f"{file} is no regular file", hint="a head is config.json and weights")
+    try:
+        regular.check(file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
     try:
         with warnings.catch_warnings():  # about what is wrong with it, which the error says
             warnings.simplefilter("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any, cast
 from safetensors import safe_open
 from torch import Tensor
 
-from specctl.decoding.models.loading import builtin_path, load_config
+from specctl import regular
+from specctl.decoding.models.loading import builtin_path, load_config, reading
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
 
@@ -161,14 +161,16 @@ class TargetFacts:
             options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": self.revision}
             return cached_file(self.name, name, **options)
 
-        index = place("model.safetensors.index.json")
-        parts = json.loads(Path(index).read_bytes())["weight_map"] if index else {}
-        one = next((part for name, part in parts.items() if name.endswith(EMBEDDING)), "model.safetensors")
-        if (file := place(one)) is not None:
-            with safe_open(file, framework="pt") as weights:
-                names = [name for name in weights.keys() if name.endswith(EMBEDDING)]  # noqa: SIM118  # no dictionary
-                if names:
-                    return cast(Tensor, weights.get_tensor(names[0]))
+        with reading(self.name):
+            index = place("model.safetensors.index.json")
+            parts = regular.document(index)["weight_map"] if index else {}
+            one = next((part for name, part in parts.items() if name.endswith(EMBEDDING)), "model.safetensors")
+            if (file := place(one)) is not None:
+                regular.check(file)
+                with safe_open(file, framework="pt") as weights:
+                    names = [name for name in weights.keys() if name.endswith(EMBEDDING)]  # noqa: SIM118  # no dict
+                    if names:
+                        return cast(Tensor, weights.get_tensor(names[0]))
         raise CheckpointError(
             f"target {self.name} has no {EMBEDDING} in safetensors, of which the head's files need a copy",
             hint="name a copy of the target that has: --target",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specctl import regular
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError
 from specctl.runs import atomic_write, to_json
@@ -45,13 +45,14 @@ def write(source: Path, place: Path, tensors: Mapping[str, Tensor], config: Mapp
     if left:
         raise CheckpointError(f"{source} has no tensor {min(left)}", "name the target that the drafter was made from")
     if config:
-        known = json.loads((place / CONFIG).read_bytes())
+        known = regular.document(place / CONFIG)
         atomic_write(place / CONFIG, to_json({**known, **config}, indent=2) + "\n")
 
 
 def _held(file: Path, tensors: Mapping[str, Tensor]) -> set[str]:
     """Names among `tensors` that a file has. CheckpointError for one of another shape."""
     try:
+        regular.check(file)
         with safe_open(file, framework="pt") as weights:
             found = tensors.keys() & set(weights.keys())
             for name in found:

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specctl import regular
 from specctl.decoding.models.identity import with_weights
 from specctl.decoding.records import Decoded
 from specctl.drafters import checkpoint
@@ -111,6 +112,7 @@ def read_parts(directory: Path) -> list[Record]:
     records = []
     for path in part_files(directory):
         try:
+            regular.check(path)
             rows = pq.read_table(path).to_pylist()
             records += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
@@ -150,7 +152,8 @@ def check_stamp(directory: Path, stamp: Stamp) -> None:
     if not path.exists():
         return
     try:
-        kept = json.loads((pq.read_schema(path).metadata or {})[STAMP])
+        regular.check(path)
+        kept = regular.parsed((pq.read_schema(path).metadata or {})[STAMP])
     except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
         raise SpecctlError(f"cannot continue from {path}: {error}", hint="--overwrite starts over") from error
     check_same(kept, stamp, str(path))

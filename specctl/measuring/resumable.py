@@ -10,7 +10,6 @@ A run that is resumed forgets what was written behind the state that it goes on 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import OutOfMemoryError, Tensor
 
-from specctl import progress
+from specctl import progress, regular
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Rejections
@@ -209,7 +208,7 @@ class States:
     def rejected(self) -> int:
         """Prompts that could not be used."""
         path = self.run.dir / REJECTED
-        return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+        return len(regular.text(path).splitlines()) if path.exists() else 0
 
     def _clear(self) -> None:
         """Forget an earlier run."""
@@ -224,7 +223,7 @@ class States:
             path, size = self.run.dir / name, self.mark.sizes.get(name)
             if size is None or not path.is_file() or path.stat().st_size < size:
                 raise CheckpointError(f"{path} has lost chunks", "start with --overwrite")
-            with open(path, "rb") as file:
+            with regular.opened(path) as file:
                 while part := file.read(min(size - file.tell(), 2**20)):
                     self._sums[name].update(part)
         there = self._digests(path for path in part_files(self.parts) if path.is_file())
@@ -248,7 +247,7 @@ class States:
     def append(self, name: str, rows: Iterable[Any]) -> None:
         """Lines of a chunk, one per object."""
         lines = "".join(to_json(row) + "\n" for row in rows).encode()
-        with open(self.run.dir / name, "ab") as file:
+        with regular.opened(self.run.dir / name, "ab", follow=False) as file:
             file.write(lines)
         self._sums[name].update(lines)
 
@@ -257,10 +256,10 @@ class States:
         path = self.run.dir / name
         if not path.exists():
             return
-        with open(path, encoding="utf-8") as file:
+        with regular.opened(path, "r", encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    yield json.loads(line)
+                    yield regular.parsed(line)
                 except ValueError as error:
                     raise CheckpointError(f"{path}:{number} is damaged: {error}", "start with --overwrite") from error
 

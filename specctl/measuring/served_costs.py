@@ -16,7 +16,6 @@ between measured ones, and lengths between 0 and the one that the server drafted
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -24,6 +23,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from specctl import regular
 from specctl.errors import DataError
 from specctl.formats.head import LengthRange
 
@@ -31,6 +31,7 @@ NEAR = 0.05
 """Lengths that lose no more than this share of the best one's tokens per second are about as good."""
 ROUGH = 0.15
 """Relative error of a modelled time from which on a user is told."""
+LARGEST = 1e18  # that a number of a result document is believed
 SWEEP = "specctl eval --server URL --baseline-server URL --concurrency 1,4,16,64"
 
 
@@ -308,17 +309,27 @@ def read_sweep(path: Path) -> Sweep:
     """The sweep in a result document of `eval --server`, or in the run directory that holds one. Raises DataError."""
     file = path / "result.json" if path.is_dir() else path
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = regular.document(file)
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}", f"the result.json of {SWEEP}") from error
     except ValueError as error:
         raise DataError(f"{file} is no JSON document", f"the result.json of {SWEEP}") from error
     try:
+        for row in document["servers"]:
+            _check_numbers(row)
         return sweep_of(document["servers"])
     except DataError as error:
         raise DataError(f"{file}: {error.message}", error.hint) from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise DataError(f"{file} is no result of eval --server ({type(error).__name__}: {error})", SWEEP) from error
+
+
+def _check_numbers(row: Mapping[str, Any]) -> None:
+    """DataError for a number that nobody has measured: negative, not finite, or absurdly large."""
+    for key, value in row.items():
+        numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
+        if not all(0 <= one < LARGEST for one in numbers):
+            raise DataError(f"{key} of a row is no measurement", f"measure again: {SWEEP}")
 
 
 def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
+from specctl import regular
 from specctl.errors import RecipeError, brief, did_you_mean
 from specctl.recipe import RECIPES, CommandRecipe, Section, model_for, yaml_file
 from specctl.recipe.yaml_file import KeyPath
@@ -101,7 +102,7 @@ def read(name: str | Path) -> tuple[str, str]:
     """(text, label for messages) of a file given by path or by the name of a shipped one."""
     if Path(name).is_file():
         try:
-            with open(name, encoding="utf-8") as file:
+            with regular.opened(name, "r", encoding="utf-8") as file:
                 text = file.read(LONGEST + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{name}: cannot be read as text: {error}") from error

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from specctl import regular
 from specctl.errors import RecipeError, SpecctlError, UsageError
 from specctl.recipe import yaml_file
 from specctl.reporting.tables import doubts
@@ -51,7 +52,7 @@ class RunRecord:
         path, broken = self.dir / name, 0
         if not path.is_file():
             return
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with regular.opened(path, "r", encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     value = parse(line)
@@ -97,10 +98,7 @@ def parse(text: str | bytes) -> Any:
 
     Raises ValueError.
     """
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    value = regular.parsed(text)
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
@@ -126,7 +124,7 @@ def _read(directory: Path) -> RunRecord:
         command=str(result.get("command") or info.get("command") or "unknown"),
         info=info,
         result=result,
-        recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
+        recipe=regular.text(recipe, errors="replace") if recipe.is_file() else "",
     )
     missing = [name for name, there in ((MARKS[0], info), (recipe.name, run.recipe)) if not there]
     run.notes.extend(f"there is no {name}" for name in missing)
@@ -140,7 +138,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = parse(path.read_bytes())
+        value = parse(regular.content(path))
     except ValueError as error:
         raise SpecctlError(f"{path} is not JSON: {error}", hint="repeat the run, or leave it out") from error
     if not isinstance(value, dict):
@@ -152,6 +150,6 @@ def _started(directory: Path) -> tuple[float, str]:
     """Seconds since 1970, from run.json where it says so; the name decides between equals."""
     mark = next(directory / name for name in MARKS if (directory / name).is_file())
     try:
-        return datetime.fromisoformat(parse(mark.read_bytes())["started"]).timestamp(), directory.name
+        return datetime.fromisoformat(parse(regular.content(mark))["started"]).timestamp(), directory.name
     except (ValueError, KeyError, TypeError):
         return mark.stat().st_mtime, directory.name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,10 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specctl import regular
 from specctl.drafters.checkpoint import TRAINING, read_json, separate, write_tensors
 from specctl.errors import CheckpointError, one_line
 from specctl.progress import warn
-from specctl.runs import atomic_write, make_dir, sha256, to_json
+from specctl.runs import PRIVATE_DIRECTORY, atomic_write, make_dir, sha256, to_json
 from specctl.training import whole_state
 
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
@@ -70,6 +72,7 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint that `save_tensors` wrote, on the CPU. CheckpointError where there are none."""
     try:
+        regular.check(path / TENSORS)
         return load_file(path / TENSORS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -82,7 +85,9 @@ def _draft(root: Path, step: int) -> Path:
 
 
 def _prepare(root: Path, step: int) -> None:
-    make_dir(root)
+    make_dir(root, PRIVATE_DIRECTORY)
+    with suppress(OSError):  # an earlier specctl made it for all to read, and it holds token ids of users' texts
+        root.chmod(PRIVATE_DIRECTORY)
     for left in root.glob(".step-*.tmp"):  # by a kill
         shutil.rmtree(left, ignore_errors=True)
     _draft(root, step).mkdir()
@@ -160,7 +165,9 @@ def _verify(path: Path) -> None:
 def _state(path: Path, kind: type[State]) -> State:
     """The state in a checkpoint's trainer.json. Raises _Damaged, naming the key that is wrong."""
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+        return TypeAdapter(kind).validate_json(regular.content(path), strict=True)
+    except OSError as error:
+        raise _Damaged(f"{path.name}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
         key = f", {'.'.join(map(str, first['loc']))[:100]!r}" if first["loc"] else ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from specctl import regular
 from specctl.decoding.target import Target
 from specctl.distillation import store
 from specctl.distillation.prompts import json_object
@@ -164,14 +165,13 @@ def load_text(path: Path, target: Target, max_length: int, held_out: float, prom
 
 def _documents(path: Path) -> Iterator[str]:
     try:
+        content = regular.content(path)
         if path.suffix not in (".jsonl", ".json"):
-            content = path.read_text(encoding="utf-8-sig")
-            yield from (text for text in content.split("\n\n") if text.strip())
+            yield from (text for text in content.decode("utf-8-sig").split("\n\n") if text.strip())
             return
-        lines = path.read_bytes().split(b"\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read text from {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             try:
                 row = json_object(line)

@@ -25,7 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specctl.drafters.checkpoint import write_tensors
+from specctl import regular
+from specctl.drafters.checkpoint import sync, write_tensors
 from specctl.errors import CheckpointError, SpecctlError
 from specctl.lock import Lock
 from specctl.progress import log, warn
@@ -119,6 +120,7 @@ class FeatureFiles:
     def _checked(self, number: int) -> Any:
         """A shard's mapped file. CheckpointError where it is not whole, or is not of this key and these examples."""
         try:
+            regular.check(self._path(number))
             file = safe_open(self._path(number), framework="pt")  # refuses another size than that of its header
             problem = self._problem(file, number)
         except (OSError, SafetensorError) as error:
@@ -184,8 +186,7 @@ class FeatureFiles:
         }
         try:
             write_tensors(draft, tensors, {"key": self.key, "sha256": _digest(tensors), **origin})
-            with open(draft, "rb") as file:
-                os.fsync(file.fileno())
+            sync(draft)
             os.replace(draft, path)
         except (OSError, SafetensorError) as error:
             draft.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 
@@ -15,6 +16,7 @@ from specctl.errors import DataError
 from specctl.measuring import served_rows
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run
+from tests.conftest import holding
 from tests.toys.engine import FakeEngine
 
 COUNTERS = """vllm:spec_decode_num_drafts_total{engine="0"} %d
@@ -32,11 +34,16 @@ def text():
 @pytest.fixture
 def go(tmp_path):
     def run(engine, baseline=None, **fields):
-        recipe = {"data": {"domain": ["sql", "math"]}, "limit": 6, "server": {"urls": [engine.url]}, **fields}
+        recipe = {"data": {"domain": ["sql", "math"]}, "limit": 6, "server": {"urls": [engine.locked]}, **fields}
         if baseline is not None:
-            recipe["baseline_server"] = {"urls": [baseline.url]}
-        (tmp_path / "run").mkdir(exist_ok=True)
-        return evaluate(EvalRecipe.model_validate(recipe), Run(tmp_path / "run"))
+            recipe["baseline_server"] = {"urls": [baseline.locked]}
+        made = EvalRecipe.model_validate(recipe)
+        run = Run.create("eval", made, tmp_path / "run")
+        result = evaluate(made, run)
+        run.result(asdict(result))
+        assert holding(run.dir, "HUSH") == [], "passwords of addresses are kept nowhere"
+        assert (run.dir / "requests.jsonl").stat().st_mode & 0o077 == 0
+        return result
 
     return run
 

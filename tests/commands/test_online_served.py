@@ -17,6 +17,7 @@ from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, Interrupted, RecipeError, SpecctlError, UsageError
 from specctl.recipe import OnlineRecipe
 from specctl.runs import Run
+from tests.conftest import holding
 from tests.measuring.streams import recipe, write_head, write_prompts
 from tests.toys.live import LiveEngine
 
@@ -78,7 +79,10 @@ def verdicts(result):
 def test_what_is_better_is_published(go, engine, tmp_path, target):
     context = target.context_length
     engine.histograms = {"v000001": SAME, "v000002": BETTER, "v000003": BETTER, "v000004": BETTER, "v000005": BETTER}
-    result, document = go(engine)
+    result, document = go(engine, server={"urls": [engine.locked]})
+    assert holding(tmp_path / "run", "HUSH") == [], "passwords of addresses are kept nowhere"
+    (kept,) = {path for path in (tmp_path / "run").iterdir() if list(path.glob("step-*"))}
+    assert kept.stat().st_mode & 0o077 == 0, "token ids of texts are their owner's alone"
     assert verdicts(result) == ["published"] * 4 and result.version == engine.version == "v000005"
     assert [row["version"] for row in result.per_chunk] == ["v000001", "v000002", "v000003", "v000004"]
     assert (result.mat_first, result.mat_last, result.prompts) == (1.75, 2.8, 8)

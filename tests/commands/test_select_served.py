@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.recipe import SelectRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
+from tests.conftest import holding
 from tests.toys.engine import FakeEngine
 
 TOKENS, WELL, BADLY = 40, [0, 0, 0, 10], [30, 5]
@@ -131,6 +133,15 @@ def test_requests_find_the_server_of_their_domain(engines, stream, tmp_path, cap
     assert len(lines) == 60 and {line["passes"] for line in lines} == {10, 35}
     assert "question" not in (tmp_path / REQUESTS).read_text().lower()
     assert os.stat(tmp_path / REQUESTS).st_mode & 0o077 == 0
+
+
+def test_passwords_of_addresses_are_used_and_kept_nowhere(engines, tmp_path, capsys):
+    with routing(recipe(tmp_path, *(one.locked for one in engines)), capsys) as (address, found):
+        assert ask(address, "sql x").status_code == 200
+    document = Run(tmp_path).result(asdict(found[0]))
+    assert {row["server"] for row in document["servers"]} == {one.locked.replace("HUSH", "***") for one in engines}
+    assert "***" in (tmp_path / REQUESTS).read_text()
+    assert holding(tmp_path, "HUSH") == [] and "HUSH" not in "".join(capsys.readouterr())
 
 
 def test_shared_out_they_do_not(engines, stream, tmp_path, capsys):

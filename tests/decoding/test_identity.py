@@ -8,6 +8,8 @@ from safetensors.torch import save_file
 
 from specctl.decoding.models import identity
 from specctl.decoding.models.identity import weights_digest, with_weights
+from specctl.decoding.models.loading import load_config, load_tokenizer, location
+from specctl.errors import CheckpointError
 
 
 @pytest.fixture
@@ -60,3 +62,23 @@ def test_what_was_kept_before_says_nothing_of_weights():
     now = {"target": {"name": "m", "weights": "ab"}}
     assert with_weights({"target": {"name": "m"}}, now) == now
     assert with_weights({"target": {"name": "m", "weights": "cd"}}, now)["target"]["weights"] == "cd"
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [("[" * 100_000, "nested too deeply"), ("[]", "cannot be read"), ('{"weight_map": {"a": "../x"}}', "x")],
+)
+def test_an_index_that_is_none_is_told_of(model, index, says):
+    (model / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=says) as error:
+        weights_digest(str(model))
+    assert str(model) in error.value.message
+
+
+def test_a_pipe_among_the_files_of_a_model_is_not_opened(model, pipe):
+    """`transformers` would open whatever has the name of a file that it knows."""
+    name = pipe(model / "tokenizer_config.json")
+    for look in (weights_digest, location, load_tokenizer, load_config):
+        with pytest.raises(CheckpointError, match="a named pipe, not a regular file") as error:
+            look(str(model))
+        assert str(name) in error.value.message

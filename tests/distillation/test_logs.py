@@ -1,12 +1,14 @@
 """`distill --from-log`: what is a response in other people's files, in the target's own ids, each once."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
 
+from specctl.cli.distill import check_log
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
@@ -358,6 +360,19 @@ def test_a_log_becomes_data(go, tmp_path, text):
     assert store.summary(tmp_path / "out").complete
 
 
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_what_clients_have_written_stays_its_owners_alone(go, tmp_path, format):
+    go([*many(8), {"prompt": "my password is hunter2"}], format=format, data={"max_rejected": 1.0})
+    (tmp_path / "out").chmod(0o755)  # as one that was there before
+    places = [path for place in ("out", "run") for path in (tmp_path / place).iterdir()]
+    told = [path for path in places if b"hunter2" in path.read_bytes()]
+    shards = list((tmp_path / "out").glob("shard-*"))
+    assert len(told) == 1 and len(shards) == 2
+    assert all(path.stat().st_mode & 0o077 == 0 for path in [*told, *shards])
+    go(many(8), output="other")
+    assert (tmp_path / "other").stat().st_mode & 0o077 == 0
+
+
 def test_prompts_to_be_measured_on_are_left_out(go, tmp_path):
     held = tmp_path / "test.jsonl"
     held.write_text(json.dumps({"prompt": "What is 3 + 1?"}) + "\n" + json.dumps({"messages": [ASK, SAY]}) + "\n")
@@ -418,6 +433,19 @@ def test_the_command_reads_a_pipe(tmp_path):
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["responses"] == 9 and json.loads(done.stdout)["domain"] == "stdin"
+
+
+def test_the_shells_own_pipes_are_read(tmp_path):
+    """`--from-log <(zcat log.gz)` of a shell."""
+    read, write = os.pipe()
+    os.write(write, "".join(json.dumps(row) + "\n" for row in many(9)).encode())
+    os.close(write)
+    check_log(DistillRecipe(log=f"/dev/fd/{read}"), f"/dev/fd/{read}")
+    turns = list(logs.read(f"/dev/fd/{read}", Rejections(None, 0.0)))
+    os.close(read)
+    assert len(turns) == 9
+    with pytest.raises(DataError, match="no log /dev/null"):
+        check_log(DistillRecipe(log="/dev/null"), "/dev/null")
 
 
 def test_data_of_any_name_can_be_trained_on(tmp_path):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 import tracemalloc
 from types import SimpleNamespace
@@ -13,9 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specctl import progress
 from specctl.distillation import prompts as module
-from specctl.distillation.prompts import Rejections, check_files, parse_line, prompt_id, read_domains, read_prompts
-from specctl.errors import DataError, UsageError
+from specctl.distillation.prompts import (
+    Rejections,
+    check_files,
+    open_prompts,
+    parse_line,
+    prompt_id,
+    read_domains,
+    read_prompts,
+)
+from specctl.errors import DataError, Interrupted, UsageError
 from specctl.recipe import DataRecipe
 
 GOOD = b'{"prompt": "Which planet is the largest?"}'
@@ -157,6 +169,45 @@ def test_unreadable_file(name, tmp_path):
     with pytest.raises(DataError, match="cannot read prompts") as caught:
         read_prompts(data(tmp_path / name), "sql")
     assert '{"prompt"' in caught.value.hint
+
+
+def test_rejected_lines_are_their_owners_alone(tmp_path):
+    """They quote files that may be; and where a link was put in their place, it leads nowhere."""
+    kept = tmp_path / "rejected.jsonl"
+    for hold in (False, True):
+        rejections = Rejections(kept, 1.0, hold=hold)
+        rejections.add("p:1", "not JSON", "hunter2")
+        rejections.release()
+        assert kept.stat().st_mode & 0o777 == 0o600
+    kept.unlink()
+    kept.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="a symbolic link"):
+        rejections.add("p:1", "not JSON", "hunter2")
+    assert not (tmp_path / "victim").exists()
+
+
+def test_what_has_no_end_is_no_file_of_prompts():
+    with pytest.raises(DataError, match="cannot read prompts from /dev/zero: a device"):
+        open_prompts("/dev/zero")
+
+
+def test_a_pipe_without_a_writer_can_be_given_up(tmp_path):
+    """Opening one would wait where no signal is heard."""
+    os.mkfifo(tmp_path / "pipe")
+    progress.interrupts.note(signal.SIGTERM)
+    try:
+        with open_prompts(str(tmp_path / "pipe")) as file, pytest.raises(Interrupted):
+            file.readline()
+    finally:
+        progress.interrupts.reset()
+
+
+def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = subprocess.Popen(["sh", "-c", "printf 'a\\nb\\n' > pipe"], cwd=tmp_path)
+    with open_prompts(str(tmp_path / "pipe")) as file:
+        assert file.read() == b"a\nb\n"
+    assert writer.wait() == 0
 
 
 def test_empty_file(tmp_path):

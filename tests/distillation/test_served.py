@@ -20,6 +20,7 @@ from specctl.errors import DataError, Interrupted
 from specctl.progress import interrupts
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+from tests.conftest import holding
 from tests.toys.engine import FAULTS, FakeEngine
 
 COUNT = 60
@@ -57,7 +58,8 @@ def by_id(directory):
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_what_is_kept_is_what_the_engine_wrote(questions, tmp_path, text, kind):
     with FakeEngine(text.tokenizer, kind) as engine:
-        result = go(questions, tmp_path / "out", engine, text)
+        result = go(questions, tmp_path / "out", engine, text, server={"urls": [engine.locked]})
+        assert holding(tmp_path, "HUSH") == [], "passwords of addresses are kept nowhere"
         rows = list(store.read(tmp_path / "out"))
         assert (result.responses, result.rejected, len(rows)) == (COUNT, 0, COUNT)
         for row in rows:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,12 +108,29 @@ def test_a_bad_manifest_is_named(drafter, content, says):
     assert "manifest.json" in error.value.message
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/../../outside", "..", "a\0b", ""])
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "sub/../../outside", "..", "a\0b", "", "x" * 5000])
 def test_a_manifest_cannot_point_outside(drafter, name):
+    """Of all drafters that a user has, the message names the one that it is about."""
     (drafter.parent / "outside").write_text("x")
     change_manifest(drafter, lambda m: m["files"].update({name: {"bytes": 1, "sha256": ""}}))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as error:
         checkpoint.load(drafter)
+    assert str(drafter) in error.value.message and len(error.value.message) < 500
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_pipe_is_no_file_of_a_drafter(drafter, pipe, name):
+    (drafter / name).unlink()
+    pipe(drafter / name)
+    with pytest.raises(CheckpointError, match="a named pipe") as error:
+        checkpoint.load(drafter)
+    assert str(drafter) in error.value.message and name in error.value.message
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "/" + "x" * 5000, "x/" * 3000])
+def test_a_name_that_no_file_has_is_no_drafter(tmp_path, name):
+    with pytest.raises(CheckpointError, match="no drafter directory at"):
+        checkpoint.present(Path(name))
 
 
 def test_a_link_cannot_lead_outside(drafter):

@@ -253,6 +253,26 @@ class TestHybrid:
         assert score.logits is None and score.children == (3,) * 5
 
 
+SPOILED = {
+    "a pipe": None,
+    "deep": lambda good: "[" * 100_000,
+    "half": lambda good: "{",
+    "a list": lambda good: "[]",
+    "text": lambda good: "1234567",
+    "of another version": lambda good: good | {"rounds": good["rounds"][1:]},
+    "another's keys": lambda good: good | {"more": 1},
+    "a key missing": lambda good: {name: value for name, value in good.items() if name != "slot"},
+    "long numbers": lambda good: good | {"rounds": [10**400] * len(ROWS)},
+    "not a number": lambda good: good | {"first": float("nan")},
+    "infinite": lambda good: good | {"level": float("inf")},
+    "negative": lambda good: good | {"text": -1.0},
+    "free": lambda good: good | {"rounds": [0] * len(ROWS)},
+    "cheaper with more": lambda good: good | {"rounds": good["rounds"][::-1]},
+    "numbers as text": lambda good: good | {"rounds": "1234567"},
+    "truth": lambda good: good | {"rounds": [True] * len(ROWS)},
+}
+
+
 class TestCosts:
     def test_rounds_between_and_behind_what_was_measured(self):
         known = Costs((1.0, 1.5, 1.6, 1.8, 2.2, 3.0, 6.1), first=0.2, level=0.1)
@@ -313,6 +333,26 @@ class TestCosts:
         kept.write_text("{")
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         assert costs.costs_of(target, Claims(), "claims") == CHEAP  # a damaged file is none
+
+    @pytest.mark.parametrize("spoiled", SPOILED)
+    def test_what_was_not_measured_is_not_believed(self, target, tmp_path, monkeypatch, capsys, pipe, spoiled):
+        """It is measured anew and replaced, with one line that names the file."""
+        monkeypatch.setenv(costs.ENVIRONMENT, str(tmp_path))
+        monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
+        costs.costs_of(target, Claims(), "claims")
+        kept = tmp_path / "specctl" / "costs.json"
+        (key, good) = json.loads(kept.read_text()).popitem()
+        if SPOILED[spoiled] is None:
+            kept.unlink()
+            pipe(kept)
+        else:
+            made = SPOILED[spoiled](good)
+            kept.write_text(made if isinstance(made, str) else json.dumps({key: made}))
+        capsys.readouterr()
+        assert costs.costs_of(target, Claims(), "claims") == CHEAP
+        said = capsys.readouterr().err.splitlines()
+        assert sum("is not used" in line and str(kept) in line for line in said) == 1 and len(said) == 2
+        assert json.loads(kept.read_text())[key] == good
 
     def test_a_short_context(self, target, monkeypatch):
         """The text is begun anew before what is timed could stand behind the context's end."""

@@ -1,8 +1,11 @@
 """Hidden states from engines: what is believed of them, what is asked for again, and what is said to the user."""
 
+import json
 import random
+import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,3 +203,27 @@ def test_the_command_names_the_model_as_it_is_loaded_here():
     assert vllm.capturing(wanted).startswith("vllm serve 'dir with/space' --revision abc --no-enable-prefix-caching")
     assert '"eagle_aux_hidden_state_layer_ids": [1, 4]' in vllm.capturing(wanted)
     assert sglang.capturing(wanted) is None
+
+
+@pytest.mark.parametrize("name", ["1.safetensors", "1.safetensors.lock"])
+def test_a_pipe_is_not_waited_for(writing, tmp_path, pipe, name):
+    """Opening one would hold up all requests of the event loop, for ever."""
+    (tmp_path / "pipes").mkdir()
+    pipe(tmp_path / "pipes" / name)
+    writing.told = lambda path: str(tmp_path / "pipes" / "1.safetensors")
+    with Client(recipe(writing)) as client, pytest.raises(EngineError, match="a named pipe, not a regular file"):
+        list(client.states(texts(1), WANTED["vllm"]))
+
+
+def test_the_command_makes_a_directory_that_nobody_can_have_made_before():
+    """A fixed name in /dev/shm is anybody's; what the shell makes is new, and its owner's alone."""
+    command = vllm.capturing(WANTED["vllm"]).removeprefix("vllm serve")
+    script = f"printf '%s\\n' {command}"
+    places = []
+    for _ in range(2):
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+        given = json.loads(done.stdout.splitlines()[-1])
+        places.append(Path(given["kv_connector_extra_config"]["shared_storage_path"]))
+        assert places[-1].parent == Path("/dev/shm") and places[-1].stat().st_mode & 0o777 == 0o700
+        places[-1].rmdir()
+    assert places[0] != places[1]

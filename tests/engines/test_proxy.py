@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import io
 import json
 import os
 import threading
@@ -9,6 +11,7 @@ import time
 from contextlib import contextmanager
 
 import httpx
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -219,6 +222,56 @@ def test_a_log_that_begins_anew_is_private_too(tmp_path):
     files = sorted(tmp_path.iterdir())
     assert [path.name for path in files] == ["log", "log.1"]
     assert all(path.stat().st_mode & 0o077 == 0 and path.stat().st_size <= 100 for path in files)
+
+
+def test_a_log_is_private_whatever_was_there(tmp_path, pipe):
+    (tmp_path / "log").write_text("")
+    (tmp_path / "log").chmod(0o644)
+    proxy.close(proxy.opened(tmp_path / "log", 100))
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    for path, words in ((tmp_path / "link", "a symbolic link"), (pipe(tmp_path / "pipe"), "a named pipe")):
+        with pytest.raises(OSError, match=words):
+            proxy.opened(path, 100)
+        with pytest.raises(OSError, match=words), proxy.running("127.0.0.1:0", {}, path, 100):
+            pass
+    assert not (tmp_path / "victim").exists()
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full for a while."""
+
+    full = True
+
+    def write(self, text):
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_is_told_of_once_and_without_words(tmp_path, capfd):
+    """Logging's own way is to print the record, which is what a client has written."""
+    log = proxy.opened(tmp_path / "log", 2**20)
+    (handler,) = log.handlers
+    handler.stream.close()
+    handler.stream = Full()
+    for _ in range(3):
+        log.info("my password is hunter2")
+    handler.stream.full = False
+    log.info("{}")
+    said = capfd.readouterr().err
+    assert said.count("No space left on device") == 1 == len(said.splitlines()) and str(tmp_path / "log") in said
+    assert "hunter2" not in said and handler.stream.getvalue().split() == ["{}"]
+
+
+def test_addresses_are_no_arguments_of_the_process(tmp_path):
+    """All users can read these, and an address may hold a password."""
+    servers = {"http://me:HUSH@127.0.0.1:1": "vllm"}
+    with proxy.running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+            assert http.get(f"{address}/v1/models").status_code == 502, "it has its settings"
+        commands = [one.cmdline() for one in psutil.Process().children(recursive=True)]
+    assert any("specctl.engines.proxy" in one for one in commands) and "HUSH" not in str(commands)
 
 
 def test_a_server_that_fails_is_asked_last_for_a_while(tmp_path):

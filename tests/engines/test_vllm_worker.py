@@ -232,3 +232,72 @@ def test_the_masks_of_a_block_drafter_are_part_of_its_form(tmp_path):
     for spoiled in (b"no file of torch", files[vllm_worker.MASK][:-20]):
         with pytest.raises(Unfit, match="holds no embedding"):
             vllm_worker._tensors(files | {vllm_worker.MASK: spoiled}, 8)
+
+
+def written(place, config=b'{"hidden_size": 2}', header=None, more=0):
+    """An exported drafter; `header`: of the safetensors file instead of its own, `more`: bytes behind it."""
+    from safetensors.torch import save_file
+
+    place.mkdir()
+    (place / "config.json").write_bytes(config)
+    save_file({"fc.weight": torch.zeros(2, 2)}, place / "model.safetensors")
+    if header is not None:
+        (place / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with open(place / "model.safetensors", "ab") as file:
+        file.truncate(file.tell() + more)
+    return place
+
+
+DEEP = b"[" * 100_000
+HOSTILE = {
+    "deep config": {"config": DEEP},
+    "no object": {"config": b'"HUSH"'},
+    "no JSON": {"config": b"HUSH"},
+    "deep header": {"header": DEEP},
+    "no dtype": {"header": b'{"HUSH": {"shape": [2]}}'},
+    "no shape": {"header": b'{"HUSH": {"dtype": "F32", "shape": ["HUSH"]}}'},
+    "a list": {"header": b'["HUSH"]'},
+    "more bytes than tensors": {"more": 2**40},
+    "a text as header": {"header": b"HUSH", "more": 100},
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_damaged_directory_is_refused_and_not_quoted(tmp_path, how):
+    """Whoever may ask names any directory: what is in its files is not for them."""
+    place = written(tmp_path / "drafter", **HOSTILE[how])
+    with pytest.raises(Unfit, match=str(place)) as error:
+        vllm_worker.outline(place)
+    assert "HUSH" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "more.safetensors", vllm_worker.MASK])
+@pytest.mark.parametrize("read", [vllm_worker.outline, vllm_worker.contents])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_file_does_not_stop_the_worker(tmp_path, pipe, name, read, kind):
+    place = written(tmp_path / "drafter")
+    (place / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        pipe(place / name)
+    elif kind == "device":
+        (place / name).symlink_to("/dev/zero")
+    else:
+        (place / name).mkdir()
+    with pytest.raises(Unfit, match="cannot be read"):
+        read(place)
+
+
+def test_a_file_beyond_any_drafters_is_not_read(tmp_path):
+    place = written(tmp_path / "drafter")
+    with open(place / vllm_worker.MASK, "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(Unfit, match="more than the"):
+        vllm_worker.contents(place)
+
+
+def test_a_difference_quotes_numbers_alone(tmp_path):
+    running = vllm_worker.outline(written(tmp_path / "running"))
+    other = vllm_worker.outline(written(tmp_path / "other", b'{"hidden_size": 3, "auth": "HUSH", "keys": ["HUSH"]}'))
+    wrong = "; ".join(vllm_worker.differences(other, running))
+    assert "hidden_size is 3 in its config.json, and 2 of" in wrong and "auth is something else" in wrong
+    assert "HUSH" not in wrong

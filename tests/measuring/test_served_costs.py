@@ -220,3 +220,26 @@ def test_a_load_of_one_place_is_a_point():
     """Slopes are unknown there; they are none."""
     costs = served_costs.fit(Sweep([Load(4, 4.0, 4.0, 0.01, 0.02, 2.0)], 2, [0.5, 0.5]))
     assert costs == RoundCosts(0.01, 0.0, pytest.approx(0.005), 0.0)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *({"tokens": -1}, {"token_s": float("nan")}, {"mat": 10**400}, {"seconds": 0}, {"request_tokens_per_s": 0}),
+        *({"acceptance_by_position": [float("inf")]}, {"token_s": "1"}, {"acceptance_by_position": 3}, {"tokens": 0}),
+    ],
+)
+def test_a_sweep_that_nobody_has_measured_is_refused(tmp_path, spoil):
+    made = rows(STEEP, (0.8, 0.4, 0.1))
+    (tmp_path / "result.json").write_text(json.dumps({"servers": [row | spoil for row in made]}))
+    with pytest.raises(DataError, match=str(tmp_path / "result.json")):
+        served_costs.read_sweep(tmp_path)
+
+
+def test_a_sweep_that_is_no_document_is_refused(tmp_path, pipe):
+    for name, content in {"deep": "[" * 100_000, "list": "[]", "text": '{"servers": ["x"]}'}.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=name):
+            served_costs.read_sweep(tmp_path / name)
+    with pytest.raises(DataError, match="a named pipe"):
+        served_costs.read_sweep(pipe(tmp_path / "pipe"))

@@ -58,6 +58,11 @@ class FakeEngine:
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
+    @property
+    def locked(self):
+        """Its address with a password in it."""
+        return self.url.replace("://", "://me:HUSH@")
+
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
         return self

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
+
+from specctl import regular
+from specctl.errors import CheckpointError
 
 WHOLE = 2**26  # bytes of a file that is read through: a twentieth of a second
 BLOCK = 2**12  # bytes in the middle of every tensor of a larger one: some megabytes of a target of 70B
@@ -17,20 +20,22 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
     """16 hex digits over the sizes, the headers and a sample of the weight files of a target; None where it has none.
 
     The times of the files say nothing: a copy has others, and a file written over in place may keep its own.
+    CheckpointError where the files cannot be read.
     """
     directory = model_directory(name, revision)
-    files = weight_files(directory) if directory is not None else []
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with open(path, "rb") as file:
-            for start, length in [(0, size)] if size <= WHOLE else _sample(file, size):
-                file.seek(start)
-                digest.update(file.read(length))
-    return digest.hexdigest()[:16]
+    try:
+        files = weight_files(directory) if directory is not None else []
+        digest = hashlib.sha256()
+        for path in files:
+            with regular.opened(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{size}\n".encode())
+                for start, length in [(0, size)] if size <= WHOLE else _sample(file, size):
+                    file.seek(start)
+                    digest.update(file.read(length))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"target {name}: its weights cannot be read: {error}", "copy it again") from error
+    return digest.hexdigest()[:16] if files else None
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -40,7 +45,7 @@ def weight_files(directory: Path) -> list[Path]:
         if single.is_file():
             return [single]
         if index.is_file():
-            return sorted(directory / name for name in set(json.loads(index.read_text())["weight_map"].values()))
+            return sorted(directory / name for name in set(regular.document(index)["weight_map"].values()))
     return []
 
 
@@ -65,12 +70,12 @@ def model_directory(name: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _sample(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
+def _sample(file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
     """(start, length) of what is read of a file: the header and a block of every tensor, or blocks all over it."""
     header = int.from_bytes(file.read(8), "little")
     if not 0 < header < size:  # no safetensors
         return ((size * block // BLOCKS, BLOCK) for block in range(BLOCKS))
-    tensors = json.loads(file.read(header))
+    tensors = regular.parsed(file.read(header))
     ranges = [entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__"]
     middles = sorted(8 + header + max(first, (first + end - BLOCK) // 2) for first, end in ranges)
     return iter([(0, 8 + header), *((start, BLOCK) for start in middles)])

@@ -17,6 +17,7 @@ from urllib.request import getproxies
 
 import torch
 
+from specctl import regular
 from specctl.decoding.models.supported import context_limit, ropes, unusable, why_unusable, window_size
 from specctl.errors import CheckpointError, UsageError
 
@@ -145,7 +146,7 @@ def first_line(error: BaseException) -> str:
 
 def is_hub_id(name: str) -> bool:
     """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory here."""
-    return name != "builtin" and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+    return name != "builtin" and not name.startswith((".", "/", "~")) and not os.path.isdir(name)
 
 
 def check_within_reach(name: str, revision: str | None = None) -> None:
@@ -172,14 +173,27 @@ def check_within_reach(name: str, revision: str | None = None) -> None:
 
 
 def location(name: str) -> str:
-    """The place `transformers` loads a target from: a directory, or a Hugging Face id. CheckpointError for neither."""
+    """The place `transformers` loads a target from: a directory, or a Hugging Face id.
+
+    CheckpointError for neither, and for a directory with a file in it that `transformers` would wait for.
+    """
     if name == "builtin":
         return str(builtin_path())
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+    if name.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(name)):
         raise CheckpointError(
             f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
         )
-    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    directory = Path(name).expanduser()
+    if not os.path.isdir(directory):  # False, and no error, for a name that is too long
+        return name
+    for file in sorted(directory.iterdir()):
+        try:
+            if file.exists() and not file.is_dir():
+                regular.check(file)
+        except OSError as error:
+            hint = "copy it again, or delete it"
+            raise CheckpointError(f"target {name}: {file} is {error.strerror}", hint) from error
+    return str(directory)
 
 
 def load_model(

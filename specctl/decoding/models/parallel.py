@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl import regular
 from specctl.decoding.models.identity import model_directory, weight_files
 from specctl.decoding.models.loading import is_hub_id, load_generation_config, reading
 from specctl.errors import CheckpointError
@@ -93,6 +94,8 @@ def _tensors(name: str, revision: str | None) -> dict[str, Any]:
     paths = [] if directory is None else weight_files(directory)
     if not paths or any(path.suffix != ".safetensors" for path in paths):
         raise CheckpointError(f"target {name} has no safetensors files, which slices are read from")
+    for path in paths:
+        regular.check(path)
     files = [safe_open(path, "pt") for path in paths]
     return {key: file for file in files for key in file.keys()}  # noqa: SIM118  # a file is no mapping
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specctl import processes, progress, threads
+from specctl import processes, progress, regular, threads
 from specctl.decoding.engine import Engine
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
@@ -40,6 +40,8 @@ ROOM = 512  # tokens that may follow: of a large target, a cache of its whole co
 REPEATS, WARM_UP = 15, 2
 ENOUGH_S = 20.0  # a large target has its medians of fewer repeats
 ENVIRONMENT = "XDG_CACHE_HOME"
+LONGEST = 2**24  # bytes of the file
+DEAREST = 1e6  # rounds of one row that anything costs
 
 
 @dataclass(frozen=True)
@@ -118,19 +120,25 @@ def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     sliced = [f"{processes.joined()} slices"] if processes.joined() > 1 else []
     weights = target.identity["weights"] or target.name
     key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced])
-    kept = _read(path)
-    known = None
-    with suppress(KeyError, TypeError, ValueError):
-        found = dict(kept[key])
-        known = Costs(tuple(map(float, found.pop("rounds"))), **{name: float(found[name]) for name in SINGLE})
+    known, problem = None, ""
+    try:
+        if (found := _read(path).get(key)) is not None:
+            known = _believed(found)
+    except (OSError, ValueError) as error:
+        problem = f"{path} is not used: {getattr(error, 'strerror', None) or error}; costs are measured anew"
     if (known := processes.agree(known)) is not None:
         return known
+    if problem and not processes.follows():
+        progress.warn(problem)
     costs = processes.agree(measure(target, head))
     if processes.follows():
         return costs
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(_read(path) | {key: asdict(costs)}, indent=1))
+        others = {}
+        with suppress(OSError, ValueError):  # what cannot be read is replaced
+            others = _read(path)
+        atomic_write(path, json.dumps(others | {key: asdict(costs)}, indent=1))
         told = f"kept in {path}"
     except OSError as error:
         told = f"measured again the next time, as {path} cannot be written: {error.strerror}"
@@ -159,12 +167,31 @@ def _threads(target: Target) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The costs that are kept; none where the file is missing or damaged."""
+    """The costs that are kept, by machine, target and head; none where there is no file. OSError, ValueError where it
+    cannot be read."""
     try:
-        kept = json.loads(path.read_text())
-    except (OSError, ValueError):
+        kept = regular.parsed(regular.content(path, LONGEST))
+    except FileNotFoundError:
         return {}
-    return kept if isinstance(kept, dict) else {}
+    if not isinstance(kept, dict):
+        raise ValueError("no JSON object")
+    return kept
+
+
+def _believed(found: Any) -> Costs:
+    """The costs in an entry of the file. ValueError where `measure` cannot have made it: other keys or sizes of rounds,
+    as another version has, or what is no duration."""
+    if not isinstance(found, dict) or found.keys() != {"rounds", *SINGLE}:
+        raise ValueError("its costs have other keys")
+    rounds = found["rounds"]
+    if not isinstance(rounds, list) or len(rounds) != len(ROWS):
+        raise ValueError(f"its costs are not of {len(ROWS)} rounds")
+    singles = [found[name] for name in SINGLE]
+    if not all(type(one) in (int, float) and 0 <= one <= DEAREST for one in [*rounds, *singles]):
+        raise ValueError("its costs are no durations")
+    if min(rounds) <= 0 or rounds != sorted(rounds):
+        raise ValueError("its costs of more rows are below those of fewer")
+    return Costs(tuple(map(float, rounds)), **{name: float(found[name]) for name in SINGLE})
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specctl import regular
 from specctl.decoding.models import lean
 from specctl.decoding.models.identity import model_directory, weight_files
 from specctl.decoding.models.loading import load_config
@@ -92,6 +93,7 @@ class NativeLayer:
         found = {}
         for name, file in self.files.items():
             try:
+                regular.check(file)
                 with safe_open(file, framework="pt") as weights:
                     found[name] = weights.get_tensor(name)
             except (OSError, SafetensorError) as error:
@@ -188,6 +190,7 @@ def check_computable(layer: NativeLayer, config: Any) -> None:
 def _names(file: Path) -> list[str]:
     if file.suffix != ".safetensors":
         return []
+    regular.check(file)
     with safe_open(file, framework="pt") as weights:
         return list(weights.keys())
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl import regular
 from specctl.distillation.card import CARD
 from specctl.reporting.collect import RunRecord, flat
 from specctl.reporting.contents import Contents, Picture, ReportTable, generic
@@ -28,7 +28,11 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         if not path.is_file():
             run.notes.append(f"there is no {path}: jobs of its array are missing, or it was moved")
             continue
-        card = json.loads(path.read_bytes())
+        try:
+            card = regular.document(path)
+        except (OSError, ValueError) as error:
+            run.notes.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+            continue
         if len(runs) == 1:
             made.headline = _headline(card)
         made.tables.insert(0, _left_out(run, card["prompts"], card["responses"]))

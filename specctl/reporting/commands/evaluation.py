@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from specctl import regular
 from specctl.reporting import bars, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
@@ -208,6 +209,7 @@ def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
     path = run.dir / RECORDS
     counts: dict[str, tuple[list[int], list[int]]] = {}
     try:
+        regular.check(path)
         rows = pq.read_table(path, columns=["drafter", "accepted_by_depth", "offered_by_depth"]).to_pylist()
     except (OSError, pa.ArrowException) as error:
         if path.exists():

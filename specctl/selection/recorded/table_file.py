@@ -18,10 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from specctl import regular
 from specctl.decoding.models.identity import with_weights
 from specctl.decoding.prompt_features import Kinds
 from specctl.errors import CheckpointError
-from specctl.runs import atomic_write
+from specctl.runs import atomic_write, sha256
 from specctl.selection.recorded.overheads import Overheads
 from specctl.selection.recorded.trace import INNER, Table, Trace
 
@@ -120,11 +121,12 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
     if not path.is_file():
         raise CheckpointError(f"there is no table {path}", hint="specctl select --record writes one")
     try:
+        regular.check(path)
         with pq.ParquetFile(path) as file:
             content = file.read()
         metadata = content.schema.metadata or {}
         text = metadata[HEADER].decode()
-        header = json.loads(text)
+        header = regular.parsed(text)
         version = header["version"]
     except KeyError as error:
         raise CheckpointError(f"{path} is no table of specctl", hint="specctl select --record writes one") from error
@@ -216,7 +218,7 @@ def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
     differing = differences(kept, stamp or {})
     if differing:
         raise CheckpointError(f"{path} was recorded otherwise: {'; '.join(differing)}", hint="record another table")
-    return replace(table_of(header, rows), digest=hashlib.sha256(path.read_bytes()).hexdigest())
+    return replace(table_of(header, rows), digest=sha256(path))
 
 
 def differences(kept: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
