@@ -4,6 +4,7 @@ worker extension of `vllm_worker.py`."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,7 @@ STOPS = {"stop": "eos", "length": "length"}
 STORAGE = '"$(mktemp -d -p /dev/shm)"'
 """A directory in memory for a shell to make: under a fixed name, any local user could make it first."""
 RPC = "/collective_rpc"
+PLACE = re.compile(r"[0-9]{1,3}")  # of a token in a draft
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
 SENDS = False
 LOADED = (Call(RPC, {"method": "drafter_loaded"}),)
@@ -68,7 +70,7 @@ def own_drafting(document: Mapping[str, Any]) -> Drafting | None:
     """The counters that --per-request-spec-decode-metrics adds to a response."""
     try:
         said = document["metrics"]["speculative_decoding"]
-        return Drafting.of_histogram(list(said["acceptance_histogram"]), said["num_draft_tokens"])
+        return Drafting.of_histogram(said["acceptance_histogram"], said["num_draft_tokens"])
     except (KeyError, TypeError):
         return None
 
@@ -105,8 +107,9 @@ def drafting(page: str) -> Drafting | None:
         return None
     places: dict[int, float] = {}
     for labels, value in metrics.samples(page, f"{prefix}accepted_tokens_per_pos_total"):
-        place = int(labels["position"])
-        places[place] = places.get(place, 0) + value
+        if PLACE.fullmatch(labels.get("position", "")):
+            place = int(labels["position"])
+            places[place] = places.get(place, 0) + value
     return Drafting(
         rounds=int(rounds),
         drafted=int(metrics.total(page, f"{prefix}draft_tokens_total") or 0),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 from specctl import regular
+from specctl.decoding.models.loading import model_directory
+from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
 
 WHOLE = 2**26  # bytes of a file that is read through: a twentieth of a second
@@ -38,17 +39,6 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
     return digest.hexdigest()[:16] if files else None
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files that `transformers` reads a model's weights from, in name order."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
-        if single.is_file():
-            return [single]
-        if index.is_file():
-            return sorted(directory / name for name in set(regular.document(index)["weight_map"].values()))
-    return []
-
-
 def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The description `kept` of an earlier run, to be compared with `now`; both have an identity as `target`. Where an
     earlier specctl has kept no digest of its weights, the two do not differ by that."""
@@ -56,18 +46,6 @@ def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
     if not isinstance(there, Mapping) or not isinstance(here, Mapping) or "weights" not in here:
         return dict(kept)
     return {**kept, "target": {"weights": here["weights"], **there}}
-
-
-def model_directory(name: str, revision: str | None) -> Path | None:
-    """The directory of a target that was loaded, or is in the cache; None where there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    from specctl.decoding.models.loading import is_hub_id, location
-
-    if not is_hub_id(name):
-        return Path(location(name))
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _sample(file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
