@@ -19,6 +19,7 @@ from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, located, misfit, shown
 from specctl.drafters.hybrid.costs import Costs, costs_of
 from specctl.drafters.hybrid.drafter import Grower, Hybrid, TextDrafter
+from specctl.drafters.hybrid.gate import Past
 from specctl.drafters.lora import Adapter, Update
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
 from specctl.errors import CheckpointError, UsageError
@@ -126,11 +127,12 @@ def load_drafter(
     return bases[key].adapted(adapter(found, base))  # type: ignore[attr-defined]
 
 
-def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs) -> Hybrid:
-    """A head and a text drafter, loaded, as one; `name`: of both. UsageError where the other is no text drafter."""
+def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: Past | None = None) -> Hybrid:
+    """A head and a text drafter, loaded, as one; `name`: of both; `past`: of the stream's texts. UsageError where the
+    other is no text drafter."""
     if not hasattr(text, "offer"):
         raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is no text drafter", HYBRIDS)
-    return Hybrid(cast(Grower, head), cast(TextDrafter, text), costs)
+    return Hybrid(cast(Grower, head), cast(TextDrafter, text), costs, past)
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:

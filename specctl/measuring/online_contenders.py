@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -25,6 +25,7 @@ from specctl.decoding.protocols import Drafter, OnDevice
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
+from specctl.drafters.hybrid.gate import Past
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import SpecctlError, UsageError
 from specctl.families import GROWING, UNTRAINED
@@ -107,6 +108,7 @@ class OnlineContenders:
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
+        self.pasts: defaultdict[str, Past] = defaultdict(Past)  # of hybrids, by contender
         self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # of every contender, by name
         self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
         self._warm = False  # in this process
@@ -155,6 +157,7 @@ class OnlineContenders:
     def warm_up(self, turns: Sequence[Turn]) -> None:
         """Ask everyone something before the clock counts: it leaves no trace in what was learnt, or restored."""
         known = {name: length.state() for name, length in self.lengths.items()}
+        pasts = {name: past.state() for name, past in self.pasts.items()}
         with ExitStack() as stack:
             for learner in self._learners():
                 stack.enter_context(learner.rehearsing())
@@ -163,7 +166,14 @@ class OnlineContenders:
             length.forget()
             if name in known:
                 length.restore(known[name])
+        self.pasts.clear()
+        self._recall(pasts)
         self._warm = True
+
+    def _recall(self, pasts: Mapping[str, dict[str, float]]) -> None:
+        """Take up what hybrids have seen of the stream."""
+        for name, state in pasts.items():
+            self.pasts[name].restore(state)
 
     def _static(self, name: str, drafter: Drafter) -> Contender:
         def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
@@ -200,7 +210,8 @@ class OnlineContenders:
     def _hybrid(self, name: str, head: Drafter) -> dict[str, Any]:
         """Options of `decode` for a head and the recipe's text drafter as one."""
         algo = next(algo for algo in self.pupils if name in (algo, static_name(self.recipe, algo)))
-        return {"drafter": self.companion.hybrid(str(self.recipe.start_of(self.recipe.family_of(algo))), head)}
+        start = str(self.recipe.start_of(self.recipe.family_of(algo)))
+        return {"drafter": self.companion.hybrid(start, head, self.pasts[name])}
 
     def _companion(self, store: GrowingDatastore) -> Companion:
         return Companion(self.recipe.companion, self.target, self.recipe.drafting, store)
@@ -332,6 +343,7 @@ class OnlineContenders:
             "turns": self._turns,
             "refused": dict(self.refused),
             "lengths": lengths,
+            "pasts": {name: past.state() for name, past in self.pasts.items()},
         }
         return {**position, "pupils": facts}, tensors
 
@@ -339,6 +351,7 @@ class OnlineContenders:
         """Go on from what `state` has told."""
         self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
         self.refused = Counter(facts["refused"])
+        self._recall(facts.get("pasts", {}))  # runs of before there were some have none
         if stored := under("store/", tensors):  # runs of before there was one have none
             self.companion.store.restore(stored)
         for name, pupil in self.pupils.items():

@@ -11,6 +11,7 @@ from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.drafters.hybrid.gate import Past
 from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.families import GROWING
@@ -41,13 +42,14 @@ class Companion:
         """The drafter of `directory` and the text drafter as one; a drafter that is no head as it is."""
         return self.hybrid(directory, drafter) if self.name and hasattr(drafter, "grow") else drafter
 
-    def hybrid(self, directory: str, head: Drafter) -> Hybrid:
-        """A head and the text drafter as one. UsageError where it is no head."""
+    def hybrid(self, directory: str, head: Drafter, past: Past | None = None) -> Hybrid:
+        """A head and the text drafter as one; `past`: of the texts that it has drafted so far. UsageError where it is
+        no head."""
         assert self.text is not None
         both = f"{directory}+{self.name}"
         if both not in self._costs:
             self._costs[both] = pool.hybrid_costs(both, head, self.target)
-        return pool.hybrid(both, head, self.text, self._costs[both])
+        return pool.hybrid(both, head, self.text, self._costs[both], past)
 
     def head_of(self, drafter: Drafter) -> Drafter:
         """The head of a hybrid with this text drafter; another drafter as it is."""

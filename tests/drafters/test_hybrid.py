@@ -11,6 +11,7 @@ import torch
 from specctl.decoding.loop import decode
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
 from specctl.drafters import names, pool
 from specctl.drafters.hybrid import costs
 from specctl.drafters.hybrid.candidates import Candidates, Trust
@@ -20,11 +21,15 @@ from specctl.drafters.hybrid.gate import (
     GAIN,
     HEAD,
     HEAD_CAME_TRUE,
+    LONGEST_REST,
     PATIENCE,
+    REST,
     STORE_CAME_TRUE,
     TEXT,
     TEXT_CAME_TRUE,
+    WORTH,
     Gate,
+    Past,
     Pending,
 )
 from specctl.drafters.text.lookup import Lookup
@@ -271,6 +276,64 @@ SPOILED = {
     "numbers as text": lambda good: good | {"rounds": "1234567"},
     "truth": lambda good: good | {"rounds": [True] * len(ROWS)},
 }
+
+
+class Silent(Lookup):
+    """A text drafter that has nothing to say, and counts how often it is asked."""
+
+    asked = 0
+
+    def offer(self, state, nodes):
+        self.asked += 1
+        return [ProposedTree([], [], [])] * state.batch
+
+
+class TestRest:
+    def test_drafting_is_tried_again_and_again_but_less_and_less(self):
+        past, tried = Past(), []
+        for number in range(2000):
+            if not past.rests(pays=False):
+                tried.append(number)
+        gaps = [after - before for before, after in zip([-1, *tried], tried, strict=False)]
+        assert gaps[:3] == [REST + 1, 2 * REST + 1, 4 * REST + 1] and set(gaps[5:]) == {LONGEST_REST + 1}
+        assert not past.rests(pays=True) and past.rest == REST
+
+    def test_a_text_begins_where_the_stream_is(self):
+        """A new stream expects drafts to pay; one on which they did not pay expects less of its next text."""
+        past = Past()
+        assert Gate().worth > WORTH
+        for _ in range(100):
+            past.learn(1, 1.2)
+        gate = Gate(past=past)
+        assert gate.worth < 0.9
+        text = SimpleNamespace(ids=[1, 2], target_passes=0)
+        gate.pending = Pending(2, 0, Candidates(), 1.5, 0, 0)
+        text.ids, text.target_passes = [1, 2, 3, 4, 5, 6], 1
+        gate.settle(text)
+        assert gate.worth > WORTH, "one good round"
+
+    def test_where_drafts_do_not_pay_the_next_text_drafts_nothing(self, tiny_directory):
+        tiny = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
+        level, first, last = Costs(CHEAP.rounds, first=0.5, level=0.3), {}, {}
+        for past in (Past(), None):
+            head, text = Claims(), Silent()
+            for number in range(8):
+                rounds_of(tiny, Hybrid(head, text, level, past), [[5 + number, 9, 11]], new=30)
+                if number == 0:
+                    first[past is None] = text.asked
+                if number == 4:
+                    text.asked = head.asked = 0
+            last[past is None] = text.asked, head.asked
+        assert first[True] == first[False] > 5
+        assert last[False][0] <= 4 < 15 < last[True][0], "of 90 rounds"
+        assert last[False][1] <= 1 < last[True][1]
+
+    def test_what_a_stream_has_shown_comes_back(self):
+        past, again = Past(), Past()
+        past.learn(1, 3.0)
+        past.rests(pays=False)
+        again.restore(json.loads(json.dumps(past.state())))
+        assert again.state() == past.state() != Past().state()
 
 
 class TestCosts:

@@ -19,11 +19,11 @@ from typing import Protocol
 import torch
 
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import DraftTree, Score
+from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
-from specctl.drafters.hybrid.gate import HEAD, TEXT, Gate, Pending
+from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, Past, Pending
 from specctl.drafters.tree import Pays, ProposedTree
 
 OFFERED = 32  # nodes that a text drafter proposes at most
@@ -57,14 +57,17 @@ class TextDrafter(Drafter, Protocol):
 class Hybrid:
     """A trained drafter (the head) and a text drafter that draft as one.
 
+    Where drafts have not paid it drafts nothing, and tries again now and then.
+
     Attributes:
         weighs_rows: it proposes no more nodes than their rows are worth, also in a batch.
+        past: of the texts of a stream; None = each text begins as if it were the first one.
     """
 
     weighs_rows = True
 
-    def __init__(self, head: Grower, text: TextDrafter, costs: Costs):
-        self.head, self.text, self.costs = head, text, costs
+    def __init__(self, head: Grower, text: TextDrafter, costs: Costs, past: Past | None = None):
+        self.head, self.text, self.costs, self.past = head, text, costs, past
         self.taps = head.taps
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
@@ -73,6 +76,8 @@ class Hybrid:
         for gate, row in zip(gates, state.rows, strict=True):
             gate.settle(row)
         live = state.live
+        if self._rests([gates[b] for b in live]):
+            return empty_draft(state.batch, state.device)
         costs = self.costs.at(sum(len(state.rows[b].ids) for b in live) / max(len(live), 1))
         plain = costs.round(1, state.batch)  # what a text yields is known of batches of other sizes, too
         rate = sum(gates[b].rate for b in live) / plain
@@ -94,6 +99,12 @@ class Hybrid:
         return DraftTree.from_trees(
             [draft.cut(nodes[:width]) for draft, nodes in zip(drafts, ranked, strict=True)], state.device
         )
+
+    def _rests(self, gates: list[Gate]) -> bool:
+        """Whether a round of these texts drafts nothing: a batch does where drafts pay for none of them."""
+        pays = sum(gate.worth for gate in gates) > WORTH * len(gates)
+        resting = [past.rests(pays) for past in dict.fromkeys(gate.past for gate in gates)]
+        return bool(resting) and all(resting)
 
     def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], rate: float, costs: Costs) -> bool:
         """Whether the head is worth its passes: one forward is that of all texts."""
@@ -145,7 +156,7 @@ class Hybrid:
     def _gates(self, state: DecodeState) -> list[Gate]:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(partial(Gate, self.text.came_true), state.batch)
+            memory = state.memory[self] = PerText(partial(Gate, self.text.came_true, self.past), state.batch)
         return memory.rows
 
     def advance(self, state: DecodeState) -> None:

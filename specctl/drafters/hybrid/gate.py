@@ -31,6 +31,47 @@ MEMORY = 0.98  # of it, per round
 PATIENCE = 6  # rounds in which a head is not asked before it is tried again; twice as many the next time
 
 
+# Drafting goes on while it yields so many tokens for the cost of one that is decoded plainly. What `Costs` leaves out,
+# the text drafter's own time and that a head reads the prompt, makes the difference.
+WORTH = 1.03
+KNOWN = 4.0  # rounds of one row that the texts before count as, in what drafting is expected to yield in a text
+STREAM_MEMORY = 0.98  # of them, per round that drafts
+# Rounds that are decoded plainly before drafting is tried again: twice as many the next time, up to the latter.
+REST, LONGEST_REST = 16, 256
+
+
+class Past:
+    """Facts about the texts of one stream, one after the other: what drafting has yielded, and how long it rests."""
+
+    def __init__(self) -> None:
+        self.tokens, self.cost = TOKENS, COST
+        self.rested, self.rest = 0, REST
+
+    def learn(self, tokens: int, cost: float) -> None:
+        """A round that drafted is over."""
+        self.tokens = STREAM_MEMORY * self.tokens + tokens
+        self.cost = STREAM_MEMORY * self.cost + cost
+
+    def rests(self, pays: bool) -> bool:
+        """Whether a round drafts nothing, given whether drafts are expected to pay. Called once a round."""
+        if pays:
+            self.rested, self.rest = 0, REST
+            return False
+        self.rested += 1
+        if self.rested <= self.rest:
+            return True
+        self.rested, self.rest = 0, min(2 * self.rest, LONGEST_REST)
+        return False
+
+    def state(self) -> dict[str, float]:
+        """All that `restore` needs."""
+        return dict(vars(self))
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from what `state` has told."""
+        vars(self).update(state)
+
+
 @dataclass
 class Pending:
     """A round that was proposed, until it is known what the target committed.
@@ -54,8 +95,11 @@ class Pending:
 class Gate:
     """Facts about one text: which claims came true, what decoding yields, what the head adds."""
 
-    def __init__(self, came_true: tuple[float, ...] = TEXT_CAME_TRUE) -> None:
-        """`came_true`: of what the text drafter claims."""
+    def __init__(self, came_true: tuple[float, ...] = TEXT_CAME_TRUE, past: Past | None = None) -> None:
+        """`came_true`: of what the text drafter claims. `past`: of the texts before; None = there were none."""
+        self.past = past or Past()
+        # Tokens, and costs, of the rounds that drafted.
+        self.yielded, self.paid = KNOWN * self.past.tokens / self.past.cost, KNOWN
         self.trust = Trust(came_true), Trust(HEAD_CAME_TRUE)
         self.tokens, self.cost = TOKENS, COST
         self.added, self.rounds = [0.0] * len(GAIN), [0.0] * len(GAIN)  # tokens, and rounds that the head was asked in
@@ -68,6 +112,11 @@ class Gate:
         """Tokens of this text that decoding yields for the cost of a round of one row for each text: what a cost must
         bring to be worth it."""
         return self.tokens / self.cost
+
+    @property
+    def worth(self) -> float:
+        """Tokens that drafting yields for the cost of a token that is decoded plainly."""
+        return self.yielded / self.paid
 
     def gain(self, kind: int) -> float:
         """The tokens that the head is expected to add in a round of this kind.
@@ -105,6 +154,9 @@ class Gate:
             return
         self.tokens = MEMORY * self.tokens + len(committed)
         self.cost = MEMORY * self.cost + done.cost
+        self.yielded = MEMORY * self.yielded + len(committed)
+        self.paid = MEMORY * self.paid + done.cost
+        self.past.learn(len(committed), done.cost)
         if done.levels:
             accepted = len(committed) - 1
             added = accepted - min(done.candidates.foreseen(committed, TEXT), accepted)
