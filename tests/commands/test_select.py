@@ -40,7 +40,6 @@ from specctl.measuring.select_contenders import SelectContenders, sessions, turn
 from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
-from specctl.selection.arms import PLAIN
 from specctl.selection.assembly import make_selector
 from specctl.selection.guarded import Guarded
 from specctl.selection.recorded.hindsight import walk
