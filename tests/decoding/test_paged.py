@@ -11,7 +11,7 @@ from specctl.decoding import prefill
 from specctl.decoding import state as state_module
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.engine import SHARED_ROWS, Engine, nodes_within
+from specctl.decoding.engine import SHARED_ROWS, Engine
 from specctl.decoding.models import lean, linear
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import IDLE, Form, PagePool, budget, pages_for
@@ -170,11 +170,6 @@ def test_rows_without_a_text_have_their_share_of_a_step(tiny, pages, monkeypatch
     while engine.busy:
         engine.step()
     assert (8, 3) in sizes and all(slots * rows <= SHARED_ROWS["cpu"] for slots, rows in sizes)
-
-
-def test_rows_that_a_gpu_shares():
-    """At most 128 as long as nobody has measured more; the front page says so."""
-    assert [nodes_within(SHARED_ROWS["cuda"], slots) for slots in (2, 4, 8, 32, 64, 256)] == [62, 31, 15, 3, 1, 1]
 
 
 def test_texts_wait_for_pages(tiny, pages):
