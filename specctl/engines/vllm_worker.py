@@ -2,9 +2,10 @@
 --worker-extension-cls specctl.engines.vllm_worker.DrafterSwap`, called through `/collective_rpc`.
 
 vLLM loads this file in its own environment (`pip install --no-deps specctl`): at the top it imports the standard
-library only. A swap happens between two steps of the engine. It is refused before anything is changed where the
-directory does not look like the drafter that runs, and undone where vLLM fails to load it. Texts that are under way and
-cached prefixes keep the keys and values of the drafter before: no text changes, but their drafts may be worse.
+library, and of specctl only what needs no more. A swap happens between two steps of the engine. It is refused before
+anything is changed where the directory does not look like the drafter that runs, and undone where vLLM fails to load
+it. Texts that are under way and cached prefixes keep the keys and values of the drafter before: no text changes, but
+their drafts may be worse.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from specctl.engines.drafter_form import DrafterForm
 
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """Methods of vLLM whose heads are swapped."""
@@ -37,14 +40,6 @@ log = logging.getLogger("vllm.specctl")  # below vLLM's own: its handlers write 
 
 class Unfit(Exception):
     """A directory that cannot take the place of the drafter that runs, in words. Nothing was changed."""
-
-
-@dataclass(frozen=True)
-class DrafterForm:
-    """The form of an exported drafter: its configuration, and kind and shape of every tensor."""
-
-    config: dict[str, Any]
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
