@@ -6,7 +6,7 @@ machine, or know none. There the signature tells: every `BEAT` seconds its holde
 still for `PATIENCE` beats belongs to nobody any more. No two clocks are compared.
 
 Programs that are started do not inherit the flock (Python's descriptors are closed on exec, our workers are spawned,
-and the one that is forked, `decoding.chat`, closes them): one that outlives its parent keeps nobody out.
+and the one that is forked, `decoding.models.chat`, closes them): one that outlives its parent keeps nobody out.
 """
 
 from __future__ import annotations

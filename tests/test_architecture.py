@@ -156,7 +156,7 @@ def imports(name: str, source: str, files: dict[str, str]) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("specctl"):
             module = node.module.removeprefix("specctl").removeprefix(".")
             inside = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names} & {*files}
-            found |= inside or {module} & {*files}
+            found |= inside or {module, f"{module}.__init__"} & {*files}
     return found - {name}
 
 
@@ -167,6 +167,12 @@ def test_no_file_imports_one_that_imports_it():
 def test_a_circle_is_seen():
     files = {"a": "from specctl import b", "b": "def f():\n    from specctl.c import x", "c": "from specctl.a import y"}
     assert cycles(files | {"d": "from specctl.a import y"}) == [["a", "b", "c"]]
+
+
+def test_a_circle_through_a_package_is_seen():
+    """A package's file is `a/__init__.py`, and is imported as `a`."""
+    files = {"a.__init__": "from specctl.c import x", "a.b": "import os", "c": "from specctl.a import z"}
+    assert cycles(files) == [["a.__init__", "c"]]
 
 
 def borrowed(files: dict[str, str]) -> list[str]:

@@ -26,7 +26,7 @@ FILE = re.compile(r"[\w./-]*\w\.(?:py|md)\b(?!/)")
 FOLDER = re.compile(r"(?:[\w-]+/)+|(?:\.ci|\.github|tests|recipes|specctl|data_prep)/[\w/.-]+")
 MODULE = re.compile(r"python -m ((?:specctl|tests)[\w.]*)")
 WRITTEN_LIKE_CODE = re.compile(r"[A-Z][a-z]+(?:[A-Z]\w*)+|[a-z]+(?:_[a-z0-9]+)+|[A-Z]+(?:_[A-Z]+)+")
-DOTTED = re.compile(r"`((?:specctl\.)?(?:" + "|".join(ROOMS) + r")\.[a-z_]+(?:\.\w+)+)`")
+DOTTED = re.compile(r"`(?:specctl\.)?([a-z_]\w*(?:\.[A-Za-z_]\w*)+)(?=[`(\[ =])")
 MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)")
 FOREIGN = {"README.md", "__main__.py"}
 """Files that are named as such: every drafter has a page, every package may have the other."""
@@ -146,21 +146,78 @@ def remarks(source: str) -> list[str]:
     return [text for text in constants if isinstance(text, str)] + comments
 
 
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Dotted name below the package → syntax tree, of its modules and rooms; those of recipes/ and data_prep/, too."""
+    parts = ((path.removesuffix(".py").split("/"), tree) for path, tree in sources().items())
+    return {".".join(names).removeprefix("specctl.").removesuffix(".__init__"): tree for names, tree in parts}
+
+
+@cache
+def contents(module: str) -> frozenset[str]:
+    """Whatever a module, or a room's `__init__`, has a name for: what it defines or imports, and members of classes."""
+    nodes = list(ast.walk(modules()[module])) if module in modules() else []
+    names = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    aliases = (part for node in nodes if isinstance(node, ast.ImportFrom) for part in node.names)
+    return frozenset(names | {alias.asname or alias.name for alias in aliases})
+
+
 def stale(source: str) -> set[str]:
-    """Files that its docstrings and comments name, and that are nowhere: neither here nor in another repository."""
+    """Files, modules and names of modules that its docstrings and comments cite, and that are nowhere: neither here nor
+    in another repository."""
     if not (FILE.search(source) or DOTTED.search(source)):
         return set()
-    named = {path for text in remarks(source) for path in FILE.findall(text) + DOTTED.findall(text)}
-    return {path for path in named if path not in FOREIGN and not path.startswith("vllm/") and not _resolves(path)}
+    texts = remarks(source)
+    files = {path for text in texts for path in FILE.findall(text)}
+    wrong = {path for path in files if path not in FOREIGN and not path.startswith("vllm/") and not there(path)}
+    dotted = {name for text in texts for name in DOTTED.findall(text) if not FILE.match(name)}
+    return wrong | {name for name in dotted if _cites(name, source) and not _resolves(name)}
 
 
-def _resolves(path: str) -> bool:
-    """Whether a file is there, or what a dotted name begins with: `room.module`, or `specctl.room.module.name`."""
-    if "." in path and not path.endswith((".py", ".md")):
-        parts = path.removeprefix("specctl.").split(".")
-        places = [ROOT / "specctl", ROOT]
-        return any((at / "/".join(parts[:2])).with_suffix(end).exists() for at in places for end in ("", ".py"))
-    return there(path)
+def _cites(name: str, source: str) -> bool:
+    """Whether a dotted name is of one of our modules: it begins with a room or with a file's name. A key of a recipe
+    and an attribute of what the source itself has a variable for (`state.memory`) are none."""
+    first = name.split(".")[0]
+    if _is_key(name) or name.endswith((".json", ".jsonl", ".txt", ".yaml")):
+        return False
+    if first in ROOMS and first != "recipe":
+        return True
+    return first in {module.split(".")[-1] for module in modules()} and first not in _variables(source)
+
+
+def _variables(source: str) -> set[str]:
+    """Names of arguments, variables and attributes of a source; modules that it imports are none."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.keyword(arg=str(name)):
+                found.add(name)
+            case ast.Attribute(attr=name) | ast.AnnAssign(target=ast.Name(id=name)) | ast.FunctionDef(name=name):
+                found.add(name)
+    return found
+
+
+def _resolves(name: str) -> bool:
+    """Whether `room.module`, `module.name`, `room.module.Class.member` and the like is there."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        head = ".".join(parts[:count])
+        found = [module for module in modules() if f".{module}".endswith(f".{head}")]
+        if found:
+            return count == len(parts) or any(set(parts[count:]) <= contents(module) for module in found)
+    return False
+
+
+@cache
+def _keys() -> str:
+    return (ROOT / "tests/golden/recipes.json").read_text()
+
+
+def _is_key(name: str) -> bool:
+    """Whether recipes have such a key."""
+    return f'{name}"' in _keys()
 
 
 def test_remarks_name_what_is_there():
@@ -169,9 +226,21 @@ def test_remarks_name_what_is_there():
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
-@pytest.mark.parametrize("remark", ["see stage.py", "as `formats.checkpoint.staged` does", "the law (kernels.md)"])
+STALE = [
+    "see stage.py",
+    "the law (kernels.md)",
+    "as `formats.checkpoint.staged` does",
+    "forked by `decoding.chat`",
+    "see `drafters.checkpoint.saved_there`",
+    "as `watchdog.Watchdog.barks` says",
+]
+
+
+@pytest.mark.parametrize("remark", STALE)
 def test_a_stale_remark_is_seen(remark):
-    assert stale('"""A module; see engine.py and `drafters.checkpoint.save`."""\n') == set()
+    """Negative control, beside what is there: a file, a module, a name of one, a recipe's key, an attribute."""
+    right = "see engine.py, `drafters.checkpoint`, `watchdog.Watchdog.state`, `stream.chunk`, `plan.width`"
+    assert stale(f'"""A module; {right}."""\n\n\ndef f(plan):\n    pass\n') == set()
     assert len(stale(f'"""A module; {remark}."""\n')) == len(stale(f"x = 1  # {remark}\n")) == 1
 
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from specctl import progress
 from specctl.adaptation.student import gained
 from specctl.adaptation.traffic import ServedText
@@ -162,13 +164,13 @@ def probe(text: ServedText, tokens: int) -> Ask:
 
 
 def worse(before: Sequence[Drafting], after: Sequence[Drafting], level: float) -> bool:
-    """Whether fewer tokens a round are accepted now, of the same texts: Student's paired t, one-sided.
+    """Whether fewer tokens a round are accepted now, of the same texts (paired, one-sided).
 
     `level`: how often this may be said where nothing has changed. Two texts or more are needed.
     """
     pairs = [(one.mat, other.mat) for one, other in zip(before, after, strict=True)]
-    gains = [now - then for then, now in pairs if then is not None and now is not None]
-    return gained([-gain for gain in gains], level)
+    losses = [then - now for then, now in pairs if then is not None and now is not None]
+    return len(losses) > 1 and bool(gained(np.array([losses]), level)[0])
 
 
 def acceptance(texts: Sequence[ServedText], since: float = 0.0) -> Acceptance:

@@ -8,7 +8,7 @@ there are new weights. Both go through shared memory. What is answered while the
 learns from all chunks that wait at once. They share the room of the buffer: where a learner is so much slower than the
 stream that there is none left, the oldest are dropped. What its own buffer cannot hold is dropped there.
 
-On several devices there is a process for each, which learns from its share of every batch (`adaptation.group`).
+On several devices there is a process for each, which learns from its share of every batch (`adaptation.ranks`).
 """
 
 from __future__ import annotations

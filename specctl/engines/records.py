@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specctl.engines.vllm_worker import DrafterForm
+from specctl.engines.drafter_form import DrafterForm
 from specctl.errors import SpecctlError
 
 if TYPE_CHECKING:

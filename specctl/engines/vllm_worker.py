@@ -2,10 +2,10 @@
 --worker-extension-cls specctl.engines.vllm_worker.DrafterSwap`, called through `/collective_rpc`.
 
 vLLM loads this file in its own environment (`pip install --no-deps specctl`): at the top it imports the standard
-library only, and so does `regular`. A swap happens between two steps of the engine. It is refused before anything is
-changed where the directory does not look like the drafter that runs, and undone where vLLM fails to load it. Texts that
-are under way and cached prefixes keep the keys and values of the drafter before: no text changes, but their drafts may
-be worse.
+library alone, and so do the two modules of specctl that it uses. A swap happens between two steps of the engine. It is
+refused before anything is changed where the directory does not look like the drafter that runs, and undone where vLLM
+fails to load it. Texts that are under way and cached prefixes keep the keys and values of the drafter before: no text
+changes, but their drafts may be worse.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl import regular
+from specctl.engines.drafter_form import DrafterForm
 
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """Methods of vLLM whose heads are swapped."""
@@ -43,14 +44,6 @@ log = logging.getLogger("vllm.specctl")  # below vLLM's own: its handlers write 
 
 class Unfit(Exception):
     """A directory that cannot take the place of the drafter that runs, in words. Nothing was changed."""
-
-
-@dataclass(frozen=True)
-class DrafterForm:
-    """The form of an exported drafter: its configuration, and kind and shape of every tensor."""
-
-    config: dict[str, Any]
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ Ask = Callable[[list[Pair]], list[bool | None]]
 
 QUESTION = """Two reasoning steps follow. Do they say the same thing?
 Compare what they claim, how they argue and every number in them; wording does not matter.
-Reply with [aligned] if meaning and results are the same, with [unaligned] if either differs. Reply with nothing else.
+Reply with [aligned] if meaning and results are the same, with [unaligned] if either differs.
+Reply with [unaligned], too, if it is too hard to determine. Reply with nothing else.
 
 <s1>
 {}
@@ -44,7 +45,7 @@ Reply with [aligned] if meaning and results are the same, with [unaligned] if ei
 <s2>
 {}
 </s2>"""
-"""After the protocol of Lookahead Reasoning (Fu et al. 2025, appendix)."""
+"""After the protocol of Lookahead Reasoning (Fu et al. 2025, appendix), with its three cases, in other words."""
 
 REMEMBERED = 1 << 16  # rulings
 LONGEST_REPLY = 1 << 18  # bytes

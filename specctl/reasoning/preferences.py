@@ -125,7 +125,7 @@ class PreferenceLearner:
 
     def _train(self, pairs: Any) -> tuple[int, list[float], list[float]]:
         """Run TRL's trainer; optimizer steps, losses of all and margins of the last epoch's."""
-        dpo, epochs = self.mode == "online-lr", self.recipe.learning.epochs
+        dpo, epochs = self.mode == "online-lr", self.recipe.epochs_of(self.mode)
         base: Any = cast(Any, self.model).get_base_model() if self.adapts else self.model
         with _quiet(), tempfile.TemporaryDirectory() as place:
             gc.collect()  # trainers are cycles: that of the chunk before would keep its reference, a whole model
@@ -195,7 +195,7 @@ class PreferenceLearner:
             "gradient_checkpointing": cuda,
             "remove_unused_columns": False,
             "max_length": None,
-            "num_train_epochs": learning.epochs,
+            "num_train_epochs": self.recipe.epochs_of(self.mode),
             "per_device_train_batch_size": learning.batch,
             "max_grad_norm": learning.clip,
             "learning_rate": self._optimizer.param_groups[0]["lr"],

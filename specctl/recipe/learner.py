@@ -50,7 +50,8 @@ class LearnerOptions(Section):
     # back to the weights that the stream began with. They are learnt from with the next chunk. 0 = the papers' rules,
     # which trust every chunk.
     holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.25
-    level: Annotated[float, Field(gt=0, lt=1)] = 0.05  # how often an update that changes nothing is taken all the same
+    # How often an update that changes nothing is taken all the same, at most: all learners of an ensemble together.
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.05
     # Share of the time of decoding that learning may take, where decoding waits for it: neither with `asynchronous` nor
     # for a server. A lesson is saved for, and for twice as long where the last one was in vain; only a fall of
     # acceptance is learnt from at once, and paid for later, unless a datastore grows beside. None = no limit.

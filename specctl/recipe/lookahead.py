@@ -44,11 +44,15 @@ class JudgeRecipe(Section):
 
 
 class PreferenceRecipe(Section):
-    """How a draft model learns from a chunk's disagreements; None = by the size of the model (`rate_of`)."""
+    """How a draft model learns from a chunk's disagreements; None = by mode and size of the model.
+
+    OnlineSpec (appendix B.6) learns at 5e-7, SFT like DPO, and so do the recipes that replicate it. The default rates
+    depart from that.
+    """
 
     beta: PositiveFloat = 0.1  # of DPO (Rafailov et al. 2023)
     lr: PositiveFloat | None = None
-    epochs: PositiveInt = 3
+    epochs: PositiveInt | None = None
     batch: PositiveInt = 16
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of AdamW
     clip: PositiveFloat = 1.0
@@ -109,13 +113,18 @@ class LookaheadRecipe(Section):
         return self.model_copy(update={name: value for name, value in found.items() if getattr(self, name) is None})
 
     def rate_of(self, mode: LearningMode, parameters: int) -> float:
-        """`learning.lr`, or 1e-5 for SFT, and 5e-7 for DPO on a model of 600 million parameters, growing as models
-        shrink: with the inverse square root of their size. (SFT on a chunk's few steps does not bear that: at 1.5e-4 a
-        model of 2.5 million had 28 of 195 steps accepted after three chunks, at 1e-5 38, before 39; DPO at 8e-6 39.)
+        """`learning.lr`, or 1e-5 for SFT (the paper: 5e-7), and for DPO the paper's 5e-7 on a model of 600 million
+        parameters, growing as models shrink: with the inverse square root of their size. (SFT on a chunk's few steps
+        does not bear that: at 1.5e-4 a model of 2.5 million had 28 of 195 steps accepted after three chunks, at 1e-5
+        38, before 39; DPO at 8e-6 39.)
         """
         if self.learning.lr is not None:
             return self.learning.lr
         return 1e-5 if mode == "osd-lr" else 5e-7 * max(1.0, (6e8 / parameters) ** 0.5)
+
+    def epochs_of(self, mode: LearningMode) -> int:
+        """`learning.epochs`, or the paper's (OnlineSpec, appendix B.6): one of SFT, three of DPO."""
+        return self.learning.epochs or (1 if mode == "osd-lr" else 3)
 
 
 TRANSITION = (

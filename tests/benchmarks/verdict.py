@@ -4,7 +4,7 @@ The options are those of `specctl online`, which runs with them. Of every update
 of the way, is compared with the weights before by the texts held out: by their loss, which is what decides, and by
 their accepted length; and by the loss of the texts held out of the last `CHUNKS` chunks, which are learnt from all the
 same with the next one unless the first option is --reservoir. The next chunk's texts then tell what the candidate was
-worth. All verdicts are Student's t at the learner's level, of one candidate.
+worth. All verdicts are `adaptation.student.gained` at the learner's level, of one candidate.
 """
 
 import sys
@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import correlation, fmean
 
+import numpy as np
 import torch
 from torch.func import functional_call
 
@@ -102,7 +103,7 @@ def main() -> None:
     print(f"{len(known)} updates, {sum(gain > 0 for gain in worth)} of them good for the next chunk")
     for name in ("by_loss", "by_length", "by_reservoir"):
         gains = [getattr(update, name) for update in known]
-        taken = [gained(some, LEVEL) for some in gains]
+        taken = [len(some) > 1 and gained(np.array([some]), LEVEL)[0] for some in gains]
         good = sum(worth > 0 for worth, took in zip(worth, taken, strict=True) if took)
         told = correlation([fmean(some) for some in gains], worth)
         print(f"{name}: {sum(taken)} taken, {good} of them good; correlation with what they were worth {told:.2f}")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from specctl.errors import CheckpointError
 from specctl.reasoning import judge as judges
-from specctl.reasoning.judge import Chat, Judge, agreement, fold, make_judge, read_ruling
+from specctl.reasoning.judge import QUESTION, Chat, Judge, agreement, fold, make_judge, read_ruling
 from specctl.recipe import JudgeRecipe
 
 PAIRS = Path(__file__).with_name("judged_pairs.json")
@@ -65,12 +65,19 @@ def test_no_answer_is_unaligned_and_asked_again():
     assert judge([("a", "b")]) == [True], "a judge that was down once is not down for ever"
 
 
+def test_the_question_has_the_papers_three_cases():
+    """Without the third a judge that cannot tell says anything, or nothing."""
+    asked = QUESTION.format("one", "other")
+    assert asked.count("[aligned]") == 1 and asked.count("[unaligned]") == 2 and "too hard to determine" in asked
+
+
 @pytest.mark.parametrize(
     ("reply", "ruling"),
     [
         ("[aligned]", True),
         ("I think [Unaligned].", False),
         ("[aligned]? No: [unaligned]", False),
+        ("It is too hard to determine: [unaligned]", False),
         ("aligned", None),
         ("", None),
         ("yes", None),

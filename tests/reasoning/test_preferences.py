@@ -1,9 +1,11 @@
 """Learning from rejected steps: what is learnt from, that it works, and that it goes on where it stopped."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaForCausalLM, TrainingArguments
 
 from specctl.drafters.lm.model import architecture
@@ -13,6 +15,7 @@ from specctl.reasoning.lookahead import Mismatch
 from specctl.reasoning.preferences import PreferenceLearner, table
 from specctl.recipe import DrafterRecipe, LookaheadRecipe
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BETTER, WORSE = [40, 41, 42], [50, 51, 52]
 PAIRS = [
     Mismatch(f"p{n}", [60 + n, 61, 62], [*BETTER, 43 + n], [*WORSE, 53 + n], f"better {n}", f"worse {n}")
@@ -139,6 +142,19 @@ def test_small_models_take_larger_steps_unless_told():
     assert recipe.rate_of("online-lr", 600_000_000) == recipe.rate_of("online-lr", 8_000_000_000) == 5e-7
     assert recipe.rate_of("online-lr", 2_500_000) > 5e-6
     assert LookaheadRecipe(learning={"lr": 1e-3}).rate_of("osd-lr", 1) == 1e-3
+
+
+@pytest.mark.parametrize("name", ["replicate/lookahead", "online/qwen3-8b-0.6b-online-lr"])
+def test_recipes_that_replicate_have_the_papers_rate_and_epochs(name):
+    """OnlineSpec, appendix B.6: 5e-7 for both, one epoch of SFT."""
+    recipe = LookaheadRecipe(**yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["reasoning"])
+    assert recipe.rate_of("osd-lr", 2_500_000) == recipe.rate_of("online-lr", 2_500_000) == 5e-7
+    assert (recipe.epochs_of("osd-lr"), recipe.epochs_of("online-lr")) == (1, 3)
+
+
+def test_epochs_are_those_of_both_modes_where_they_are_given():
+    recipe = LookaheadRecipe(learning={"epochs": 2})
+    assert recipe.epochs_of("osd-lr") == recipe.epochs_of("online-lr") == 2
 
 
 def test_a_signal_ends_learning_between_two_steps(tiny, target, monkeypatch, tmp_path):

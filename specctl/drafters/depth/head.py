@@ -50,7 +50,8 @@ def heads_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str,
 
 
 def draft_ids(config: HeadsConfig, frequent: Callable[[int], list[int]]) -> Tensor | None:
-    """[Vd] the most frequent tokens, as draft vocabulary (see `pool.Family.build`); None where that is the target's."""
+    """[Vd] the most frequent tokens, as draft vocabulary (see `pool.TrainableFamily.build`); None where that is the
+    target's."""
     size = config.draft_vocab_size
     return torch.tensor(frequent(size)) if size < config.vocab_size else None
 

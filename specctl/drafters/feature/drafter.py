@@ -27,7 +27,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
     """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features.
 
     Attributes:
-        stride: rows from one head's table of tokens to the next one's, where tables are stacked (`drafters.stacked`).
+        stride: rows from one head's table of tokens to the next one's, where tables are stacked (`feature.stacked`).
     """
 
     stride = 0
@@ -181,7 +181,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
     def score_as(
         self, heads: list[FeatureDrafter], state: DecodeState, spans: list[range], depths: int
     ) -> list[list[Score]]:
-        """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `drafters.stacked`)."""
+        """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `feature.stacked`)."""
         kinds: list[dict[str, Any]] = [
             {"ids": head.ids, "children": head.children(state), "inner": head.shape.width} for head in heads
         ]

@@ -105,7 +105,7 @@ SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 
 
 class LevelDrafter(Protocol):
-    """A drafter that grows its drafts level by level (`drafters.hybrid.Grower`)."""
+    """A drafter that grows its drafts level by level (`drafters.hybrid.drafter.Grower`)."""
 
     taps: tuple[int, ...]
 

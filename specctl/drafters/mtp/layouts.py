@@ -26,7 +26,7 @@ from specctl.decoding.models.loading import load_config, model_directory
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
-from specctl.recipe import TargetRecipe
+from specctl.recipe.sections import TargetRecipe
 
 MODEL_TYPES = lean.FAMILIES | {"mimo"}  # whose decoder layer is Llama's, Qwen2's or Qwen3's
 WHICH = "a target with tensors model.mtp_layers.* (MiMo) or mtp.* around a dense Llama or Qwen layer"
