@@ -413,8 +413,13 @@ def elsewhere(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
-@pytest.mark.parametrize("name", [*EACH, "dflash tree", "dflash 2", "lm sampled"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, "sdpa") for name in [*EACH, "dflash tree", "dflash 2", "lm sampled"]),
+        *((name, "kernel") for name in ("plain", "eagle3 tree", "dflash with a Markov head", "lm")),
+    ],
+)
 def test_a_round_stays_on_its_device(tiny, drafters, elsewhere, monkeypatch, name, attention):
     monkeypatch.setenv("SPECCTL_ATTENTION", attention)
     elsewhere(loaded(tiny, drafters(name), MIXED, monkeypatch))
