@@ -359,7 +359,7 @@ def test_one_token_is_no_text(target, five):
     assert sorted(example.response_length for example in buffer.examples()) == [7, 9]
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3", "medusa", "hydra", "dflash", "peagle"])
+@pytest.mark.parametrize("name", ["plain", "eagle3", "hydra", "dflash"])
 def test_the_device_tells_what_the_host_tells(target, five, trainees, monkeypatch, name):
     """Texts, the places of their rejections and their features, in the order of their ends."""
     drafting, drafter, taps = (

@@ -1,8 +1,6 @@
 """`eval --server`: acceptance, times and what is gained over the same target without a drafter."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict
 
@@ -16,8 +14,11 @@ from specctl.errors import DataError
 from specctl.measuring import served_rows
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run
+from tests.cli.conftest import specctl
 from tests.conftest import holding
 from tests.toys.engine import FakeEngine
+
+__all__ = ["specctl"]
 
 COUNTERS = """vllm:spec_decode_num_drafts_total{engine="0"} %d
 vllm:spec_decode_num_draft_tokens_total{engine="0"} %d
@@ -184,31 +185,21 @@ def test_recipes_that_contradict_themselves(fields, says):
         EvalRecipe.model_validate({"server": {"urls": ["http://a"]}} | fields, strict=False)
 
 
-def test_the_command(text, tmp_path):
+def test_the_command(text, tmp_path, specctl):
     with FakeEngine(text.tokenizer) as engine:
         engine.histogram = [1, 2, 1]
         arguments = ("eval", "--server", engine.url, "--baseline-server", engine.url, "--limit", "3", "--domain", "sql")
-        done = subprocess.run(
-            [sys.executable, "-m", "specctl", *arguments, "--concurrency", "1,2", "--mats", "2,2.75,9"],
-            capture_output=True, text=True, cwd=tmp_path,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "× baseline" in done.stdout and "same texts" in done.stdout and "transformers" not in done.stdout
-    assert (
-        "× at mat 2.75" in done.stdout and "mat 9" not in done.stdout and "synthetic_acceptance_length" in done.stdout
-    )
-    page = subprocess.run(
-        [sys.executable, "-m", "specctl", "report", *map(str, (tmp_path / "runs").iterdir()), "--output-dir", "page"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert page.returncode == 0, page.stderr
+        done = specctl(*arguments, "--concurrency", "1,2", "--mats", "2,2.75,9")
+    assert done.code == 0, done.err
+    assert "× baseline" in done.out and "same texts" in done.out and "transformers" not in done.out
+    assert "× at mat 2.75" in done.out and "mat 9" not in done.out and "synthetic_acceptance_length" in done.out
+    page = specctl("report", *map(str, (tmp_path / "runs").iterdir()), "--output-dir", "page")
+    assert page.code == 0, page.err
 
 
-def test_the_command_on_a_suite(text, suite, tmp_path):
+def test_the_command_on_a_suite(text, suite, specctl):
     with FakeEngine(text.tokenizer) as engine:
         arguments = ("eval", "--server", engine.url, "--prompts", suite["prompts"], "--concurrency", "2")
-        done = subprocess.run(
-            [sys.executable, "-m", "specctl", *arguments], capture_output=True, text=True, cwd=tmp_path
-        )
-    assert done.returncode == 0, done.stderr
-    assert "writing" in done.stdout and "3 prompts are later turns of conversations, behind the server's" in done.stdout
+        done = specctl(*arguments)
+    assert done.code == 0, done.err
+    assert "writing" in done.out and "3 prompts are later turns of conversations, behind the server's" in done.out

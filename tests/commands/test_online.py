@@ -79,11 +79,18 @@ def several(tmp_path_factory, tiny, copy):
     return place / "run", made, found, document
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "peagle", "dflash", "mtp", "hydra", "medusa"])
-def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads, family):
-    made = recipe(prompts, heads(family), tiny, algo=["ogd", "opt-ensemble", "osd"], baselines=["vanilla"])
+@pytest.mark.parametrize(
+    ("family", "algo"),
+    [
+        ("eagle3", ["ogd", "opt-ensemble", "osd"]),
+        ("medusa", ["ogd", "opt-ensemble", "osd"]),
+        *((family, ["ogd"]) for family in ("eagle", "peagle", "dflash", "mtp", "hydra")),
+    ],
+)
+def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads, family, algo):
+    made = recipe(prompts, heads(family), tiny, algo=algo, baselines=["vanilla"])
     found, _ = learnt(tmp_path / "run", made, tiny)
-    assert found.lossless.sequences == 3 * len(QUESTIONS) and found.lossless.mismatches == 0
+    assert found.lossless.sequences == len(algo) * len(QUESTIONS) and found.lossless.mismatches == 0
     assert {row["status"] for row in lines(tmp_path / "run")} == {"updated"}
     assert found.static is None and found.family == family
     start = weights_of(heads(family))
@@ -92,8 +99,8 @@ def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads,
         assert moved.keys() == start.keys() and any(not torch.equal(moved[key], start[key]) for key in start)
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "peagle", "dflash", "mtp", "hydra", "medusa"])
-def test_every_family_drafts_beside_what_was_said(tmp_path, prompts, tiny, heads, family, monkeypatch):
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "hydra"])  # a layer, a block, heads: the ways to draft a tree
+def test_every_kind_of_head_drafts_beside_what_was_said(tmp_path, prompts, tiny, heads, family, monkeypatch):
     """A head that nobody trained, where rows and levels cost nothing: it and the store change no text."""
     free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
     monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)

@@ -25,26 +25,43 @@ def texts(directory):
     return {(row["id"], row.get("drafter")): row.get("output_ids") or row["response_ids"] for row in rows}
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """(working directory, stdout by command, stderr) of two processes that ran all commands; starting them costs most
+    of the time."""
+    place, lines = tmp_path_factory.mktemp("two"), []
+    for command, own in COMMANDS.items():
+        settings = [f"{key}={json.dumps(value)}" for key, value in (COMMON | own).items()]
+        output = ["--output-dir", f"two-{command}", "--json"]
+        lines.append(json.dumps([command, *settings, "target.tensor_parallel=2", *output]))
+    done = torchrun("-m", "tests.commands.in_turn", *lines, cwd=place)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told, decoder, at = {}, json.JSONDecoder(), 0
+    for command in COMMANDS:
+        told[command], at = decoder.raw_decode(done.stdout, at)
+        at += len(done.stdout) - at - len(done.stdout[at:].lstrip())
+    assert at == len(done.stdout), "one document of each command"
+    return place, told, done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_two_processes_write_what_one_does(command, tmp_path, monkeypatch):
+def test_two_processes_write_what_one_does(command, two, tmp_path, monkeypatch):
     """Two writers in one directory would spoil it, and results on stdout twice would be none."""
     monkeypatch.chdir(tmp_path)
     settings = COMMON | COMMANDS[command]
-    sliced = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    done = torchrun(
-        *("-m", "specctl", command, *sliced, "target.tensor_parallel=2", "--output-dir", "two", "--json"), cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["command"] == command
-    assert len(re.findall(r"responses to", done.stderr)) == (command == "distill")
+    place, told, said = two
+    assert told[command]["command"] == command
+    assert len(re.findall(r"responses to", said)) == 1  # by `distill`, and by one process of it
     made = [Setting(tuple(key.split(".")), value, key) for key, value in settings.items()]
     made.append(Setting(("output_dir",), "one", "output_dir"))
     api.execute(command, resolve(command, flags=made))
-    assert texts(tmp_path / "two") == texts(tmp_path / "one")
-    names = [sorted(path.name for path in (tmp_path / place).iterdir()) for place in ("one", "two")]
+    assert texts(place / f"two-{command}") == texts(tmp_path / "one")
+    names = [
+        sorted(path.name for path in directory.iterdir()) for directory in (tmp_path / "one", place / f"two-{command}")
+    ]
     assert names[0] == names[1]
     if command == "distill":
-        assert len(list((tmp_path / "runs").iterdir())) == 2  # one of each
+        assert [len(list((where / "runs").iterdir())) for where in (tmp_path, place)] == [1, 1]
 
 
 @pytest.mark.parametrize(

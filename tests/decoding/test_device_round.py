@@ -227,8 +227,11 @@ def on_device(monkeypatch):
     assert rounds
 
 
-@pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (MIXED, 2)], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    ("name", "sampling", "slots"),
+    [*((name, MIXED, 2) for name in MADE), *((name, GREEDY, 1) for name in EACH)],
+    ids=[*(f"{name}-mixed" for name in MADE), *(f"{name}-greedy" for name in EACH)],
+)
 def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots):
     """One at a time or two, whose places are taken by the next texts; ends and limits fall inside drafts."""
     how = dict(sampling=sampling, drafter=drafters(name), slots=slots)
@@ -410,7 +413,7 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
     return found[0]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
+@pytest.mark.parametrize(("attention", "keeps"), [("sdpa", False), ("kernel", True)], ids=["", "for a learner"])
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [
@@ -418,7 +421,6 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
         *((name, GREEDY) for name in ("plain", "eagle", "medusa chain", "hydra chain", "dflash 2", "peagle chain")),
     ],
 )
-@pytest.mark.parametrize("keeps", [False, True], ids=["", "for a learner"])
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention, keeps):
     monkeypatch.setenv("SPECCTL_ATTENTION", attention)
     monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
@@ -470,8 +472,13 @@ def elsewhere(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
-@pytest.mark.parametrize("name", [*EACH, "dflash tree", "dflash 2", "lm sampled"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, "sdpa") for name in [*EACH, "dflash tree", "dflash 2", "lm sampled"]),
+        *((name, "kernel") for name in ("plain", "eagle3 tree", "dflash with a Markov head", "lm")),
+    ],
+)
 def test_a_round_stays_on_its_device(tiny, drafters, elsewhere, monkeypatch, name, attention):
     monkeypatch.setenv("SPECCTL_ATTENTION", attention)
     elsewhere(loaded(tiny, drafters(name), MIXED, monkeypatch))
@@ -645,7 +652,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", EACH[1:])
+@pytest.mark.parametrize("name", ["eagle3 tree", "lm"])  # one that reads kept states, one with a cache of its own
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatch, name, failure):
     """With one warning, whatever was under way; and no further attempt."""

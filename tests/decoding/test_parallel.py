@@ -36,7 +36,7 @@ def torchrun(*arguments, **options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=environment, **options
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, **options
     )
 
 

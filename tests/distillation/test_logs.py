@@ -18,6 +18,9 @@ from specctl.distillation.prompts import Rejections
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+from tests.cli.conftest import specctl
+
+__all__ = ["specctl"]
 
 ASK, SAY = {"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}
 MORE, LATER = {"role": "user", "content": "And 4 + 4?"}, {"role": "assistant", "content": "8."}
@@ -448,19 +451,13 @@ def test_the_shells_own_pipes_are_read(tmp_path):
         check_log(DistillRecipe(log="/dev/null"), "/dev/null")
 
 
-def test_data_of_any_name_can_be_trained_on(tmp_path):
+def test_data_of_any_name_can_be_trained_on(tmp_path, specctl):
     """And a name without data is still none: negative control."""
     (tmp_path / "traffic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many(9)))
-
-    def command(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "specctl", *arguments], capture_output=True, text=True, cwd=tmp_path
-        )
-
-    assert command("distill", "--from-log", "traffic.jsonl").returncode == 0
-    plan = command("train-drafter", "--domain", "traffic", "--dry-run")
-    assert plan.returncode == 0 and "distilled/traffic" in plan.stdout, plan.stderr
-    assert command("train-drafter", "--domain", "traffik", "--dry-run").returncode == 2
+    assert specctl("distill", "--from-log", "traffic.jsonl").code == 0
+    plan = specctl("train-drafter", "--domain", "traffic", "--dry-run")
+    assert plan.code == 0 and "distilled/traffic" in plan.out, plan.err
+    assert specctl("train-drafter", "--domain", "traffik", "--dry-run").code == 2
 
 
 def served(**change):

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 
@@ -20,8 +18,11 @@ from specctl.errors import DataError, Interrupted
 from specctl.progress import interrupts
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+from tests.cli.conftest import specctl
 from tests.conftest import holding
 from tests.toys.engine import FAULTS, FakeEngine
+
+__all__ = ["specctl"]
 
 COUNT = 60
 
@@ -160,22 +161,15 @@ def test_another_engine_does_not_go_on_with_the_data(questions, tmp_path, text):
             go(questions, tmp_path / "out", other, text, resume=True)
 
 
-def command(place, *arguments):
-    run = [sys.executable, "-m", "specctl", "distill", *arguments]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=place)
-    return done.returncode, done.stdout, done.stderr
-
-
 class TestCommand:
-    def test_data_of_a_server_as_json(self, questions, tmp_path, text):
+    def test_data_of_a_server_as_json(self, questions, tmp_path, text, specctl):
         with FakeEngine(text.tokenizer) as engine:
             where = ["--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", f"{engine.url}/v1"]
             started = time.monotonic()
-            code, out, err = command(tmp_path, *where, "--json")
-            assert code == 0, err
-            document = json.loads(out)
-            assert document["responses"] == COUNT and time.monotonic() - started < 60
-            assert "torch" not in err
+            done = specctl("distill", *where, "--json")
+            assert done.code == 0, done.err
+            assert done.json["responses"] == COUNT and time.monotonic() - started < 60
+            assert "torch" not in done.err
 
     @pytest.mark.parametrize(
         ("change", "code", "says"),
@@ -184,20 +178,19 @@ class TestCommand:
             (lambda engine: setattr(engine, "tokenizer", Letters()), 4, "another tokenizer"),
         ],
     )
-    def test_a_server_that_will_not_do(self, questions, tmp_path, text, change, code, says):
+    def test_a_server_that_will_not_do(self, questions, tmp_path, text, specctl, change, code, says):
         with FakeEngine(text.tokenizer) as engine:
             change(engine)
-            found, _, err = command(
-                tmp_path, *("--prompts", str(questions), "--output-dir", str(tmp_path / "out"), "--server", engine.url)
-            )
-        assert found == code and says in err and "Traceback" not in err
+            where = ["--prompts", str(questions), "--output-dir", str(tmp_path / "out")]
+            done = specctl("distill", *where, "--server", engine.url)
+        assert done.code == code and says in done.err and "Traceback" not in done.err
         assert not list((tmp_path / "out").glob("shard*"))
 
-    def test_a_plan_asks_nobody(self, questions, tmp_path):
+    def test_a_plan_asks_nobody(self, questions, specctl):
         address = "http://user:geheim@127.0.0.1:9"
-        code, out, err = command(tmp_path, "--prompts", str(questions), "--server", address, "--dry-run")
-        assert code == 0 and "ask http://user:***@127.0.0.1:9" in out.replace("\n", " "), err
-        assert "geheim" not in out + err
+        done = specctl("distill", "--prompts", str(questions), "--server", address, "--dry-run")
+        assert done.code == 0 and "ask http://user:***@127.0.0.1:9" in done.out.replace("\n", " "), done.err
+        assert "geheim" not in done.out + done.err
 
 
 class Letters:

@@ -360,11 +360,16 @@ def test_the_mask_token_is_one_that_the_target_has(target, monkeypatch, pad, mas
     assert dflash.architecture(DrafterRecipe(), target).mask_token_id == mask
 
 
+@pytest.fixture(scope="module")
+def in_bf16():
+    return load_target("builtin", device="cpu", dtype="bf16")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [CHAIN, TreeShape(4, 3, 12, 3, 0.0)])
-def test_blocks_are_drafted_in_bf16(prompts, kind, shape):
+def test_blocks_are_drafted_in_bf16(in_bf16, prompts, kind, shape):
     """With products that take rows alone where they read eight bits."""
-    target = load_target("builtin", device="cpu", dtype="bf16")
+    target = in_bf16
     drafter = BlockDrafter(block_head(target, **KINDS[kind]), target, shape)
     plain, drafted = (
         decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=12, seeds=[0], **options)[0]

@@ -216,17 +216,20 @@ def test_drafts_stay_in_the_draft_vocabulary(target, head, prompts):
     assert proposed and set(proposed) <= allowed
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [TreeShape(3, 1, 3, 1, 0.0), TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0), TreeShape(6, 1, 6, 1, 0.3)],
-)
-def test_lossless(target, head, prompts, shape):
+GREEDILY = dict(sampling=GREEDY, max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    return [decode(target, [p], seeds=[0], **GREEDILY)[0].output_ids for p in prompts]
+
+
+@pytest.mark.parametrize("shape", [TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0), TreeShape(6, 1, 6, 1, 0.3)])
+def test_lossless(target, head, prompts, plain, shape):
     """Greedy text is plain decoding's, for chains, trees with leaves, and wide trees, alone and batched (fp32)."""
     drafter = Eagle3Drafter(head, target, shape)
-    options = dict(sampling=GREEDY, max_new_tokens=24)
-    plain = [decode(target, [p], seeds=[0], **options)[0].output_ids for p in prompts]
-    alone = [decode(target, [p], seeds=[0], drafter=drafter, **options)[0].output_ids for p in prompts]
-    batched = [d.output_ids for d in decode(target, prompts, seeds=[0] * 3, drafter=drafter, **options)]
+    alone = [decode(target, [p], seeds=[0], drafter=drafter, **GREEDILY)[0].output_ids for p in prompts]
+    batched = [d.output_ids for d in decode(target, prompts, seeds=[0] * 3, drafter=drafter, **GREEDILY)]
     assert plain == alone == batched
 
 

@@ -92,19 +92,22 @@ def test_score_is_the_training_time_test(target, head, examples):
     assert compared > 8
 
 
-@pytest.mark.parametrize("shape", [TreeShape(5, 1, 7, 3, 0.0), TreeShape(4, 3, 9, 2, 0.0)], ids=["comb", "wide"])
-def test_lossless_in_ragged_batches(target, head, prompts, long_prompt, shape):
+@pytest.fixture(scope="module")
+def ragged(target, prompts, long_prompt):
+    """(prompts, options, texts) of plain decoding, one by one."""
+    texts, fixed = [long_prompt, prompts[1], prompts[0]], dict(sampling=GREEDY, max_new_tokens=30)
+    return texts, fixed, [decode(target, [text], seeds=[0], **fixed)[0].output_ids for text in texts]
+
+
+def test_lossless_in_ragged_batches(target, head, ragged):
     """Some texts are longer than the window, and some grow beyond it."""
-    drafter, texts = Eagle3Drafter(head, target, shape), [long_prompt, prompts[1], prompts[0]]
-    fixed = dict(sampling=GREEDY, max_new_tokens=30)
-    plain = [decode(target, [text], seeds=[0], **fixed)[0].output_ids for text in texts]
+    drafter, (texts, fixed, plain) = Eagle3Drafter(head, target, TreeShape(4, 3, 9, 2, 0.0)), ragged
     assert plain == [one.output_ids for one in decode(target, texts, seeds=[0] * 3, drafter=drafter, **fixed)]
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_a_mixture_of_one_is_the_head(target, head, long_prompt, width):
+def test_a_mixture_of_one_is_the_head(target, head, long_prompt):
     """Its states are those that the heads feed back, each behind its own norm."""
-    shape, fixed = TreeShape(4, width, 6, 2, 0.0), dict(sampling=GREEDY, max_new_tokens=12, seeds=[0])
+    shape, fixed = TreeShape(4, 2, 6, 2, 0.0), dict(sampling=GREEDY, max_new_tokens=12, seeds=[0])
     found = []
     for drafter in (Eagle3Drafter(head, target, shape), Mixture([Eagle3Drafter(head, target, shape)] * 1, [1.0])):
         drafts = []

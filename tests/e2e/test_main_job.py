@@ -1,11 +1,16 @@
 """The main job through the installed command: distil, train, measure, look; on real prompts where they are at hand."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.conftest import specctl
+
+__all__ = ["specctl"]
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 COMMAND = Path(sys.executable).with_name("specctl")
@@ -18,12 +23,12 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(place):
-    def specctl(*arguments, code=0):
+    def installed(*arguments):
         done = subprocess.run([COMMAND, *map(str, arguments)], cwd=place, capture_output=True, text=True, timeout=600)
-        assert done.returncode == code, done.stderr[-3000:]
+        assert done.returncode == 0, done.stderr[-3000:]
         return done
 
-    return specctl
+    return installed
 
 
 def prompts(split):
@@ -53,32 +58,12 @@ def test_eval_is_lossless_and_has_both_baselines(run, drafter):
     assert document["lossless"]["mismatches"] == document["lossless_transformers"]["mismatches"] == 0
 
 
-def test_exact_mode_is_equal_in_bf16_at_temperature_one(run, drafter):
+def test_exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter):
     """Speculative text equals plain sampling's with the same seed, token for token: ties do not occur either."""
-    options = [
-        "--domain",
-        "sql",
-        *prompts("test"),
-        "--limit",
-        3,
-        "--max-new-tokens",
-        24,
-        "--temperature",
-        1.0,
-        "--exact",
-    ]
-    arguments = [
-        "--drafter",
-        drafter,
-        "--drafter",
-        "lookup",
-        *options,
-        "--dtype",
-        "bf16",
-        "baselines=[vanilla]",
-        "--json",
-    ]
-    lossless = json.loads(run("eval", *arguments).stdout)["lossless"]
+    drafters = ["--drafter", place / drafter, "--drafter", "lookup", "baselines=[vanilla]"]
+    prompted = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 24]
+    options = ["--temperature", 1.0, "--exact", "--dtype", "bf16", "--json"]
+    lossless = specctl("eval", *map(str, (*drafters, *prompted, *options))).json["lossless"]
     assert lossless == {"sequences": 6, "mismatches": 0, "ties": 0}
 
 
@@ -89,12 +74,10 @@ def test_generate_shows_the_same_text_with_and_without(run, drafter):
     assert document["text"]
 
 
-def test_a_drafter_of_another_target_is_refused(run, place, drafter):
+def test_a_drafter_of_another_target_is_refused(specctl, place, drafter):
     config = json.loads((place / drafter / "config.json").read_text())
     assert config["family"] == "eagle3"
-    (place / "damaged").mkdir()
-    for file in (place / drafter).iterdir():
-        (place / "damaged" / file.name).write_bytes(file.read_bytes())
-    (place / "damaged" / "config.json").write_text(json.dumps(config | {"target": {}}))
-    done = run("generate", "Hello", "--drafter", "damaged", "--json", code=4)
-    assert json.loads(done.stdout)["error"]["type"] == "CheckpointError"
+    shutil.copytree(place / drafter, "damaged")
+    Path("damaged/config.json").write_text(json.dumps(config | {"target": {}}))
+    done = specctl("generate", "Hello", "--drafter", "damaged", "--json")
+    assert done.code == 4 and done.json["error"]["type"] == "CheckpointError"

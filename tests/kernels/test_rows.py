@@ -12,10 +12,14 @@ def rows_of(backend, x, temperature=1.0, top_k=0, top_p=1.0):
     return backend.row_params(x, fill * temperature, (fill * top_k).long(), fill * top_p)
 
 
-@pytest.mark.parametrize("vocabulary", [5, 1000, 5000])
+FILTERS = [
+    *((1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.9), (0.7, 50, 0.95), (1.5, 4, 0.3), (1.0, 9999, 0.999)),
+]
+
+
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.9), (0.7, 50, 0.95), (1.5, 4, 0.3), (1.0, 9999, 0.999)],
+    ("vocabulary", "temperature", "top_k", "top_p"),
+    [*((size, *filters) for size in (5, 1000) for filters in FILTERS), (5000, 0.7, 50, 0.95)],
 )
 def test_filters_are_those_of_transformers(backend, vocabulary, temperature, top_k, top_p):
     # fp64: in fp32 two orders of summation disagree about a token of p = 1e-6 at the edge of a nucleus.

@@ -1,5 +1,7 @@
 """Attention of training rows over spans of slots, and its gradients."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -37,9 +39,15 @@ def question(case, heads, dtype, window=None):
 
 
 @pytest.mark.usefixtures("products_of_bf16")
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 33])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "window", "heads"),
+    [
+        pytest.param(*place, heads, marks=() if heads is HEADS[number % len(HEADS)] else pytest.mark.slow)
+        for number, place in enumerate(itertools.product(CASES, [None, 33]))
+        for heads in HEADS
+    ],  # seconds each in Triton's interpreter: by default every case has one kind of heads
+    ids=str,
+)
 def test_rows_and_gradients(backend, case, window, heads):
     """A backend against blocks of documents in fp32, which tests of training hold against a mask."""
     dtype = torch.float16 if heads[0] == 2 else torch.bfloat16

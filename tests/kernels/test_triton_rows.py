@@ -17,6 +17,8 @@ FILTERS = [
     (1.0, 7, 1e-9),
     (1.0, 1, 1.0),
 ]
+SMALL = [(1, torch.bfloat16), (7, torch.float32), (257, torch.float16)]
+LARGE = [(5000, torch.bfloat16), (32003, torch.float32), (50257, torch.bfloat16)]
 
 
 @pytest.fixture
@@ -38,16 +40,12 @@ def exact_cut(x, temperature, top_k, top_p):
     return reference.row_params(scores, torch.where(greedy, 0.0, 1.0).double(), top_k, top_p.double()).cut.float()
 
 
-@pytest.mark.parametrize("room", [16, 16384], ids=["too many candidates", "candidates"])
 @pytest.mark.parametrize(
-    ("vocabulary", "dtype"),
+    ("vocabulary", "dtype", "room"),
     [
-        (1, torch.bfloat16),
-        (7, torch.float32),
-        (257, torch.float16),
-        (5000, torch.bfloat16),
-        pytest.param(32003, torch.float32, marks=pytest.mark.slow),
-        pytest.param(50257, torch.bfloat16, marks=pytest.mark.slow),
+        *((vocabulary, dtype, room) for vocabulary, dtype in SMALL for room in (16, 16384)),
+        (5000, torch.bfloat16, 16384),  # several tiles
+        *(pytest.param(*sizes, room, marks=pytest.mark.slow) for sizes in LARGE for room in (16, 16384)),
     ],
 )
 def test_cuts_are_exact(rows, monkeypatch, vocabulary, dtype, room):

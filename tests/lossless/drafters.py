@@ -1,5 +1,6 @@
 """Drafters that say whatever a test wants, good and bad; none of them may change what the target writes."""
 
+import functools
 import random
 
 import torch
@@ -117,11 +118,17 @@ class Rotate(Controller):
 
 def own_weights(target, noise=0.0):
     """The target itself as an `lm` drafter, its weights disturbed by `noise` times their size."""
+    architecture, tensors = _disturbed(noise)
+    return lm.restore({"architecture": architecture, "target": target.identity}, tensors)
+
+
+@functools.cache
+def _disturbed(noise):
+    """Architecture and tensors of the built-in target, the latter with noise."""
     model = AutoModelForCausalLM.from_pretrained(builtin_path(), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: weight + noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)
         for name, weight in model.state_dict().items()
     }
-    config = {"architecture": model.config.to_diff_dict(), "target": target.identity}
-    return lm.restore(config, tensors)
+    return model.config.to_diff_dict(), tensors

@@ -4,6 +4,8 @@ Greedy in fp32 for all drafters; at temperature 1 with the same seeds for all de
 bit. The tests compare texts for equality: the built-in target is trained, so fp32 noise (1e-5) meets no tie.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -169,15 +171,15 @@ def make(request):
     return DRAFTERS[request.param]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, HOT, FILTERED], ids=["greedy", "hot", "filtered"])
-def test_batched_speculative_is_single_plain(target, prompts, plain, make, sampling):
+@pytest.mark.parametrize("samplings", [[GREEDY] * 3, [FILTERED, HOT, FILTERED]], ids=["greedy", "filtered and hot"])
+def test_batched_speculative_is_single_plain(target, prompts, plain, make, samplings):
     """Ragged prompts and limits in one batch, so that rows finish and are dropped while others go on."""
-    expected = plain(sampling)
+    expected = [plain(sampling)[i] for i, sampling in enumerate(samplings)]
     limits = [NEW, 3, NEW - 9]
     found = decode(
         target,
         prompts,
-        sampling=sampling,
+        sampling=samplings,
         max_new_tokens=limits,
         seeds=SEEDS,
         drafter=make(target, whole(expected)),
@@ -198,6 +200,8 @@ def test_a_place_that_is_taken_again(target, prompts, plain, make):
     expected = plain(HOT)
     order, limits = [0, 1, 2, 0], [NEW, 3, NEW - 9, NEW - 4]
     texts = whole(expected)
+    drafters = [make(target, [texts[i] for i in order]) for _ in range(2)]
+    scripted = isinstance(drafters[0], Scripted)  # scripts draw from one stream for all rows: passes differ
     found = [
         decode(
             target,
@@ -205,16 +209,16 @@ def test_a_place_that_is_taken_again(target, prompts, plain, make):
             sampling=HOT,
             max_new_tokens=limits,
             seeds=[SEEDS[i] for i in order],
-            drafter=make(target, [texts[i] for i in order]),
+            drafter=drafter,
             slots=slots,
             share_rows=False,  # or drafts would depend on the size of the batch
         )
-        for slots in (2, None)
+        for drafter, slots in zip(drafters, (2,) if scripted else (2, None), strict=False)
     ]
     assert [one.output_ids for one in found[0]] == [
         expected[i].output_ids[:limit] for i, limit in zip(order, limits, strict=True)
     ]
-    if not isinstance(make(target, texts), Scripted):  # scripts draw from one stream for all rows
+    if not scripted:
         assert [one.target_passes for one in found[0]] == [one.target_passes for one in found[1]]
     for one in found[0]:
         assert_counts(one)
@@ -234,16 +238,30 @@ EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain",
 EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix", "mtp chain"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", EXACTLY)
-def test_exact_mode_at_temperature_one(dtype, kind, target, prompts):
+@pytest.fixture(scope="module")
+def exactly(target, prompts):
+    """`exactly(dtype)`: the target, and what plain decoding in exact mode writes at temperature 1."""
+
+    @functools.cache
+    def make(dtype):
+        here = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype="bf16")
+        return here, [decode(here, [prompts[i]], seeds=[SEEDS[i]], **EXACT)[0] for i in range(2)]
+
+    return make
+
+
+EXACT = {"sampling": HOT, "max_new_tokens": NEW, "exact": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, "bf16") for kind in EXACTLY), ("ragged", "fp32"), ("eagle3 chain", "fp32")]
+)
+def test_exact_mode_at_temperature_one(exactly, prompts, kind, dtype):
     """Chains in fixed shapes: bitwise, so also in bf16, where batch and single plain decoding differ otherwise."""
-    here = target if dtype == "fp32" else load_target("builtin", device="cpu", dtype="bf16")
-    options = {"sampling": HOT, "max_new_tokens": NEW, "exact": True}
-    for prompt, seed in list(zip(prompts, SEEDS, strict=True))[:2]:
-        expected = decode(here, [prompt], seeds=[seed], **options)
-        drafter = DRAFTERS[kind](here, whole(expected))
-        assert decode(here, [prompt], seeds=[seed], drafter=drafter, **options)[0].output_ids == expected[0].output_ids
+    here, expected = exactly(dtype)
+    for prompt, seed, plain in zip(prompts, SEEDS, expected, strict=False):
+        drafter = DRAFTERS[kind](here, whole([plain]))
+        assert decode(here, [prompt], seeds=[seed], drafter=drafter, **EXACT)[0].output_ids == plain.output_ids
 
 
 def test_a_perfect_drafter_is_accepted_whole(target, prompts, plain):
@@ -396,16 +414,22 @@ def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
     assert sum(one.accepted for one in found) > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["lm itself", "eagle3 chain", "eagle3 tree", "dflash tree", "peagle tree", "hydra", "mtp tree", "eagle3 + suffix"],
-)
-def test_waking_up_in_a_batch_with_finished_rows(target, prompts, name, monkeypatch):
-    """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""
-    monkeypatch.setattr(target, "eos_ids", frozenset())  # nobody else may finish: the batch would shrink
+@pytest.fixture(scope="module")
+def long(target, prompts):
+    """(prompts, options, texts) of a batch whose first text ends long before the others, which only their limits end:
+    it would shrink."""
     batch, limits = [prompts[0] * 12, *([prompts[2]] * 4)], [2, 90, 90, 90, 90]
     options = {"sampling": HOT, "max_new_tokens": limits, "seeds": [1, 2, 3, 4, 5]}
-    expected = whole(decode(target, batch, **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "eos_ids", frozenset())
+        return batch, options, whole(decode(target, batch, **options))
+
+
+@pytest.mark.parametrize("name", ["lm itself", "eagle3 tree", "dflash tree", "peagle tree", "hydra", "mtp tree"])
+def test_waking_up_in_a_batch_with_finished_rows(target, long, name, monkeypatch):
+    """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""
+    monkeypatch.setattr(target, "eos_ids", frozenset())
+    batch, options, expected = long
     sleeper = DRAFTERS[name](target, expected)
     controller = Rotate([constant([])] + [sleeper] + [constant([])] * 75)
     sizes = []

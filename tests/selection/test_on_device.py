@@ -73,8 +73,9 @@ def lines(log):
     return sorted((replace(line, decide_us=0.0) for line in log), key=lambda line: (line.query, line.round))
 
 
-@pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (MIXED, 2)], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("name", POOL)
+@pytest.mark.parametrize(
+    ("name", "sampling", "slots"), [*((name, MIXED, 2) for name in POOL), ("eagle3 tree", GREEDY, 1)]
+)
 def test_same_texts_counts_and_lines(tiny, pool, on_device, name, sampling, slots):  # noqa: F811
     """Of who always plays one arm, which of the others has read nothing."""
     host, device = [], []
@@ -87,10 +88,14 @@ def test_same_texts_counts_and_lines(tiny, pool, on_device, name, sampling, slot
 
 
 @pytest.mark.parametrize(
-    ("algo", "together"),
-    [*((algo, False) for algo in BANDITS), *((algo, True) for algo in BANDITS if algo != "cgp-ucb")],
+    ("algo", "together", "slots"),
+    [
+        *((algo, False, 1) for algo in BANDITS),
+        *((algo, True, 2) for algo in BANDITS if algo != "cgp-ucb"),
+        ("ucbspec", False, 2),
+        ("ucbspec", True, 1),
+    ],
 )
-@pytest.mark.parametrize("slots", [1, 2])
 def test_whoever_is_chosen_the_text_is_the_same(tiny, pool, on_device, algo, slots, together):  # noqa: F811
     """Of arms of every kind that take turns, each behind a text of which others have written a part. Every round is
     a pull of one arm, those that were chosen behind an end are none."""
@@ -242,8 +247,7 @@ def test_arms_of_one_drafter_share_its_memory(tiny, drafters, on_device):  # noq
     assert sum(one.accepted for one in alone) > 0
 
 
-@pytest.mark.parametrize("sampling", [MIXED, GREEDY], ids=["mixed", "greedy"])
-@pytest.mark.parametrize("together", [False, True], ids=["text", "batch"])
+@pytest.mark.parametrize(("sampling", "together"), [(MIXED, False), (GREEDY, True)], ids=["text", "batch"])
 def test_a_round_of_every_arm_can_be_captured(tiny, pool, monkeypatch, sampling, together):  # noqa: F811
     """Where somebody chooses, too, a round asks the host nothing, whoever has played before."""
     arms = pool(POOL)
@@ -305,8 +309,7 @@ def test_block_divergence_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa
         assert played(tiny, controller, slots=1, keeps=keeps)[-1].ahead == 0
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("algo", ["hedgespec", "normalhedge", "ftl"])
+@pytest.mark.parametrize(("algo", "slots"), [("hedgespec", 1), ("hedgespec", 2), ("normalhedge", 2)])
 def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, algo, slots):  # noqa: F811
     """Every token is scored once, of whichever rounds it is, as in a table of the whole text; the last ones, too."""
     arms = pool(("plain", "eagle3 tree", "medusa tree", "lm"))

@@ -1,4 +1,4 @@
-"""Training that changes its number of processes, by hand and under torchrun: DATA PLACE ACTION..., see `losses`."""
+"""Training that changes its number of processes, by hand or by torchrun: DATA PLACE STAGES ACTION..., see `losses`."""
 
 import json
 import shutil
@@ -13,8 +13,6 @@ from specctl.recipe import FeatureRecipe
 from specctl.runs import Run
 from specctl.training import checkpoint, loop, whole_state
 from tests.training.small import recipe
-
-STAGES = 1, 2, 3
 
 
 def losses(distilled: Path, place: Path, action: str, stage: int) -> list[float]:
@@ -66,7 +64,8 @@ def check_restored(trainer: loop.Trainer, saved: Path) -> None:
 CPU = torch.device("cpu")
 
 if __name__ == "__main__":
-    data, base, *actions = sys.argv[1:]
-    made = {action: {stage: losses(Path(data), Path(base), action, stage) for stage in STAGES} for action in actions}
+    data, base, stages, *actions = sys.argv[1:]
+    every = [int(stage) for stage in stages.split(",")]
+    made = {action: {stage: losses(Path(data), Path(base), action, stage) for stage in every} for action in actions}
     if dist.get_rank() == 0:
         print(json.dumps(made))

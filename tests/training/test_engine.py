@@ -18,7 +18,9 @@ def floats(state):
     return {t.dtype for values in state.values() for t in values.values() if torch.is_tensor(t) and t.numel() > 1}
 
 
-@pytest.mark.parametrize(("stage", "checkpointing"), [(0, True), (1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "checkpointing"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow), (2, False), (3, True)]
+)  # DeepSpeed has one optimizer for stages 1 and 2
 def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatch, stage, checkpointing):
     """Under every ZeRO stage. DeepSpeed asks for the autocast of the GPU and switches off what it finds outside of its
     engine; here it is told that of the CPU, which is what happens on a GPU."""

@@ -157,15 +157,14 @@ def test_from_features_that_are_kept(distilled, tmp_path, monkeypatch):
     assert ends[1].info["mat"] == {} and "expected_mat" not in ends[1].info
 
 
-def test_a_drafter_is_fine_tuned_and_adapted(distilled, engine, tmp_path):
+def test_a_drafter_is_adapted(distilled, engine, tmp_path):
     train(distilled, tmp_path / "first", asking(engine, whole_target=False))
     start = tmp_path / "first" / "drafter"
-    for name, changes in {"tuned": {}, "adapted": {"lora": LoraRecipe(enabled=True)}}.items():
-        changes |= {"init": start, "drafter": DrafterRecipe()}
-        whole = train(distilled, tmp_path / f"whole-{name}", asking(engine, whole_target=True), **changes)
-        ends = train(distilled, tmp_path / name, asking(engine, whole_target=False), **changes)
-        losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole[0], ends[0])]
-        assert losses[0] == losses[1] and ends[2].expected_mat >= 1
+    changes = {"init": start, "drafter": DrafterRecipe(), "lora": LoraRecipe(enabled=True)}
+    whole = train(distilled, tmp_path / "whole", asking(engine, whole_target=True), **changes)
+    ends = train(distilled, tmp_path / "ends", asking(engine, whole_target=False), **changes)
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (whole[0], ends[0])]
+    assert losses[0] == losses[1] and ends[2].expected_mat >= 1
 
 
 def test_the_recipe_decides_or_the_memory_does(distilled, tmp_path, monkeypatch):

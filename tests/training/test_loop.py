@@ -266,7 +266,9 @@ def test_what_a_recipe_names_and_has_changed_is_refused(tuned, tmp_path, change,
     train(made.model_copy(update={"resume": True}), tmp_path / "again")
 
 
-@pytest.mark.parametrize(("stage", "lora"), [(1, False), (3, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "lora"), [pytest.param(1, False, marks=pytest.mark.slow), (3, False), (2, True), (3, True)]
+)
 def test_every_zero_stage_goes_on(trained, distilled, target, tmp_path, monkeypatch, stage, lora):
     """To the last bit, also where most weights are frozen."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
@@ -311,7 +313,7 @@ def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypa
     assert [p.name for p in (tmp_path / "drafter.checkpoints").glob("step-*")] == ["step-00000002"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, stage):
     """Under every ZeRO stage, with the checkpoint of the step before intact."""
     real = loop.Trainer.forward

@@ -150,7 +150,7 @@ def test_a_training_that_reads_ahead_is_the_same(distilled, target, tmp_path, mo
     for ahead in (False, True):
         place = tmp_path / str(ahead)
         place.mkdir()
-        made = recipe(distilled, place, features=FeatureRecipe(mode=mode, dir=tmp_path / "features"), max_steps=20)
+        made = recipe(distilled, place, features=FeatureRecipe(mode=mode, dir=tmp_path / "features"), max_steps=10)
         trainer = loop.make_trainer(made, Run(place))
         trainer.start()
         store = trainer.trainee.store
@@ -167,7 +167,7 @@ def test_a_training_that_reads_ahead_is_the_same(distilled, target, tmp_path, mo
 
             store.reader.take = take
         with track("train") as bar:
-            losses[ahead] = [trainer.step(bar) or trainer.at.loss for _ in range(20)]
-        places = [place for epoch in range(20) for place in range(len(trainer.batches(epoch)))]
-        assert not ahead or late == [place == 0 for place in places[:20]]
+            losses[ahead] = [trainer.step(bar) or trainer.at.loss for _ in range(10)]
+        places = [place for epoch in range(10) for place in range(len(trainer.batches(epoch)))]
+        assert not ahead or late == [place == 0 for place in places[:10]]
     assert losses[True] == losses[False] and gpu.count("copy") > 0
