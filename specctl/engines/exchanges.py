@@ -18,7 +18,7 @@ RECORDED = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generat
 """Paths whose answers are texts, and the engine that can give their ids there."""
 
 ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
-"""What a choice says of its end; the latter two name the stop string or token, if it was one."""
+"""Keys by which a choice tells its end; the latter two name the stop string or token, if it was one."""
 
 OPEN = ("/v1/", "/generate", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/get_model_info")
 """Beginnings of the paths that clients may ask for. All others change a server, or end it."""
