@@ -169,8 +169,8 @@ def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[l
 
 
 def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -> tuple[list[int], list[int]] | None:
-    """What a template lays out after a prompt, as what belongs to the prompt and what to the response. None where the
-    answer and its thinking are not in it. Only their letters are compared: templates change whitespace."""
+    """Ids that a template lays out after a prompt, divided: those that belong to the prompt, and the response. None
+    where the answer and its thinking are not in them. Only their letters are compared: templates change whitespace."""
     ends = [place for place, token in enumerate(ids) if token in target.eos_ids]
     body = ids[: ends[-1]] if ends else ids
     text, wanted = target.characters(body), target.squeezed(turn.answer)

@@ -19,7 +19,7 @@ RECORDED = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generat
 """Paths whose answers are texts, and the engine that can give their ids there."""
 
 ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
-"""What a choice says of its end; the latter two name the stop string or token, if it was one."""
+"""Keys by which a choice tells its end; the latter two name the stop string or token, if it was one."""
 
 LINE = re.compile(rb"\r\n|\n|\r")
 END = re.compile(rb"((?:\r\n|\n|\r(?!\n|\Z)){2})")  # a CR that is the last byte so far may be half of a CRLF
