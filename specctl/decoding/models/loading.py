@@ -97,6 +97,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
+        kind = text.model_type
         for ask in (ropes, context_limit, window_size):
             ask(text)  # what is read of it later is not to fail then
     except Exception as error:  # whatever a file can make transformers raise
@@ -126,7 +127,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             f"target {name} is not a decoder-only causal LM (architecture {', '.join(names):.200})",
             "choose a causal LM such as Llama, Qwen or Mistral",
         )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+    if not trust_remote_code and not {config.model_type, kind} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         raise CheckpointError(
             f"transformers has no causal LM for model type {config.model_type!r} of target {name}",
             "choose a causal LM such as Llama, Qwen or Gemma, or save the language model of this one by itself",
