@@ -183,7 +183,11 @@ def examine(name: str) -> tuple[Description | None, Finding]:
 
 
 def weights(directory: Path) -> Finding:
-    """The files of a target's weights: all there, and as long as their headers say. No weight is read."""
+    """The files of a target's weights: all there, as long as their headers say, and with the tensors that config.json
+    calls for. No weight is read."""
+    from specctl.decoding.models.loading import load_config
+    from specctl.decoding.models.tensors import check_headers
+
     index = file = directory / "model.safetensors.index.json"
     try:
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
@@ -206,6 +210,10 @@ def weights(directory: Path) -> Finding:
         return Finding("weights", "missing", f"{error.filename}: {error.strerror}", "copy it again")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return Finding("weights", "missing", f"{file} is damaged: {error}", "copy it again")
+    try:
+        check_headers(f"target {directory}", directory, load_config(str(directory)))
+    except CheckpointError as error:
+        return Finding("weights", "missing", error.message, error.hint)
     return Finding("weights", "ok", f"{', '.join(file.name for file in files[:2])}{' …' if len(files) > 2 else ''}")
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from specctl.decoding.models.identity import model_directory
+from specctl.decoding.models.loading import model_directory
 from specctl.decoding.target import Target
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.drafter import architecture

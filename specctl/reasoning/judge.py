@@ -21,7 +21,8 @@ from urllib.parse import unquote_to_bytes, urlsplit
 import torch
 
 from specctl.decoding.loop import decode
-from specctl.decoding.models.loading import check_within_reach, first_line, location, pick_device
+from specctl.decoding.models import tensors
+from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.errors import CheckpointError
@@ -129,11 +130,19 @@ class Encoder:
         self.recipe, self.device = recipe, pick_device(device)
         try:
             check_within_reach(str(recipe.name), recipe.revision)
+            tensors.check_adapter(f"judge {recipe.name}", model_directory(str(recipe.name), recipe.revision))
             where, options = location(str(recipe.name)), {"revision": recipe.revision, "trust_remote_code": False}
             self.tokenizer = AutoTokenizer.from_pretrained(where, **options)
-            self.model = AutoModel.from_pretrained(where, use_safetensors=True, **options).to(self.device).eval()
+            with tensors.quiet():
+                loaded: Any = AutoModel.from_pretrained(where, use_safetensors=True, **options, **tensors.REPORT)
+        except CheckpointError:
+            raise
         except Exception as error:  # whatever files can make transformers raise
             raise CheckpointError(f"cannot load judge {recipe.name}: {first_line(error)}") from error
+        model, info = loaded
+        info["missing_keys"] = {name for name in info["missing_keys"] if not name.startswith("pooler.")}  # not used
+        tensors.check_loaded(f"judge {recipe.name}", model, info)
+        self.model = model.to(self.device).eval()
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
 
     @torch.inference_mode()

@@ -63,7 +63,7 @@ def test_a_forward_is_refused(tiny_directory):
 def test_what_the_files_lack_is_named(tiny_directory, tmp_path):
     """`transformers` would draw it at random."""
     place = sharded(tiny_directory("qwen3"), tmp_path, without=["model.norm.weight"])
-    with pytest.raises(CheckpointError, match=r"do not hold model\.norm\.weight") as error:
+    with pytest.raises(CheckpointError, match=r"lack model\.norm\.weight") as error:
         load_target(place, **FP32, whole=False)
     assert "features.whole_target" in error.value.hint
 

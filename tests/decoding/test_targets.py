@@ -339,7 +339,11 @@ DAMAGED = {
         lambda directory: (directory / "generation_config.json").write_text('{"eos_token_id": "x"}'),
         "eos_token_id",
     ),
-    "size": (config_with(vocab_size=10**7), "another model's: .* bytes for the 9"),
+    "size": (config_with(vocab_size=10**7), r"is \[\d+, 48\] in its files, \[10000000, 48\] by config"),
+    "vision": (
+        config_with(model_type="llava", text_config={"model_type": "llama"}),
+        "no causal LM for model type 'llava'",
+    ),
     "layers": (config_with(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     "dtype": (config_with(dtype=math.nan), r"config\.json"),
     "kernels": (config_with(attn_implementation="kernels-community/x"), "attn_implementation is 'kernels-community/x'"),

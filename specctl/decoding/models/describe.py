@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specctl.decoding.models import lean
+from specctl.decoding.models import lean, tensors
 from specctl.decoding.models.loading import (
     DTYPES,
     first_line,
@@ -73,6 +73,7 @@ def describe(name: str, label: str | None = None) -> Description:
 
     config = load_config(name)
     text = config.get_text_config()
+    tensors.check_quantisation(f"target {label or name}", config)
     path, why = path_of(config)
     try:
         with torch.device("meta"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from specctl.decoding.models import tensors
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.models.loading import load_config, location, reading
 from specctl.errors import CheckpointError
@@ -61,31 +62,23 @@ def load_ends(
     Raises CheckpointError: the files lack some of the rest, or the architecture cannot be built without layers.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    said = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # that the files hold layers, too, is no news
-    try:
-        with reading(name):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                location(name),
-                config=without_layers(config),
-                dtype=dtype,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
-    finally:
-        transformers_logging.set_verbosity(said)
-    model, info = loaded
-    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if lacking:
-        raise CheckpointError(
-            f"target {name}: its files do not hold {', '.join(lacking)} as config.json describes it",
-            f"specctl doctor --target {name} looks at its files; features.whole_target=true loads them with the layers",
+    with reading(name), tensors.quiet():  # that the files hold layers, too, is no news
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location(name),
+            config=without_layers(config),
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            **tensors.REPORT,
         )
+    model, info = loaded
+    try:
+        tensors.check_loaded(f"target {name}", model, info)
+    except CheckpointError as error:
+        hint = f"{error.hint}; features.whole_target=true loads them with the layers"
+        raise CheckpointError(error.message, hint) from error
     whole, ends = config.get_text_config(), model.config.get_text_config()
     ends.num_hidden_layers = whole.num_hidden_layers
     if getattr(whole, "layer_types", None):

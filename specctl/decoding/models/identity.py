@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
+
+from specctl.decoding.models.loading import model_directory
+from specctl.decoding.models.tensors import weight_files
 
 WHOLE = 2**26  # bytes of a file that is read through: a twentieth of a second
 BLOCK = 2**12  # bytes in the middle of every tensor of a larger one: some megabytes of a target of 70B
@@ -33,17 +35,6 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files that `transformers` reads a model's weights from, in name order."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
-        if single.is_file():
-            return [single]
-        if index.is_file():
-            return sorted(directory / name for name in set(json.loads(index.read_text())["weight_map"].values()))
-    return []
-
-
 def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The description `kept` of an earlier run, to be compared with `now`; both have an identity as `target`. Where an
     earlier specctl has kept no digest of its weights, the two do not differ by that."""
@@ -51,18 +42,6 @@ def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
     if not isinstance(there, Mapping) or not isinstance(here, Mapping) or "weights" not in here:
         return dict(kept)
     return {**kept, "target": {"weights": here["weights"], **there}}
-
-
-def model_directory(name: str, revision: str | None) -> Path | None:
-    """The directory of a target that was loaded, or is in the cache; None where there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
-    from specctl.decoding.models.loading import is_hub_id, location
-
-    if not is_hub_id(name):
-        return Path(location(name))
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _sample(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from urllib.request import getproxies
 
 import torch
 
+from specctl.decoding.models import tensors
 from specctl.decoding.models.supported import context_limit, ropes, unusable, why_unusable, window_size
 from specctl.errors import CheckpointError, UsageError
 
@@ -104,6 +105,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             f"cannot read the configuration of target {name} (config.json): {first_line(telling or error)}",
             "give a Hugging Face id, a directory with config.json, or 'builtin'",
         ) from error
+    tensors.check_adapter(f"target {name}", model_directory(name, revision))
     names = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         raise CheckpointError(f"target {name}: config.json: architectures is {names!r:.60}, not a list of names")
@@ -124,8 +126,11 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             f"target {name} is not a decoder-only causal LM (architecture {', '.join(names):.200})",
             "choose a causal LM such as Llama, Qwen or Mistral",
         )
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
-        raise CheckpointError(f"transformers has no causal LM for model type {config.model_type!r} of target {name}")
+    if not trust_remote_code and not {config.model_type, kind} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        raise CheckpointError(
+            f"transformers has no causal LM for model type {config.model_type!r} of target {name}",
+            "choose a causal LM such as Llama, Qwen or Gemma, or save the language model of this one by itself",
+        )
     layers = getattr(text, "num_hidden_layers", 1)
     if not (type(layers) is int and 0 < layers <= MOST_LAYERS):
         raise CheckpointError(f"target {name}: config.json: num_hidden_layers is {layers!r:.60}, not 1 … {MOST_LAYERS}")
@@ -182,6 +187,16 @@ def location(name: str) -> str:
     return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
 
 
+def model_directory(name: str, revision: str | None) -> Path | None:
+    """The directory of a target that was loaded, or is in the cache; None where there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not is_hub_id(name):
+        return Path(location(name))
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def load_model(
     name: str,
     *,
@@ -204,16 +219,20 @@ def load_model(
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with reading(name):
         if not trust_remote_code:
-            _check_size(name, config)
-        model = AutoModelForCausalLM.from_pretrained(
+            tensors.check_quantisation(f"target {name}", config)
+            tensors.check_headers(f"target {name}", model_directory(name, revision), config)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             location(name),
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
             **_placement(device, device_map, max_memory),
+            **tensors.REPORT,
         )
+        model, info = loaded
+        tensors.check_loaded(f"target {name}", model, info)
         if device_map is None:
-            model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` and loses its signature
+            model.to(device)
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
@@ -238,24 +257,6 @@ def reading(name: str) -> Iterator[None]:
     except Exception as error:
         hint = f"specctl doctor --target {name} looks at its files"
         raise CheckpointError(f"cannot load target {name}: {first_line(error)}", hint) from error
-
-
-def _check_size(name: str, config: Any) -> None:
-    """Raise CheckpointError where the files of a directory are too small for what config.json describes: what they do
-    not hold would be drawn at random, for minutes."""
-    from transformers import AutoModelForCausalLM
-
-    held = sum(file.stat().st_size for file in Path(location(name)).glob("*.safetensors"))
-    if not held or getattr(config, "quantization_config", None):
-        return
-    with torch.device("meta"):
-        parameters = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
-    if parameters > held:  # a byte each is the least that is not quantised
-        raise CheckpointError(
-            f"cannot load target {name}: its weights are damaged, or another model's: {held:,} bytes for the "
-            f"{parameters:,} parameters that config.json describes",
-            f"specctl doctor --target {name} looks at its files",
-        )
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.decoding.models.identity import model_directory, weight_files
-from specctl.decoding.models.loading import is_hub_id, load_generation_config, reading
+from specctl.decoding.models import tensors
+from specctl.decoding.models.loading import is_hub_id, load_generation_config, model_directory, reading
 from specctl.errors import CheckpointError
 
 CUT = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)$")
@@ -67,10 +67,15 @@ def load_slice(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with reading(name):
         files = _tensors(name, revision)
+        tensors.check_headers(f"target {name}", model_directory(name, revision), config)
         for key, parameter in list(model.named_parameters()):  # a tied head is the embedding, which comes once
             if key not in files:
-                raise CheckpointError(f"target {name}: its safetensors files do not hold {key}")
-            tensor = _cut(files[key].get_slice(key), key, parameter.shape, config, part)
+                raise CheckpointError(f"target {name}: its safetensors files lack {key}")
+            held = files[key].get_slice(key)
+            if list(parameter.shape) != held.get_shape():
+                shapes = f"{held.get_shape()} in its files, {list(parameter.shape)} by config.json"
+                raise CheckpointError(f"target {name}: {key} is {shapes}")
+            tensor = _cut(held, key, parameter.shape, config, part)
             module = model.get_submodule(key.rpartition(".")[0])
             setattr(module, key.rpartition(".")[2], _fixed(tensor.to(device, dtype)))
     if config.tie_word_embeddings:
@@ -90,17 +95,18 @@ def _tensors(name: str, revision: str | None) -> dict[str, Any]:
     if is_hub_id(name):
         snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"])
     directory = model_directory(name, revision)
-    paths = [] if directory is None else weight_files(directory)
+    paths = [] if directory is None else tensors.weight_files(directory)
     if not paths or any(path.suffix != ".safetensors" for path in paths):
-        raise CheckpointError(f"target {name} has no safetensors files, which slices are read from")
+        raise CheckpointError(
+            f"target {name} has no safetensors files, which slices are read from",
+            "load it with transformers, and save_pretrained it again",
+        )
     files = [safe_open(path, "pt") for path in paths]
     return {key: file for file in files for key in file.keys()}  # noqa: SIM118  # a file is no mapping
 
 
 def _cut(tensor: Any, key: str, shape: torch.Size, config: Any, part: Slice) -> Tensor:
     """The part of a tensor in a file (`safe_open(…).get_slice`) that a slice has, of [..] `shape` as a whole."""
-    if list(shape) != tensor.get_shape():
-        raise CheckpointError(f"{key} is {tensor.get_shape()} in the file, {list(shape)} by config.json")
     if key.startswith("lm_head."):
         return _rows_of_vocabulary(tensor, part, shape[0])
     place = CUT.search(key)

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specctl.decoding.models import lean
-from specctl.decoding.models.identity import model_directory, weight_files
-from specctl.decoding.models.loading import load_config
+from specctl.decoding.models.loading import load_config, model_directory
 from specctl.decoding.models.supported import ropes
+from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
 from specctl.recipe import TargetRecipe
 

@@ -10,6 +10,7 @@ router.json                                  arms, target, report; size and sha2
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from specctl.decoding.models.loading import load_tokenizer, location
+from specctl.decoding.models import tensors
+from specctl.decoding.models.loading import load_tokenizer, location, model_directory
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError, UsageError
@@ -53,7 +55,7 @@ class Router:
             tokenizer.chat_template = None
             return cls(arms, arms, _small(recipe, len(arms), tokenizer), tokenizer, recipe.max_length)
         # A head that the encoder has for another task is drawn anew.
-        model = _pretrained(recipe.model, len(arms), revision=recipe.revision, ignore_mismatched_sizes=True)
+        model = _pretrained(recipe.model, len(arms), new_head=True, revision=recipe.revision)
         tokenizer = load_tokenizer(recipe.model, revision=recipe.revision)
         limits = (recipe.max_length, tokenizer.model_max_length, model.config.max_position_embeddings)
         return cls(arms, arms, model, tokenizer, min(limits))
@@ -168,26 +170,31 @@ def _small(recipe: RouterRecipe, classes: int, tokenizer: Any) -> nn.Module:
     return BertForSequenceClassification(BertConfig(**shape))
 
 
-def _pretrained(name: str, classes: int, **options: Any) -> Any:
-    """A sequence classifier of `transformers`, from safetensors only. CheckpointError where there is none."""
+def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: str | None = None) -> Any:
+    """A sequence classifier of `transformers`, from safetensors only; with `new_head` its files need to hold no more
+    than the encoder. CheckpointError where there is none, or they lack weights."""
     from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging as transformers_logging
 
+    what = f"classifier {name}"
     safely: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns that the head is new, which is what training is for
-    transformers_logging.disable_progress_bar()
     try:
-        return AutoModelForSequenceClassification.from_pretrained(
-            location(name), num_labels=classes, **safely, **options
-        )
+        tensors.check_adapter(what, model_directory(name, revision))
+        with tensors.quiet():  # it warns that the head is new, which is what training is for
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                location(name), num_labels=classes, revision=revision, **safely, **tensors.REPORT
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot load the classifier {name}: {str(error).splitlines()[0]}",
             hint="give a BERT-style encoder with safetensors weights, or none to train one from scratch",
         ) from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+    model, info = loaded
+    if new_head:  # of which the pooler is a part
+        encoder = re.compile(rf"{re.escape(model.base_model_prefix)}\.(?!pooler\.)")
+        info["missing_keys"] = {name for name in info["missing_keys"] if encoder.match(name)}
+        info["mismatched_keys"] = {entry for entry in info["mismatched_keys"] if encoder.match(entry[0])}
+    tensors.check_loaded(what, model, info)
+    return model
 
 
 def check_free(place: Path, overwrite: bool) -> None:
