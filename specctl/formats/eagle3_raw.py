@@ -30,7 +30,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 WINDOW = "sliding_window"
-SLIDING = "sliding_attention"
+SLIDING = llama.SLIDING
 UNREAD = {"sglang": ("norm_before_residual", WINDOW), "eagle": (*NORMS, WINDOW)}
 """Options of a head that a reader passes over in silence, to draft with what is another head then."""
 METHODS = {"vllm": "eagle3", "sglang": "EAGLE3"}
@@ -107,7 +107,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     if not all(0 <= tap < facts.num_layers for tap in taps) or list(taps) != sorted(set(taps)):
         right = f"ascending layers, as indices of hidden_states in 0 … {facts.num_layers - 1} of target {facts.name}"
         raise found.refuse(LAYERS, list(taps), right)
-    options = _norms(found, config) | _window(found, config)
+    options = _norms(found, config) | _window(found, llama.without_unused_window(found, config))
     shape = llama.read_config(found, config, facts, own=(*NORMS, "use_aux_norm", WINDOW, "layer_types")) | options
     head_vocab = config["vocab_size"]
     notes = llama.check_vocabulary(found, head_vocab, facts)
@@ -170,8 +170,8 @@ def _window(found: Foreign, config: Mapping[str, Any]) -> dict[str, int]:
     window, kinds = config.get(WINDOW), config.get("layer_types")
     if kinds is None and window is not None:
         raise found.refuse(WINDOW, window, f'None, or beside it layer_types ["{SLIDING}"]: engines go by that')
-    if kinds not in (None, [SLIDING], ["full_attention"]):
-        raise found.refuse("layer_types", kinds, f'["full_attention"] or ["{SLIDING}"]: our head has one layer')
+    if kinds not in (None, [SLIDING]):
+        raise found.refuse("layer_types", kinds, f'["{llama.FULL}"] or ["{SLIDING}"]: our head has one layer')
     if kinds != [SLIDING]:
         return {}
     if type(window) is not int or window < LEAST_WINDOW:

@@ -65,6 +65,7 @@ def read(directory: str | Path) -> Foreign:
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= _tensors(file, wanted)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise CheckpointError(f"{files[0]}: {name} holds values that are not finite", hint="download it again")

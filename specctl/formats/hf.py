@@ -42,7 +42,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     with located(found.file.parent):
         check_plain(kept)
         config = guarded(lambda: AutoConfig.for_model(**kept))
-    tensors = {name: tensor for name, tensor in found.tensors.items() if not name.endswith(".inv_freq")}
+    tensors = dict(found.tensors)
     embedding = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and embedding is not None:  # files have one of the two names, modules both
         tensors.setdefault("lm_head.weight", embedding.clone())

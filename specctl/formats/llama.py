@@ -26,7 +26,6 @@ NAMES = {
 """Our name of a field → its key in config.json."""
 
 MUST_BE: dict[str, tuple[Any, ...]] = {
-    "num_hidden_layers": (1,),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -42,7 +41,12 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "logit_scale": (1.0,),
     "partial_rotary_factor": (1.0,),
 }
-"""Keys that change what a head computes, and the values under which it computes what ours does."""
+"""Keys that change what a head computes, and the values under which it computes what ours does.
+
+`num_hidden_layers` is none of them: published heads of one layer name the target's number there. `take` finds the
+tensors of any further layer.
+"""
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 Positive = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 
@@ -106,6 +110,7 @@ def read_config(
     not compute.
     """
     check_types(found, config)
+    config = without_unused_window(found, config)
     for key, allowed in MUST_BE.items():
         value = config.get(key, allowed[0])
         if key not in own and value not in allowed and not (value is None and not allowed[0]):
@@ -128,6 +133,21 @@ def read_config(
         "rope_theta": _rope_theta(found, config),
         "max_position_embeddings": max(int(config.get("max_position_embeddings") or 0), facts.context_length),
     }
+
+
+def without_unused_window(found: Foreign, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config` without the size of a window that no layer has: `use_sliding_window` is false, or `layer_types` name
+    full attention alone (of as many layers as the target has, in some files).
+
+    Raises CheckpointError where `layer_types` name a window and `use_sliding_window` says that there is none.
+    """
+    kinds, off = config.get("layer_types"), config.get("use_sliding_window") is False
+    named = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
+    if off and SLIDING in named:
+        raise found.refuse("use_sliding_window", False, f"true, or without the {SLIDING} of layer_types")
+    if off or named == {FULL}:
+        config = {**config, "sliding_window": None}
+    return {**config, "layer_types": None} if named == {FULL} else config
 
 
 def check_types(found: Foreign, config: Mapping[str, Any]) -> None:

@@ -60,6 +60,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     if type(mask) is not int or not 0 <= mask < facts.vocab_size:
         right = f"a token of target {facts.name}, below {facts.vocab_size}"
         raise found.refuse(TOKEN_KEYS[0], "missing" if mask is None else mask, right)
+    config = llama.without_unused_window(found, config)
     count = config.get("num_hidden_layers", 1)
     if type(count) is not int or count < 1:
         raise found.refuse("num_hidden_layers", count, "a number of layers")

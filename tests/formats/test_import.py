@@ -103,6 +103,40 @@ def test_other_spellings_of_the_same_head(head, make, target, tmp_path, change):
     assert all(torch.equal(tensor, found.tensors[name]) for name, tensor in original.items())
 
 
+def old_frequencies(config, tensors):
+    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+
+SAME_LAYER = {
+    "a window that is off": lambda config, tensors: config.update(sliding_window=131072, use_sliding_window=False),
+    "a window of no layer": lambda config, tensors: config.update(sliding_window=512, layer_types=["full_attention"]),
+    "a kind for each layer of the target": lambda config, tensors: config.update(
+        layer_types=["full_attention"] * 40, sliding_window=None
+    ),
+    "the number of the target's layers": lambda config, tensors: config.update(num_hidden_layers=40),
+    "frequencies of old files": old_frequencies,
+}
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "peagle", "speculators"])
+@pytest.mark.parametrize("change", SAME_LAYER)
+def test_keys_of_the_target_that_say_nothing_of_the_head(head, make, target, tmp_path, family, change):
+    """Configurations that were made from the target's: SpecForge's for Qwen2.5 and Gemma, EAGLE's for Vicuna."""
+    if family == "peagle" and "number" in change:
+        pytest.skip("its files have several layers, and say how many")
+
+    def changed(config, tensors):
+        SAME_LAYER[change](config.get("transformer_layer_config", config), tensors)
+
+    kind, to = ("eagle3", "speculators") if family == "speculators" else (family, "vllm")
+    options = {"draft_vocab": 300, "taps": CUSTOM} if kind == "eagle3" else {}
+    import_head(head(kind, to, change=changed, **options), target, tmp_path / "drafter")
+    before, after = checkpoint.load(make(kind, **options)), checkpoint.load(tmp_path / "drafter")
+    assert after.config["architecture"].get("sliding_window") is None
+    assert before.tensors.keys() == after.tensors.keys()
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+
+
 def absolute(config, tensors):
     tensors["d2t"] += torch.arange(len(tensors["d2t"]))
 
@@ -185,7 +219,10 @@ BAD = {
     "other target": (setting(target_hidden_size=128), "target_hidden_size is 128", "256"),
     "other vocabulary": (setting(vocab_size=32000), "vocab_size is 32000", "4096"),
     "vocabulary that only looks padded": (setting(vocab_size=4000), "vocab_size is 4000", "4096"),
-    "two layers": (setting(num_hidden_layers=2), "num_hidden_layers is 2", "num_hidden_layers 1"),
+    "two layers": (with_tensor("layers.1.mlp.up_proj.weight", 160, 256), "layers.1.mlp.up_proj", "no place"),
+    "window that is off and on": (
+        setting(layer_types=["sliding_attention"], use_sliding_window=False), "use_sliding_window is False", "true"
+    ),
     "tied": (setting(tie_word_embeddings=True), "tie_word_embeddings is True", "False"),
     "attention bias": (setting(attention_bias=True), "attention_bias is True", "False"),
     "norms of another type": (setting(norm_output="yes"), "norm_output is yes", "true or false"),
