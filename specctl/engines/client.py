@@ -380,9 +380,9 @@ class Client:
                 await response.aread()
                 return response, None, None
             async for event in exchanges.events(response.aiter_bytes()):
-                line = event.decode(errors="replace").strip()
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    pieces.append(piece(line.removeprefix("data: ")))
+                data = exchanges.data_of(event).decode(errors="replace").strip()
+                if data and data != "[DONE]":
+                    pieces.append(piece(data))
                     if first is None and server.dialect.begun(pieces[-1]):
                         first = time.perf_counter()
         return response, server.dialect.joined(pieces), first

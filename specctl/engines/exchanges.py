@@ -7,6 +7,7 @@ sees what it would have seen.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,10 @@ from specctl.engines.records import Drafting
 
 RECORDED = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generate": "sglang"}
 """Paths whose answers are texts, and the engine that can give their ids there."""
+
+LINE = re.compile(rb"\r\n|\n|\r")
+END = re.compile(rb"((?:\r\n|\n|\r(?!\n|\Z)){2})")  # a CR that is the last byte so far may be half of a CRLF
+DATA, BYTE_ORDER_MARK = b"data:", b"\xef\xbb\xbf"
 
 OPEN = ("/v1/", "/generate", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/get_model_info")
 """Beginnings of the paths that clients may ask for. All others change a server, or end it."""
@@ -96,23 +101,27 @@ def restored(document: Any, added: frozenset[str]) -> Any | None:
 
 
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events of a stream, each with the empty line that ends it. Only a line feed ends a line: JSON may hold what
-    Unicode takes for a line's end."""
+    """The events of a stream (server-sent events, HTML Standard §9.2), each with the empty line that ends it. Lines end
+    with CR, LF or both; JSON may hold what else Unicode takes for a line's end."""
     rest = b""
     async for part in parts:
-        *whole, rest = (rest + part).split(b"\n\n")
-        for event in whole:
-            yield event + b"\n\n"
+        *whole, rest = END.split(rest + part)
+        for event, end in zip(whole[::2], whole[1::2], strict=True):
+            yield event + end
     if rest:
         yield rest
 
 
+def data_of(event: bytes) -> bytes:
+    """The lines of data of an event, without their field's name; empty where it has none, as of a comment."""
+    lines = (line for line in LINE.split(event.removeprefix(BYTE_ORDER_MARK)) if line.startswith(DATA))
+    return b"\n".join(line.removeprefix(DATA).removeprefix(b" ") for line in lines)
+
+
 def piece_of(event: bytes) -> Any:
     """The JSON in an event; None where there is none."""
-    if not event.startswith(b"data:"):
-        return None
     try:
-        return json.loads(event.removeprefix(b"data:"))
+        return json.loads(data_of(event))
     except ValueError:
         return None
 
@@ -122,7 +131,10 @@ def restored_event(event: bytes, piece: Any, added: frozenset[str]) -> bytes:
     if piece is None or not added:
         return event
     shown = restored(piece, added)
-    return b"" if shown is None else f"data: {json.dumps(shown, ensure_ascii=False)}\n\n".encode()
+    if shown is None:
+        return b""
+    others = [line + b"\n" for line in LINE.split(event) if line and not line.startswith(DATA)]
+    return b"".join(others) + f"data: {json.dumps(shown, ensure_ascii=False)}\n\n".encode()
 
 
 def joined(pieces: Sequence[Any]) -> dict[str, Any]:

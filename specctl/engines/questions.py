@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -91,6 +92,7 @@ async def metrics(http: httpx.AsyncClient, server: Endpoint) -> str | None:
 
 
 def distance(one: list[float], other: list[float]) -> float:
-    """Mean difference of log probabilities; 0 where there are none to compare."""
+    """Mean difference of log probabilities; 0 where there are none to compare, infinite where one is NaN."""
     pairs = list(zip(one, other, strict=False))
-    return sum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0
+    mean = sum(abs(a - b) for a, b in pairs if a != b) / len(pairs) if pairs else 0.0
+    return math.inf if math.isnan(mean) else mean

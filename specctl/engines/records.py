@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST = 2**53  # of a counter that is believed
+
+
 class EngineError(SpecctlError):
     """A server is not there, is not what it has to be, or went on failing."""
 
@@ -47,6 +50,10 @@ class Ask:
     seed: int = 0
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
 @dataclass(frozen=True)
 class Drafting:
     """Counters of speculative decoding, of a text or of all since an engine was started.
@@ -63,8 +70,11 @@ class Drafting:
     accepted_at: list[int] = field(default_factory=list)
 
     @classmethod
-    def of_histogram(cls, histogram: list[int], drafted: int) -> Drafting:
-        """`histogram[k]`: rounds of which k tokens were accepted."""
+    def of_histogram(cls, histogram: Any, drafted: Any) -> Drafting | None:
+        """`histogram[k]`: rounds of which k tokens were accepted. None where they are no counts: an engine's own words,
+        in which NaN and numbers of 400 digits are JSON, too."""
+        if not isinstance(histogram, list) or not all(_is_count(count) for count in (*histogram, drafted)):
+            return None
         at = [sum(histogram[k + 1 :]) for k in range(len(histogram) - 1)]
         return cls(sum(histogram), drafted, sum(at), at)
 

@@ -74,9 +74,9 @@ def answer(document: Any, ask: Ask) -> Answer:
 def own_drafting(about: Mapping[str, Any]) -> Drafting | None:
     """The counters of a text, which its meta_info has."""
     histogram = about.get("spec_correct_drafts_histogram")
-    if not isinstance(histogram, list) or not about.get("spec_verify_ct"):
+    if not about.get("spec_verify_ct"):
         return None
-    return Drafting.of_histogram(histogram, int(about.get("spec_num_proposed_drafts") or 0))
+    return Drafting.of_histogram(histogram, about.get("spec_num_proposed_drafts") or 0)
 
 
 def streamed(body: dict[str, Any]) -> dict[str, Any]:

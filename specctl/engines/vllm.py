@@ -4,6 +4,7 @@ worker extension of `vllm_worker.py`."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,7 @@ UNCACHED = "--no-enable-prefix-caching"
 STOPS = {"stop": "eos", "length": "length"}
 STORAGE = "/dev/shm/hidden-states"  # memory: what is read is deleted at once
 RPC = "/collective_rpc"
+PLACE = re.compile(r"[0-9]{1,3}")  # of a token in a draft
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
 SENDS = False
 LOADED = (Call(RPC, {"method": "drafter_loaded"}),)
@@ -67,7 +69,7 @@ def own_drafting(document: Mapping[str, Any]) -> Drafting | None:
     """The counters that --per-request-spec-decode-metrics adds to a response."""
     try:
         said = document["metrics"]["speculative_decoding"]
-        return Drafting.of_histogram(list(said["acceptance_histogram"]), said["num_draft_tokens"])
+        return Drafting.of_histogram(said["acceptance_histogram"], said["num_draft_tokens"])
     except (KeyError, TypeError):
         return None
 
@@ -104,8 +106,9 @@ def drafting(page: str) -> Drafting | None:
         return None
     places: dict[int, float] = {}
     for labels, value in metrics.samples(page, f"{prefix}accepted_tokens_per_pos_total"):
-        place = int(labels["position"])
-        places[place] = places.get(place, 0) + value
+        if PLACE.fullmatch(labels.get("position", "")):
+            place = int(labels["position"])
+            places[place] = places.get(place, 0) + value
     return Drafting(
         rounds=int(rounds),
         drafted=int(metrics.total(page, f"{prefix}draft_tokens_total") or 0),

@@ -1,5 +1,6 @@
 """The client of engines: what it believes, what it tries again, and what it says when that does not help."""
 
+import math
 import random
 import signal
 import threading
@@ -223,9 +224,10 @@ class TestWhoIsThere:
         with Client(recipe(engine)) as client, pytest.raises(CheckpointError, match="another tokenizer"):
             client.check(text)
 
-    def test_different_weights_behind_two_addresses(self, text):
+    @pytest.mark.parametrize("shift", [0.3, math.nan])
+    def test_different_weights_behind_two_addresses(self, text, shift):
         with FakeEngine(text.tokenizer) as one, FakeEngine(text.tokenizer) as other:
-            other.shift = 0.3
+            other.shift = shift
             with Client(recipe(one, other)) as client, pytest.raises(CheckpointError, match="different weights"):
                 client.check(text)
 
@@ -326,3 +328,33 @@ def test_counters_of_a_page():
     assert found.since(Drafting(100, 22, 30, [16])) == Drafting(180, 800, 100, [100, 18])
     assert vllm.drafting("vllm:num_requests_running 1\n") is None
     assert metrics.total(PAGE, "vllm:e2e_request_latency_seconds_bucket") == 12
+
+
+DRAFTS, PLACES = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (f"{DRAFTS} NaN", None),
+        (f"{DRAFTS} +Inf", None),
+        (f"{DRAFTS} many", None),
+        (f"{DRAFTS} 4\nvllm:spec_decode_num_draft_tokens_total NaN", Drafting(4)),
+        (f"{DRAFTS} 4\n{PLACES} 3", Drafting(4)),
+        (f'{DRAFTS} 4\n{PLACES}{{position="9999"}} 3', Drafting(4)),
+    ],
+)
+def test_numbers_that_are_none_are_left_out(line, wanted):
+    """Prometheus writes NaN for a metric that has seen nothing; it was a traceback."""
+    assert vllm.drafting(f"{line}\n") == wanted
+
+
+@pytest.mark.parametrize(("blank", "end"), [("", "\n"), (" ", "\r\n"), ("", "\r\n"), ("", "\r")])
+def test_a_stream_in_another_form_is_the_same_text(engine, text, blank, end):
+    """ "data:" without a blank was no data, so the text had no end; CRLF was half a piece."""
+    engine.blank, engine.end = blank, end
+    with Client(recipe(engine)) as client:
+        client.check(text)
+        found = dict(client.answers(asks(4), timed=True))
+    assert [(found[place].output_ids, found[place].stop) for place in range(4)] == expected(engine, asks(4))
+    assert client.failures == 0

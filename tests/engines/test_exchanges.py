@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import math
 
 import pytest
 
-from specctl.engines import exchanges
+from specctl.engines import exchanges, sglang, vllm
 
 
 def test_ids_and_counters_are_asked_for_and_taken_out_again():
@@ -116,6 +117,50 @@ def test_a_restored_event_is_json_again():
     event = b'data: {"choices": [{"text": "\xc3\xa9", "token_ids": [1]}]}\n\n'
     shown = exchanges.restored_event(event, exchanges.piece_of(event), frozenset({"token_ids"}))
     assert json.loads(shown.removeprefix(b"data: ")) == {"choices": [{"text": "é"}]} and shown.endswith(b"\n\n")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_every_form_of_an_event_is_read(end, size):
+    """Lines that end with CRLF were held back to the end of the stream, data without a blank was no data, and an event
+    with a name before its data showed its client what was added for us."""
+    piece = {"choices": [{"text": "a", "token_ids": [1]}]}
+    forms = [
+        [b"data:" + json.dumps(piece).encode()],
+        [b"event: message", b"id: 3", b"data: " + json.dumps(piece).encode(), b"retry: 10"],
+        [b"data: " + line for line in json.dumps(piece, indent=1).encode().split(b"\n")],
+    ]
+    sent = [end.join(form) + 2 * end for form in (*forms, [b"data:[DONE]"], [b": ping"])]
+    whole, seen = b"".join(sent), []
+
+    async def parts():
+        for at in range(0, len(whole), size):
+            yield whole[at : at + size]
+            due = sum(len(b"".join(sent[: n + 1])) <= at + size for n in range(len(sent)))
+            assert len(seen) >= due - (end == b"\r")  # which may be half of a CRLF
+
+    async def read():
+        async for event in exchanges.events(parts()):
+            seen.append(event)
+
+    asyncio.run(read())
+    assert b"".join(seen) == whole and len(seen) == len(sent)
+    assert [exchanges.piece_of(event) for event in seen] == [piece] * 3 + [None] * 2
+    assert exchanges.data_of(seen[3]) == b"[DONE]" and exchanges.data_of(seen[4]) == b""
+    for event in seen[:3]:
+        shown = exchanges.restored_event(event, exchanges.piece_of(event), frozenset({"token_ids"}))
+        assert exchanges.piece_of(shown) == {"choices": [{"text": "a"}]} and shown.endswith(b"\n\n")
+        assert (b"event: message\n" in shown) == (event is seen[1])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 10**400, -1, 1.5, "3", True, None])
+def test_counters_that_are_none_are_not_believed(wrong):
+    """JSON has NaN here, and numbers of any length."""
+    for histogram, drafted in (([1, wrong], 3), ([1, 2], wrong)):
+        said = {"metrics": {"speculative_decoding": {"acceptance_histogram": histogram, "num_draft_tokens": drafted}}}
+        assert vllm.own_drafting(said) is None
+        about = {"spec_verify_ct": 3, "spec_correct_drafts_histogram": histogram, "spec_num_proposed_drafts": drafted}
+        assert wrong is drafted is None or sglang.own_drafting(about) is None
 
 
 def test_counters_are_read_of_answers_and_of_streams():

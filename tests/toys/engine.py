@@ -49,6 +49,7 @@ class FakeEngine:
         self.number = self.there = self.most = 0
         self.shift, self.context, self.pages = 0.0, 512, {}
         self.histogram: list[int] = []
+        self.blank, self.end = " ", "\n"  # in the events of streams
         self.scraped = None
         self.gone = False  # every connection breaks
         self.page: str | None = None  # instead of tokens
@@ -74,6 +75,9 @@ class FakeEngine:
         if length >= limit:
             return [draw.randrange(5, 250) for _ in range(limit)], "length"
         return [draw.randrange(5, 250) for _ in range(length - 1)] + [self.tokenizer.eos_token_id], "stop"
+
+    def event(self, data):
+        return f"data:{self.blank}{data}{2 * self.end}".encode()
 
     def models(self):
         return {"object": "list", "data": [{"id": self.model, "max_model_len": self.context}]}
@@ -395,9 +399,9 @@ class _Handler(BaseHTTPRequestHandler):
             if broken and last:
                 self.wfile.write(b'data: {"choi')
                 return
-            self.wfile.write(f"data: {json.dumps(piece, ensure_ascii=False)}\n\n".encode())
+            self.wfile.write(self.engine.event(json.dumps(piece, ensure_ascii=False)))
             self.wfile.flush()
         if choice:
             usage = {"choices": []} | {key: answer[key] for key in ("usage", "metrics") if key in answer}
-            self.wfile.write(f"data: {json.dumps(usage)}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
+            self.wfile.write(self.engine.event(json.dumps(usage)))
+        self.wfile.write(self.engine.event("[DONE]"))
