@@ -22,9 +22,10 @@ import torch
 from . import reference
 from .paging import PAGE, gathered, slots_of
 from .reference import Ancestry, Panorama
-from .rows import DraftRows, Rows, nan_count, probabilities, token_probability
+from .rows import COLDEST, DraftRows, Rows, nan_count, probabilities, token_probability
 
 __all__ = [
+    "COLDEST",
     "PAGE",
     "Ancestry",
     "DraftRows",

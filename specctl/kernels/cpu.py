@@ -20,7 +20,7 @@ from torch import Tensor
 from . import reference
 from .objectives import TINY
 from .reference import Panorama
-from .rows import BLOCK, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
+from .rows import BLOCK, COLDEST, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
 
 CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
 _IN_HAND = 2**19  # logits a pass has in hand: its buffers fit the last cache; fewer cost more in calls than they save
@@ -88,7 +88,7 @@ def _chunks(logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor, list[Te
 
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
     logits = logits.detach()
-    is_greedy = temperature <= 0
+    is_greedy = temperature < COLDEST
     inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
     all_greedy, by_count, by_mass = bool(is_greedy.all()), bool((top_k > 0).any()), bool((top_p < 1).any())
     sums = inv_temp.new_zeros(len(logits), -(-logits.shape[1] // BLOCK))

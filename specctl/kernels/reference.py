@@ -16,7 +16,18 @@ from torch import Tensor
 
 from .objectives import OBJECTIVES, TINY
 from .paging import gathered
-from .rows import DraftRows, Rows, blocked, draft_ids, draft_scores, inverse_cdf, probabilities, without_nan, working
+from .rows import (
+    COLDEST,
+    DraftRows,
+    Rows,
+    blocked,
+    draft_ids,
+    draft_scores,
+    inverse_cdf,
+    probabilities,
+    without_nan,
+    working,
+)
 
 _LOW = 0xFFFFFFFF
 
@@ -97,7 +108,8 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
-    """Rows of `logits` [R, V] under `temperature` [R] (0 = greedy), `top_k` [R] int64 (0 = off), `top_p` [R] (1 = off).
+    """Rows of `logits` [R, V] under `temperature` [R] (below COLDEST = greedy), `top_k` [R] int64 (0 = off), `top_p`
+    [R] (1 = off).
 
     Filters in the order of `transformers`: temperature, top-k, top-p (the smallest set whose mass reaches top_p, at
     least one token). All ties at a cut are kept. NaN counts as −inf (`nan_count` counts them); `Rows.valid` tells
@@ -105,7 +117,7 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     """
     logits = working(logits)
     vocabulary = logits.shape[1]
-    is_greedy = temperature <= 0
+    is_greedy = temperature < COLDEST
     inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(logits.dtype)
     scores = without_nan(logits * inv_temp[:, None])
     peak = scores.amax(-1)

@@ -10,6 +10,12 @@ from torch import Tensor
 BLOCK = 256  # vocabulary entries summed together: level one of the two-level inverse CDF
 
 
+COLDEST = 2.0**-17
+"""Temperatures below are greedy, as in vLLM (1e-5). Only exact ties could be drawn otherwise, and fp32 gets them wrong:
+of two equal logits of 80 at 1e-6, log Σ exp rounds to one of them, and both have p = 1. Below 1e-38 logits over
+the temperature overflow."""
+
+
 class Rows(NamedTuple):
     """R distributions over V tokens: each is its logits and a few scalars; no probability tensor exists.
 

@@ -20,7 +20,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from specctl import threads
+from specctl import kernels, threads
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
@@ -179,6 +179,7 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
 def _configuration(eos_ids: frozenset[int], sampling: Sampling) -> GenerationConfig:
     ends = sorted(eos_ids)
     options: dict[str, Any] = {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
-    if sampling.temperature > 0:
+    sampled = sampling.temperature >= kernels.COLDEST  # below, transformers would divide logits to infinity
+    if sampled:
         options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return GenerationConfig(do_sample=sampling.temperature > 0, **options)
+    return GenerationConfig(do_sample=sampled, **options)

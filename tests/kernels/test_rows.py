@@ -45,6 +45,21 @@ def test_greedy_is_the_lowest_id_of_the_maximum(backend):
     assert rows.valid.all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-9])
+def test_temperatures_that_overflow_are_greedy(backend, temperature, dtype):
+    """Logits times infinity are no distribution: every draw was the same token, whatever the model had said."""
+    x = torch.tensor([[-3.0, 80.0, 79.0, 80.0], [1e4, 5.0, -1e4, 0.0]], dtype=dtype)
+    for kept in ({}, {"top_k": 2}, {"top_p": 0.5}):
+        cold, greedy = (rows_of(backend, x, value, **kept) for value in (temperature, 0.0))
+        pairs = zip(cold, greedy, strict=True)
+        assert all(torch.equal(ours.nan_to_num(), other.nan_to_num()) for ours, other in pairs) and cold.valid.all()
+        least = rows_of(backend, x, 1e-4, **kept)
+        assert least.valid.all() and (least.greedy < 0).all()
+        expected = torch.tensor([[0, 0.5, 0, 0.5], [1.0, 0, 0, 0]]).to(probabilities(least))
+        torch.testing.assert_close(probabilities(least), expected, rtol=0, atol=0.01)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_distribution_are_reported_not_raised(backend, temperature):
     nothing, nan, ok = [-torch.inf] * 3, [torch.nan] * 3, [0.0, torch.nan, -torch.inf]

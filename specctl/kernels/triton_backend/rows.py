@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import BLOCK, Rows, working
+from ..rows import BLOCK, COLDEST, Rows, working
 from .device import BLOCKS, load_logits, pointers, precision, probability, row_major, search, tile_of
 
 ROOM = 16384  # candidates of a row; where there are more, the row itself is searched
@@ -20,6 +20,7 @@ SAMPLE = 2048  # logits from which the mass of a tail is guessed
 PROGRAMS = 1056  # of a pass that few rows share: eight for every multiprocessor of a large GPU
 UNIT = tl.constexpr(2.0**43)  # of a mass, the largest of which is 1: the sum of 2**20 of them has 63 bits
 NEAR = tl.constexpr(-8.0)  # scores so close to the maximum are candidates, whatever the sample has seen of them
+LEAST = tl.constexpr(COLDEST)
 HALVINGS = tl.constexpr(6)
 SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that fp32 has beyond
 
@@ -188,7 +189,7 @@ def _gather_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     k, p = tl.minimum(tl.load(top_k + row), V), tl.load(top_p + row)
-    if ((k > 0) | (p < 1)) & (tl.load(temperature + row) > 0):
+    if ((k > 0) | (p < 1)) & (tl.load(temperature + row) >= LEAST):
         scale = tl.load(inv_temp + row)
         top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
         x += row * stride
@@ -248,7 +249,7 @@ def _rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inv_temp + row)
     top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
-    is_greedy = tl.load(temperature + row) <= 0
+    is_greedy = tl.load(temperature + row) < LEAST
     token = tl.load(best + row * NB + tl.argmax(top, 0)).to(tl.int64)
     tl.store(greedy + row, tl.where(is_greedy, token, -1))
     finite = (highest > float("-inf")) & (highest < float("inf"))
@@ -303,7 +304,7 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     count, vocabulary = logits.shape
     assert vocabulary <= 2**20, "the masses of more tokens would overflow"
     blocks, acc = triton.cdiv(vocabulary, BLOCK), precision(logits)
-    inv_temp = torch.where(temperature <= 0, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
+    inv_temp = torch.where(temperature < COLDEST, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
     pivot, cut, lse, greedy = *(torch.empty_like(inv_temp) for _ in range(3)), torch.empty_like(top_k)
     peak, total, mass = (inv_temp.new_empty(count, blocks) for _ in range(3))
     best, taken = (top_k.new_empty(count, size, dtype=torch.int32) for size in (blocks, 1))
