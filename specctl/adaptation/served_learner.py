@@ -22,6 +22,7 @@ from specctl.drafters import checkpoint
 from specctl.engines.records import Drafting, EngineError
 from specctl.errors import SpecctlError
 from specctl.recipe import OnlineRecipe
+from specctl.redaction import redacted
 from specctl.training.example import Example
 
 GIVE_UP = 5  # chunks in a row whose updates did harm, here or in the engine
@@ -172,7 +173,7 @@ class ServedLearner:
 
     def save(self, start: Path) -> Path:
         """Write what was learnt as a drafter directory."""
-        learnt = f"{self.recipe.algo[0]} from texts of {', '.join(self.recipe.server.urls)}, from {start}"
+        learnt = f"{self.recipe.algo[0]} from texts of {', '.join(redacted(self.recipe.server.urls))}, from {start}"
         return self.pupil.save(self.place, {**checkpoint.read_info(start), "learnt": learnt, "mat": {}})
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

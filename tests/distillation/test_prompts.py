@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -191,9 +190,9 @@ def test_what_has_no_end_is_no_file_of_prompts():
         open_prompts("/dev/zero")
 
 
-def test_a_pipe_without_a_writer_can_be_given_up(tmp_path):
+def test_a_pipe_without_a_writer_can_be_given_up(tmp_path, pipe):
     """Opening one would wait where no signal is heard."""
-    os.mkfifo(tmp_path / "pipe")
+    pipe(tmp_path / "pipe")
     progress.interrupts.note(signal.SIGTERM)
     try:
         with open_prompts(str(tmp_path / "pipe")) as file, pytest.raises(Interrupted):
@@ -202,8 +201,8 @@ def test_a_pipe_without_a_writer_can_be_given_up(tmp_path):
         progress.interrupts.reset()
 
 
-def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
+def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path, pipe):
+    pipe(tmp_path / "pipe")
     writer = subprocess.Popen(["sh", "-c", "printf 'a\\nb\\n' > pipe"], cwd=tmp_path)
     with open_prompts(str(tmp_path / "pipe")) as file:
         assert file.read() == b"a\nb\n"
