@@ -124,11 +124,14 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
         f"decode {number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, "
         f"in sessions of {recipe.session}, {recipe.order}",
     ]
+    plain = {None: ", and plain decoding where seconds are played for,", True: " and plain decoding"}.get(
+        recipe.arms.plain, ""
+    )
     if recipe.record is not None:
         return [*decode, f"write to {recipe.record} what {', '.join(pool)} would draft at every position"]
     return [
         *decode,
-        f"choose among {', '.join(arms)} {choose}",
+        f"choose among {', '.join(arms)}{plain} {choose}",
         *([f"every head drafts in one tree with {recipe.companion}"] if recipe.companion else []),
         *games,
         f"measure beside them: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",

@@ -18,11 +18,11 @@ from specctl.measuring.contenders import Case, filters
 from specctl.measuring.measured import Measured, columns
 from specctl.measuring.policy_rows import LONG_ENOUGH, PolicyRow
 from specctl.recipe import SelectRecipe
-from specctl.selection.arms import chosen, reach
+from specctl.selection.arms import PLAIN, chosen, reach
 from specctl.selection.guarded import Guarded
 from specctl.selection.recorded import recorder, regret
 from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.lengths import shortened
+from specctl.selection.recorded.lengths import shortened, with_plain
 from specctl.selection.recorded.regret import Summary
 from specctl.selection.recorded.replay import Replay, draft_all, oracle, replay, rules_on
 from specctl.selection.recorded.table_file import read_table
@@ -108,6 +108,8 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
         raise UsageError(f"pool_sizes names {max(recipe.pool_sizes)} arms, the table has {count}", hint=f"1 to {count}")
     if recipe.arms.draft_nodes:
         table = shortened(table, recipe.arms.draft_nodes)
+    if recipe.arms.plain and PLAIN not in table.arms:
+        table = with_plain(table)
     yardstick = Hindsight(table, recipe.game.yardstick)
     played = {name: _played(recipe, name, yardstick) for name in recipe.algo}
     # What draws nothing does the same for every seed.

@@ -27,8 +27,8 @@ from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, decode_
 from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
 from specctl.measuring.records import Record
 from specctl.recipe import SelectRecipe
-from specctl.selection.arms import make_arms, named
-from specctl.selection.assembly import make_batch_selector, make_selector, plain_step
+from specctl.selection.arms import make_arms, named, plain_arm
+from specctl.selection.assembly import make_batch_selector, make_selector, plain_step, plays_for_seconds
 from specctl.selection.batched import BatchSelector
 from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
@@ -112,6 +112,8 @@ class SelectContenders:
         self.algo = {name: name for name in recipe.algo}  # contender → its policy
         if RECOMPUTING in recipe.baselines:
             self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
+        self.plainly = {name for name in self.algo if self._joined_by_plain(name)}
+        self.arms = [*([plain_arm()] if self.plainly else []), *self.arms]
         # Game, arm and tokens of every round.
         self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
         self.selectors = {name: self._selector(name) for name in self.algo}
@@ -133,9 +135,24 @@ class SelectContenders:
         able = all(isinstance(drafter, Guarded) and drafter.even for drafter in drafters)
         return not (able and all(selector.late for selector in self.selectors.values()))
 
+    def _joined_by_plain(self, name: str) -> bool:
+        """Whether plain decoding is one more arm of a contender's policy."""
+        recipe, policy = self.recipe, self.algo[name]
+        if any(arm.plain for arm in self.arms):
+            return False
+        if recipe.arms.plain is not None:
+            return recipe.arms.plain
+        if recipe.warm_start and registry.learns(policy) == "losses":  # the router's probabilities are of drafters
+            return False
+        return plays_for_seconds(self._own(self.arms), policy, recipe.game)
+
+    def _own(self, arms: Sequence[Guarded]) -> list[Guarded]:
+        """The same arms for one selector: each counts its own failures."""
+        return [arm.again(self.companion.head_of(arm.drafter)) for arm in arms]
+
     def _selector(self, name: str) -> Selector | BatchSelector:
-        # Each counts its own failures.
-        arms = [arm.again(self.companion.head_of(arm.drafter)) for arm in self.arms]
+        joined = self.plainly and name not in self.plainly
+        arms = self._own([arm for arm in self.arms if not (joined and arm.plain)])
         options: dict[str, Any] = {
             "recipe": self.recipe.game,
             "new_policy": functools.partial(self._policy, self.algo[name]),
@@ -279,7 +296,7 @@ class SelectContenders:
             name,
             kind,
             tally=selector.tally if selector else None,
-            arms=[arm.name for arm in self.arms],
+            arms=[arm.name for arm in selector.arms] if selector else [],
             best_arm_ratio=sum(hits) / len(hits) if hits else None,
             failures=(selector or self.alone[name]).failures if name != VANILLA else 0,
         )

@@ -121,6 +121,9 @@ class ArmRecipe(Section):
 
     draft_nodes: list[NonNegativeInt] = []
     shapes: list[DraftingRecipe] = []
+    # Plain decoding as one more arm, for a stream on which every drafter loses. null: for policies that play for
+    # seconds, when decoding; true: for all policies, and in replays.
+    plain: bool | None = None
 
 
 SERVED = ("target", "resources", "algo", "policy", "seeds", "output_dir", "overwrite", "server", "listen")
@@ -225,6 +228,8 @@ class SelectRecipe(CommandRecipe):
             raise ValueError("there is no router: name router_dir, or train one with train_router")
         if "recompute" in self.baselines and self.catch_up.name != "streaming":
             raise ValueError("the policies recompute already: the baseline is for catch_up=streaming")
+        if self.arms.plain and (self.warm_start or "router" in self.algo):
+            raise ValueError("arms.plain: a router knows drafters only, so plain decoding is no arm beside it")
         if self.resume and self.record is None:
             raise ValueError("resume goes on with a recording: name `record`")
         if self.choice == "batch":

@@ -118,7 +118,7 @@ def make_arms(
     arms = recipe.arms
     if not arms.draft_nodes and not arms.shapes:
         return [Guarded(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
-    made = [Guarded(PLAIN, NoDraft())] if 0 in arms.draft_nodes else []
+    made = [plain_arm()] if 0 in arms.draft_nodes else []
     own = recipe.choice == "batch"  # else the texts of a batch share the rows that cost little
     for name, drafter in drafters.items():
         made += [Guarded(f"{name} ×{nodes}", drafter, nodes, weighs_rows=own) for nodes in arms.draft_nodes if nodes]
@@ -126,6 +126,11 @@ def make_arms(
             Guarded(f"{name} {label(shape)}", shaped(name, drafter, shape), weighs_rows=own) for shape in arms.shapes
         ]
     return made
+
+
+def plain_arm() -> Guarded:
+    """The arm that drafts nothing."""
+    return Guarded(PLAIN, NoDraft())
 
 
 def reach(drafter: Drafter) -> int:

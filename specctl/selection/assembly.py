@@ -57,7 +57,7 @@ def make_selector(
     reads = registry.contextual(name)
     return Selector(
         arms,
-        partial(_game, rules, len(arms), new_policy, seed, clock),
+        partial(_game, rules, arms, new_policy, seed, clock),
         scorer,
         clock,
         overlaps=overlaps,
@@ -81,7 +81,7 @@ def make_batch_selector(
     """A `BatchSelector` of the policy `name`, one that `check_batch` lets pass; `step` as of `make_selector`."""
     rules = _rules(arms, name, recipe, step)
     # What a round takes depends on the load, so that the games of loads share no clock.
-    return BatchSelector(arms, partial(_game, rules, len(arms), new_policy, seed, None), on_round)
+    return BatchSelector(arms, partial(_game, rules, arms, new_policy, seed, None), on_round)
 
 
 def _known(arm: Guarded) -> Kinds:
@@ -90,18 +90,37 @@ def _known(arm: Guarded) -> Kinds:
     return arm.trained_on if arm.scored is arm.drafter else Kinds.none()
 
 
+def plays_for_seconds(arms: Sequence[Guarded], name: str, recipe: GameRecipe) -> bool:
+    """Whether the policy `name` is told what a round of these arms takes: to one that is not, plain decoding is always
+    the worst arm."""
+    return _played_for(_rules_of(arms, name, recipe), name) in ("throughput", "surplus")
+
+
+def _played_for(rules: Rules, name: str) -> str | None:
+    """The reward, or the loss, that the policy `name` is told; None where it is told nothing."""
+    return {"reward": rules.reward, "losses": rules.loss}.get(registry.learns(name))
+
+
 def _rules(arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callable[[], float]) -> Rules:
-    rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
-    if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
-        # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
-        rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
-    if {"reward": rules.reward, "losses": rules.loss}.get(registry.learns(name)) == "throughput":
+    rules = _rules_of(arms, name, recipe)
+    if _played_for(rules, name) == "throughput":
         rules = replace(rules, step=processes.agree(step()))
     return rules
 
 
-def _game(rules: Rules, arms: int, new_policy: NewPolicy, seed: int, clock: ArmClock | None, text: Label) -> Game:
-    seeded = Arms(arms, rules.depth, seed_of(seed + text.seed, text.query))
+def _rules_of(arms: Sequence[Guarded], name: str, recipe: GameRecipe) -> Rules:
+    rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
+    if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
+        # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
+        rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
+    return rules
+
+
+def _game(
+    rules: Rules, arms: Sequence[Guarded], new_policy: NewPolicy, seed: int, clock: ArmClock | None, text: Label
+) -> Game:
+    plain = next((number for number, arm in enumerate(arms) if arm.plain), None)
+    seeded = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query), plain)
     return Game(new_policy(seeded, text), rules, seeded, clock)
 
 

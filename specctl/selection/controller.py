@@ -281,7 +281,7 @@ class Selector(Controller):
         states = state.features[b, : state.rows[b].prompt_length]
         play.prompt = features_of(prompt_states(self.arms, states, state.taps))
         play.belief = memory.belief(play.prompt)
-        policy.meet(play.belief)
+        policy.meet(play.belief, memory.overdue)
         if play.game.rules.reward == "surplus":
             policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specctl import processes, progress
+from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import Kinds
 from specctl.decoding.protocols import DeviceDraft, Drafter, OnDevice
 from specctl.decoding.records import DraftTree, empty_draft, topology
@@ -52,6 +53,11 @@ class Guarded:
         self.failures = 0
         self.made: Made | None = None
         self.budget = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it drafts nothing, ever."""
+        return isinstance(self.drafter, NoDraft)
 
     def again(self, scored: Drafter | None = None) -> Guarded:
         """The same arm, which counts failures of its own."""

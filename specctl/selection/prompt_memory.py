@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specctl import threads
 from specctl.decoding.prompt_features import Kinds
-from specctl.selection.policies.contextual import Belief, Shown, ease
+from specctl.selection.policies.contextual import TRIES, Belief, Shown, ease
 from specctl.selection.policies.policy import Array
 
 WINDOW = 64  # texts of each arm that are remembered: the oldest makes room
@@ -32,6 +32,8 @@ KIND = 0.4
 # Cosine at which a prompt may be of a kind or of none, and how soon it is one of them: half as much again, or a third
 # less, makes less than 1 %.
 NEAR, SHARP = 0.3, 0.08
+# Texts in a row that are decoded plainly before drafts are tried again, at most: once was not worth it, twice as many.
+LONGEST_SILENCE = 8
 FEW = 4  # rewards of texts by which variances are known; without, nothing is said but of what arms were trained on
 SIGNAL = NOISE = 0.005  # s² and σ² until then
 UNKNOWN = 1e3  # τ² until then: the mean of rewards is not known
@@ -184,11 +186,18 @@ class PromptMemory:
             torch.zeros(self.count, WINDOW, dtype=torch.double) for _ in range(5)
         )
         self._next = [0] * self.count  # where the next text of an arm goes
+        self._silent, self._patience = 0, 1  # texts in a row that were decoded plainly; after so many drafts are tried
 
     @property
     def texts(self) -> list[int]:
         """[N] texts of each arm that are remembered."""
         return (self._rounds > 0).sum(1).tolist()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether texts were decoded plainly for so long that drafts should be tried: a datastore grows meanwhile, and
+        what is asked changes."""
+        return self._silent >= self._patience
 
     def belief(self, features: Array) -> Belief | None:
         """Expectations of a prompt with these features; None where too little is known of any."""
@@ -272,6 +281,13 @@ class PromptMemory:
         the rate of all rounds: rewards of earlier texts are looked at as if they had been earned at today's.
         """
         self._fit = None
+        drafted = sum(one.rounds for one in shown)
+        if drafted > TRIES:
+            self._silent, self._patience = 0, 1
+        elif drafted:
+            self._silent, self._patience = 0, min(2 * self._patience, LONGEST_SILENCE)
+        else:
+            self._silent += 1
         if lost is not None:
             self._lost = torch.tensor(lost, dtype=torch.double)[:, None]
         n = [one.rounds for one in shown]

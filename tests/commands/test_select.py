@@ -41,6 +41,7 @@ from specctl.measuring.select_contenders import SelectContenders, sessions, turn
 from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
+from specctl.selection.arms import PLAIN
 from specctl.selection.assembly import make_selector
 from specctl.selection.guarded import Guarded
 from specctl.selection.recorded.hindsight import walk
@@ -167,7 +168,29 @@ def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, 
     made = recipe(tmp_path / "prompts.jsonl", algo=["random", "hedgespec"], baselines=["vanilla", "fixed"], game=game)
     found, _, _ = selected(tmp_path, made, target, heads)
     assert found.rounds_on == "device" and found.lossless.mismatches == 0
-    assert began == [len(captured)] == [1 + len(heads) + 2 * len(heads)]
+    arms = 1 + len(heads)  # with plain decoding, which is none of `random`'s
+    assert began == [len(captured)] == [1 + arms + len(heads) + arms]
+
+
+@pytest.mark.parametrize("plain", [None, True, False])
+def test_plain_decoding_is_an_arm_of_who_plays_for_seconds(tmp_path, prompts, target, plain):
+    """To others it is a loss in every round."""
+    pool = {"lookup": Lookup(4), "suffix": Suffix(depth=4, nodes=8, children=2)}
+    options = dict(algo=["cgp-ucb", "hedgespec", "metasd-ucb"], game={}, baselines=[], limit=2)
+    made = recipe(prompts, arms={"plain": plain}, sampling={"max_new_tokens": 12}, **options)
+    found, _, rounds = selected(tmp_path, made, target, pool)
+    assert found.arms == [*([] if plain is False else [PLAIN]), "lookup", "suffix"]
+    plainly = {line["algo"] for line in rounds if line["arm"] == PLAIN}
+    weights = {line["algo"]: len(line["weights"]) for line in rounds}
+    having = {None: {"cgp-ucb", "hedgespec"}, True: {*made.algo}, False: set()}[plain]
+    assert weights == {name: 2 + (name in having) for name in made.algo}
+    assert plainly <= having and ("cgp-ucb" in plainly) == ("cgp-ucb" in having)
+    assert all(row.pulls.keys() <= {*found.arms} for row in found.policies)
+
+
+def test_a_router_and_plain_decoding_exclude_each_other(tmp_path, prompts):
+    with pytest.raises(ValidationError, match=r"arms\.plain: a router knows drafters only"):
+        recipe(prompts, arms={"plain": True}, algo=["router"], router_dir=tmp_path)
 
 
 def test_policies_that_skip_beside_those_that_recompute(tmp_path, prompts, target, pool):

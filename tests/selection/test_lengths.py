@@ -8,8 +8,9 @@ import pytest
 
 from specctl.errors import UsageError
 from specctl.selection.arms import PLAIN
-from specctl.selection.recorded.lengths import shortened
-from specctl.selection.recorded.trace import Table
+from specctl.selection.recorded.lengths import shortened, with_plain
+from specctl.selection.recorded.overheads import Overheads
+from specctl.selection.recorded.trace import Table, of_arms
 from tests.selection.conftest import ARMS, DEPTH
 
 
@@ -64,3 +65,18 @@ def test_costs_go_with_the_mean_depth(table):
 def test_lengths_that_are_none(table, length):
     with pytest.raises(UsageError, match="depth 4"):
         shortened(table, [1, length])
+
+
+def test_plain_decoding_joins_a_table(table):
+    """Its rounds draft nothing, take a step, and neither read nor score."""
+    known = Overheads(np.ones((3, 2)), np.ones((3, 2, 2)), np.array([4, 3, 4]))
+    whole = replace(table, overheads=known, reach=known.reach)
+    found = with_plain(whole)
+    assert found.arms == [PLAIN, *ARMS] and of_arms(found, ARMS).arms == ARMS
+    assert found.draft_s.tolist() == [0, 0.4, 0.04, 0] and found.step_s.tolist() == [1, 1, 1.4, 1.2, 1]
+    assert found.reach.tolist() == [0, 4, 3, 4]
+    assert found.overheads.reading(np.full(4, 9)).tolist() == [0, 10, 10, 10]
+    assert found.overheads.scoring(2, 1) == known.scoring(2, 1)
+    for joined, before in zip(found.traces, table.traces, strict=True):
+        assert not joined.accepted[0].any() and not joined.gamma[0].any()
+        assert np.array_equal(joined.hit[1:], before.hit)

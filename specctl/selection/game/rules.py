@@ -55,6 +55,11 @@ class Rules:
     costs: tuple[float, ...] = ()
     step: float | None = None
 
+    @property
+    def in_seconds(self) -> bool:
+        """Whether the rewards count what a round takes."""
+        return self.reward in ("throughput", "surplus")
+
 
 def rules_for(
     name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = (), step: float | None = None

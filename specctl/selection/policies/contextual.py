@@ -28,6 +28,7 @@ from specctl.selection.policies.policy import Arms, Learns, Numbers, Weighted, a
 # chooses as well; but where a stream begins with one kind of them, it never tries some arms at the others.
 BETA = 1.0
 STAY = 4.0  # rounds that share what moving to another arm costs
+TRIES = 2  # rounds of drafts at the beginning of a text, where texts were decoded plainly for long
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,14 @@ class ContextualUcb(Weighted):
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
         self.moves = [0.0] * arms.count  # rewards that the time of moving to an arm costs, which reads up then
+        self.plain_reward = 0.0  # of a round of `arms.plain`, which is known without playing it
         self.last: int | None = None  # the arm of the round before
         self.meet(None)
 
-    def meet(self, belief: Belief | None) -> None:
-        """Begin a text."""
+    def meet(self, belief: Belief | None, overdue: bool = False) -> None:
+        """Begin a text. `overdue`: no arm has drafted for so long that one should be tried, whatever is expected."""
         self.belief, self.last = belief, None
+        self._tries = TRIES if overdue else 0
         self.n, self.r = [0] * self.arms.count, [0.0] * self.arms.count
         self.squares = [0.0] * self.arms.count
         # An idle arm's bound and the price of moving to it stay as they are: a round is work for the arms played.
@@ -108,7 +111,19 @@ class ContextualUcb(Weighted):
         """Rounds and rewards of each arm in the text."""
         return [Shown(n, n * r, squares) for n, r, squares in zip(self.n, self.r, self.squares, strict=True)]
 
+    def expect_of_plain(self, reward: float) -> None:
+        """The reward that a round of plain decoding would have: that is known, and need not be tried."""
+        if reward != self.plain_reward:
+            self.plain_reward = reward
+            self._changed()
+
     def reward(self, arm: int, reward: float) -> None:
+        if arm == self.arms.plain:  # it tells nothing of the text
+            if math.isfinite(self.plain_reward):  # else it was only timed: the arm before it, or none, is to go on
+                self.last = arm
+                self._changed()
+            return
+        self._tries = max(self._tries - 1, 0)
         if not self.n[arm]:
             self._played.append(arm)
         self.n[arm] += 1
@@ -118,14 +133,25 @@ class ContextualUcb(Weighted):
         self._changed()
 
     def _weigh(self) -> Numbers:
+        plain = self.arms.plain
         if self.belief is None:
-            return one_hot(self.n.index(0) if 0 in self.n else argmax(self.r), self.arms.count)
+            untried = [arm for arm, n in enumerate(self.n) if not n and arm != plain]
+            means = [self.plain_reward if arm == plain else mean for arm, mean in enumerate(self.r)]
+            return one_hot(untried[0] if untried else argmax(means), self.arms.count)
         bounds = self._idle.copy()
+        if plain is not None:
+            bounds[plain] = self.plain_reward
+        if plain is not None and self._tries and self.last is None:  # by the arm that is the least to move to
+            bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
         if self.last is not None:
             d, _ = ease(self.belief, self.n, self.r)
             for arm in self._played:
                 bounds[arm] = bound(self.belief, arm, self.n[arm], self.r[arm] - d, BETA)
+            if plain is not None:  # a text that is easy to draft is no easier without drafts
+                bounds[plain] -= d
             stay = bounds[self.last]
             bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
             bounds[self.last] = stay
+        if plain is not None and self._tries:
+            bounds[plain] = -math.inf
         return one_hot(argmax(bounds), self.arms.count)

@@ -28,11 +28,15 @@ Play = Literal["sample", "argmax"]
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of a game: `count` N of them, whose drafts are at most `depth` K long, and the seed of its draws."""
+    """The arms of a game: `count` N of them, whose drafts are at most `depth` K long, and the seed of its draws.
+
+    `plain`: the arm that drafts nothing, if there is one.
+    """
 
     count: int
     depth: int
     seed: int
+    plain: int | None = None
 
 
 def seed_of(seed: int, query: str) -> int:

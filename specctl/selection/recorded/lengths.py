@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specctl.decoding.prompt_features import Kinds
 from specctl.errors import UsageError
 from specctl.selection.arms import PLAIN
+from specctl.selection.recorded.overheads import Overheads
 from specctl.selection.recorded.trace import Table, Trace, of_arms
 
 
@@ -38,14 +40,27 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
     draft_s = table.draft_s[which] * shares
     step_s = table.step_s[0] + (table.step_s[1:][which] - table.step_s[0]) * shares
     traces = [_cut(trace, pairs) for trace in table.traces]
-    if 0 in lengths:
-        names, draft_s, step_s = [PLAIN, *names], np.append(0.0, draft_s), np.append(table.step_s[0], step_s)
-        traces = [_with_plain(trace) for trace in traces]
     reach = None
     if table.reach is not None:
-        reach = np.array([0] * (0 in lengths) + [min(table.reach[arm], length) for arm, length in pairs])
+        reach = np.array([min(table.reach[arm], length) for arm, length in pairs], dtype=int)
     cut = Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s), reach)
-    return of_arms(cut, names)
+    cut = with_plain(cut) if 0 in lengths else cut
+    return of_arms(cut, cut.arms)
+
+
+def with_plain(table: Table) -> Table:
+    """The table with plain decoding before its other arms."""
+    overheads = table.overheads and Overheads(*map(_after_nothing, astuple(table.overheads)))
+    return replace(
+        table,
+        arms=[PLAIN, *table.arms],
+        traces=[_with_plain(trace) for trace in table.traces],
+        draft_s=np.append(0.0, table.draft_s),
+        step_s=np.append(table.step_s[0], table.step_s),
+        reach=None if table.reach is None else np.append(0, table.reach),
+        overheads=overheads,
+        trained_on=[Kinds.none(), *table.trained_on] if table.trained_on else (),
+    )
 
 
 def _share(table: Table, arm: int, length: int) -> float:
@@ -75,15 +90,11 @@ def _cut(trace: Trace, pairs: Sequence[tuple[int, int]]) -> Trace:
 
 def _with_plain(trace: Trace) -> Trace:
     """An arm before the others that drafts nothing."""
+    parts = ("accepted", "drafted", "gamma", "overlap", "hit")
+    arrays: dict[str, Any] = {name: _after_nothing(getattr(trace, name)) for name in parts}
+    return replace(trace, **arrays)
 
-    def after_nothing(array: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate((np.zeros_like(array, shape=(1, *array.shape[1:])), array))
 
-    return replace(
-        trace,
-        accepted=after_nothing(trace.accepted),
-        drafted=after_nothing(trace.drafted),
-        gamma=after_nothing(trace.gamma),
-        overlap=after_nothing(trace.overlap),
-        hit=after_nothing(trace.hit),
-    )
+def _after_nothing(array: NDArray[Any]) -> NDArray[Any]:
+    """The array behind a first row of zeros."""
+    return np.concatenate((np.zeros_like(array, shape=(1, *array.shape[1:])), array))

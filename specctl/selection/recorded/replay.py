@@ -8,6 +8,7 @@ import numpy as np
 
 from specctl.errors import CheckpointError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.arms import PLAIN
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome, surplus_lost
@@ -63,10 +64,11 @@ def replay(
     table = hindsight.table
     rules = rules_on(table, name, game)
     parts = games(table.traces, reset, session)
+    plain = table.arms.index(PLAIN) if PLAIN in table.arms else None
     clock, played = ArmClock.of(len(table.arms)), []
     memory = PromptMemory(len(table.arms), trained_on=table.trained_on) if contextual(name) else None
     for queries in parts:
-        arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query))
+        arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query), plain)
         made = Game(build(name, arms, policy), rules, arms, clock)
         played.append(_play(made, hindsight, queries, reset != "query" and rules.score_ends, memory))
     return _measured(name, hindsight, parts, played, rules.depth)
@@ -100,7 +102,7 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memo
         else:
             prompt = np.zeros(1) if trace.context is None else trace.context  # all alike where none is known
             belief = memory.belief(prompt)
-            game.policy.meet(belief)
+            game.policy.meet(belief, memory.overdue)
             if game.rules.reward == "surplus":
                 game.policy.moves = surplus_lost(reading, game.clock.rate, game.rules.depth)
             _answer(game, trace, hindsight.cost.tolist(), ends)
