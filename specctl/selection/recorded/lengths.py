@@ -43,7 +43,7 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
     reach = None
     if table.reach is not None:
         reach = np.array([min(table.reach[arm], length) for arm, length in pairs], dtype=int)
-    cut = Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s), reach)
+    cut = Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s), reach, greedy=table.greedy)
     cut = with_plain(cut) if 0 in lengths else cut
     return of_arms(cut, cut.arms)
 
